@@ -1,0 +1,1 @@
+"""A compact torch.fx graph optimizer for inference."""

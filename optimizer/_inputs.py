@@ -1,0 +1,64 @@
+"""Example inputs in one form: a tuple of positional and a dict of keyword arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from optimizer._errors import InputError
+
+ExampleInputs: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+class Call(NamedTuple):
+    """What a module is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+        """The same call with every tensor in it replaced by `function(tensor)`."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, function, (self.args, self.kwargs))
+        return Call(args, kwargs)
+
+
+def as_call(example_inputs: ExampleInputs) -> Call:
+    """A tensor, a sequence of positional or a mapping of keyword arguments, as a `Call`.
+
+    Raises:
+        InputError: it is none of the three.
+    """
+    if isinstance(example_inputs, torch.Tensor):
+        return Call((example_inputs,), {})
+    if isinstance(example_inputs, Mapping):
+        return Call((), dict(example_inputs))
+    if isinstance(example_inputs, list | tuple):
+        return Call(tuple(example_inputs), {})
+    raise InputError(
+        f"example_inputs is a {type(example_inputs).__name__}: pass a tensor, a tuple of positional"
+        " arguments, or a mapping of keyword arguments."
+    )
+
+
+def require_module(model: object) -> nn.Module:
+    """`model`, if it is a module whose parameters and buffers hold data.
+
+    Raises:
+        InputError: it is no module, or a parameter or buffer is on the meta device.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module: pass the module itself,"
+            " already constructed."
+        )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise InputError(
+                f"'{name}' is on the meta device and holds no data: load the model's weights"
+                " onto a real device first."
+            )
+    return model

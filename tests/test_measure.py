@@ -1,0 +1,327 @@
+"""Latency and peak memory: exact on the CPU, through a fake elsewhere, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from optimizer import _device, _measure
+from optimizer._device import Cpu, Cuda, Mps, device_named
+from optimizer._errors import DeviceError, InputError
+from optimizer._measure import Comparison, Measurement, Spread, compare, measure
+
+FLOATS = torch.linspace(-1, 1, 1000)
+KILOBYTES_4 = 4000  # of 1000 floats
+
+
+class Chain(nn.Module):
+    """Four relus, of which never more than two results are alive at once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.relu(x)
+        return x
+
+
+class Workspace(nn.Module):
+    """Frees what it allocated before it returns a single number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x]).sum()
+
+
+class WritesItsInput(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1)
+
+
+class CountsCalls(nn.Module):
+    """Replaces one buffer, writes another, changes its mode, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("written", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.written += 1
+        self.replaced = self.replaced + 1
+        self.training = not self.training
+        return x + torch.rand_like(x)
+
+
+class Picky(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("only squares\nand a second line")
+
+
+class FakeDevice:
+    """A device that answers what it is told to, and remembers what it was asked."""
+
+    name = "fake:7"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def peak_memory(self, run: object) -> int:
+        self.calls.append("peak")
+        return 12345
+
+    def keep_random_state(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (nn.Identity(), 0),
+        (nn.ReLU(), KILOBYTES_4),
+        (Chain(), 2 * KILOBYTES_4),
+        (Workspace(), 2 * KILOBYTES_4 + 4),
+        (nn.ReLU(inplace=True), 0),
+        (nn.Linear(1000, 500, bias=False), 2000),
+    ],
+)
+def test_peak_memory_is_exact_to_the_byte_and_without_weights_and_inputs(module, expected):
+    first = measure(module, FLOATS, repeats=1, warmup=1)
+    second = measure(module, FLOATS, repeats=1, warmup=1)
+
+    assert (first.peak_memory, second.peak_memory) == (expected, expected)
+
+
+def test_peak_memory_on_the_cpu_counts_a_workspace_inside_one_operator():
+    scores = torch.randn(1000)
+    held = Cpu().peak_memory(lambda: torch.sort(scores))
+
+    assert held > 4000 + 8000  # values and indices, and what sorting needed beside them
+
+
+def test_measuring_the_cpu_is_silent(capfd):
+    measure(nn.ReLU(), FLOATS, repeats=1)
+
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_spread_is_ordered_and_keeps_its_samples_in_order_of_arrival():
+    spread = Spread.of([3.0, 1.0, 2.0])
+
+    assert spread == (2.0, 1.0, 3.0, (3.0, 1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high"),
+    [(1, 0, 0), (5, 0, 4), (6, 0, 5), (9, 1, 7), (20, 5, 14), (2000, 955, 1044)],
+)
+def test_the_interval_of_a_spread_is_that_of_the_sign_test(count, low, high):
+    spread = Spread.of(range(count))
+
+    assert (spread.low, spread.high) == (low, high)
+
+
+def test_a_measurement_has_as_many_samples_as_repeats_and_says_what_it_found():
+    found = measure(nn.ReLU(), FLOATS, repeats=7)
+
+    assert len(found.latency.samples) == 7
+    assert 0 < found.latency.low <= found.latency.median <= found.latency.high
+    assert str(found).endswith("peak memory 3.906 KiB, cpu")
+
+
+def test_a_measurement_prints_units_that_suit_its_size():
+    spread = Spread(0.0123, 2e-6, 3.0, ())
+
+    assert str(Measurement(spread, 5 * 2**30, "cpu")) == (
+        "12.3 ms [2 us, 3 s], peak memory 5 GiB, cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [(1.1, 1.3, "faster"), (0.7, 0.9, "slower"), (0.9, 1.1, "no difference")],
+)
+def test_a_verdict_needs_the_whole_interval_on_one_side_of_one(low, high, verdict):
+    side = Measurement(Spread(1.0, 1.0, 1.0, ()), 0, "cpu")
+    comparison = Comparison(Spread(1.2, low, high, (1.2,) * 6), side, side)
+
+    assert comparison.verdict == verdict
+    assert str(comparison).startswith(
+        f"{verdict}: speed-up 1.200 [{low:.3f}, {high:.3f}], 1 s -> 1 s"
+    )
+
+
+def test_a_comparison_pairs_the_calls_of_each_round(monkeypatch):
+    slow, fast = nn.ReLU(), nn.Identity()
+    order = []
+
+    def timed(module, call, device):
+        order.append(module)
+        return 2.0 * len(order) if module is slow else 1.0 * len(order)
+
+    monkeypatch.setattr(_measure, "_timed", timed)
+    comparison = compare(slow, fast, FLOATS, rounds=6)
+
+    assert order == [slow, fast, fast, slow] * 6
+    assert comparison.speedup.samples == (2.0,) * 6  # a steady drift of the machine cancels
+    assert len(comparison.model.latency.samples) == len(comparison.fast.latency.samples) == 12
+    assert (comparison.model.peak_memory, comparison.fast.peak_memory) == (KILOBYTES_4, 0)
+
+
+def test_a_module_may_be_compared_with_itself():
+    module = nn.ReLU()
+
+    assert len(compare(module, module, FLOATS, rounds=6).speedup.samples) == 6
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [FLOATS, (FLOATS,), [FLOATS], {"input": FLOATS}],
+    ids=["tensor", "tuple", "list", "mapping"],
+)
+def test_inputs_come_in_every_form(inputs):
+    assert measure(nn.ReLU(), inputs, repeats=1).peak_memory == KILOBYTES_4
+
+
+def test_a_model_that_writes_its_input_meets_the_same_input_each_time():
+    x = torch.zeros(3)
+    measure(WritesItsInput(), x)
+
+    assert torch.equal(x, torch.zeros(3))
+
+
+def test_batch_statistics_of_a_model_in_training_are_left_as_they_were():
+    module = nn.BatchNorm1d(4)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    measure(module, torch.randn(8, 4) + 3, repeats=2)
+
+    assert module.training
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+def test_buffers_mode_random_state_and_gradient_mode_are_as_before():
+    module = CountsCalls()
+    replaced, state = module.replaced, torch.get_rng_state()
+    compare(module, module, FLOATS, rounds=7)
+
+    assert module.training
+    assert module.replaced is replaced
+    assert (module.written.item(), module.replaced.item()) == (0, 0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+
+
+def test_everything_is_as_before_also_when_the_model_rejects_its_inputs():
+    module = nn.Sequential(CountsCalls(), Picky())
+    with pytest.raises(InputError):
+        measure(module, FLOATS)
+
+    assert module[0].written.item() == 0
+
+
+def test_an_input_that_the_model_rejects_is_a_sentence_with_the_reason():
+    with pytest.raises(InputError) as caught:
+        measure(Picky(), FLOATS)
+
+    assert str(caught.value) == (
+        "the Picky rejects the example inputs (ValueError: only squares):"
+        " pass inputs that it can be called with."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, FLOATS), "model is a NoneType"),
+        ((nn.ReLU(), None), "example_inputs is a NoneType"),
+        ((nn.Linear(2, 2, device="meta"), FLOATS), "on the meta device"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        measure(*arguments)
+
+
+@pytest.mark.parametrize("name", ["repeats", "warmup"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, None])
+def test_too_few_calls_are_refused_before_any_work(name, value):
+    with pytest.raises(
+        InputError, match=f"{name} is {value!r}: pass a whole number of at least 1."
+    ):
+        measure(Picky(), FLOATS, **{name: value})
+
+
+def test_too_few_rounds_are_refused_before_any_work():
+    with pytest.raises(InputError, match="rounds is 5: pass a whole number of at least 6"):
+        compare(Picky(), Picky(), FLOATS, rounds=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cuda", "cuda is not available here: pass inputs on the cpu, or run on a machine with an"),
+        ("mps", "mps is not available here: pass inputs on the cpu, or run on a machine with an"),
+        ("meta", "'meta' is not a device that can be measured: use cpu, cuda or mps."),
+    ],
+)
+def test_a_device_that_is_absent_is_a_sentence(name, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match=message):
+        device_named(name)
+
+
+def test_inputs_on_a_device_that_cannot_be_measured_are_refused():
+    with pytest.raises(DeviceError, match="'meta' is not a device that can be measured"):
+        measure(nn.ReLU(), FLOATS.to("meta"))
+
+
+def test_devices_are_found_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    names = ["cpu", "cuda", "cuda:1", "mps", torch.device("cuda", 2)]
+
+    assert [device_named(name).name for name in names] == [*map(str, names)]
+
+
+def test_the_device_is_that_of_the_first_tensor_off_the_cpu(monkeypatch):
+    monkeypatch.setattr(_device, "device_named", str)
+    tensors = [torch.empty(1), torch.empty(1, device="meta")]
+
+    assert [_device.device_of(tensors), _device.device_of([])] == ["meta", "cpu"]
+
+
+def test_a_device_is_waited_for_before_and_after_each_timed_call(monkeypatch):
+    device = FakeDevice()
+    monkeypatch.setattr(_measure, "device_of", lambda tensors: device)
+    found = measure(nn.ReLU(), FLOATS, repeats=2)
+
+    assert device.calls == ["synchronize"] * 4 + ["peak"]
+    assert (found.peak_memory, found.device) == (12345, "fake:7")
+
+
+def test_cuda_reports_the_allocator_peak_above_what_was_held_before(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda name: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda name: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda name: 1700)
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda name: calls.append(f"reset {name}")
+    )
+    peak = Cuda(1).peak_memory(lambda: calls.append("run"))
+
+    assert peak == 700
+    assert calls == ["synchronize", "reset cuda:1", "run", "synchronize"]
+
+
+def test_mps_reads_what_is_allocated_after_each_operator(monkeypatch):
+    readings = iter([1000, 1100, 1900, 1200])
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: next(readings))
+    peak = Mps().peak_memory(lambda: torch.ones(3).neg().exp())
+
+    assert peak == 900
+    assert next(readings, None) is None

@@ -1,0 +1,20 @@
+"""Named workloads: a model with random but reproducible weights, and inputs to call it with.
+
+`names()` lists them, `load(name)` builds one. Nothing is downloaded, and the same name gives
+the same bits in every process. torchvision is imported only when one of its models is loaded.
+"""
+
+from models import seeds, synthetic, vision
+from models._registry import UnavailableDeviceError, UnknownWorkloadError, load, names
+from models._workload import Workload
+
+__all__ = [
+    "UnavailableDeviceError",
+    "UnknownWorkloadError",
+    "Workload",
+    "load",
+    "names",
+    "seeds",
+    "synthetic",
+    "vision",
+]

@@ -1,0 +1,39 @@
+"""The fuzz kit: generated models and the oracles that judge whoever rewrites them.
+
+The only part of the package that needs Hypothesis (`pip install optimizer[test]`).
+"""
+
+from optimizer.testing._assemble import Spec, load
+from optimizer.testing._check import Subject, check_pass, check_spec
+from optimizer.testing._data import REGIMES, Regime, inputs_like, randomize
+from optimizer.testing._motifs import MOTIFS, Motif
+from optimizer.testing._oracles import TOLERANCE, assert_equivalent, untouched
+from optimizer.testing._reduce import smallest
+from optimizer.testing._report import Counterexample
+from optimizer.testing._strategies import SHAPES, models
+from optimizer.testing._subject import Optimize
+from optimizer.testing._tokens import FAMILIES, TOKENS
+
+__all__ = [
+    "FAMILIES",
+    "MOTIFS",
+    "REGIMES",
+    "SHAPES",
+    "TOKENS",
+    "TOLERANCE",
+    "Counterexample",
+    "Motif",
+    "Optimize",
+    "Regime",
+    "Spec",
+    "Subject",
+    "assert_equivalent",
+    "check_pass",
+    "check_spec",
+    "inputs_like",
+    "load",
+    "models",
+    "randomize",
+    "smallest",
+    "untouched",
+]

@@ -1,0 +1,114 @@
+"""The total interpreter of tokens: a `Spec` is a program, its source text and its module."""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from collections import deque
+from dataclasses import dataclass
+from textwrap import indent
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from optimizer.testing._control import HOOK, PRE_HOOK
+from optimizer.testing._data import inputs_like, randomize
+from optimizer.testing._machine import Machine, Shape
+from optimizer.testing._tokens import TOKENS
+
+HELPERS = {
+    "Doubled": """\
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+""",
+    HOOK: """\
+def double_output(module, arguments, output):
+    return output * 2
+""",
+    PRE_HOOK: """\
+def double_input(module, arguments):
+    return tuple(2 * argument for argument in arguments)
+""",
+}
+
+# The most recent sources, which tracebacks and torch.fx can quote; older ones are forgotten.
+_quotable: deque[str] = deque()
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A generated model and its data, as a handful of words: all that is needed to rebuild both.
+
+    Attributes:
+        tokens: what the stack machine executes.
+        shape: of the first input.
+        regime: a key of `optimizer.testing.REGIMES`, how parameters and inputs are drawn.
+        seed: of the generator that they are drawn from.
+    """
+
+    tokens: tuple[str, ...]
+    shape: Shape = (2, 3)
+    regime: str = "dyadic"
+    seed: int = 0
+
+    def source(self) -> str:
+        """Python source of `class Model(nn.Module)`, with the helpers that it needs."""
+        return _source(self._assembled())
+
+    def build(self, dtype: torch.dtype = torch.float64) -> nn.Module:
+        """The module, with every parameter and statistic drawn anew; the same on each call."""
+        return randomize(load(self.source()).to(dtype), self.regime, self.seed)
+
+    def inputs(
+        self, dtype: torch.dtype = torch.float64, batch: int | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Arguments of forward, in number and shape as declared, or with another batch size."""
+        shape = self.shape if batch is None else (batch, *self.shape[1:])
+        count = len(self._assembled().arguments)
+        return inputs_like([shape] * count, self.regime, self.seed, dtype)
+
+    def _assembled(self) -> Machine:
+        machine = Machine(self.shape)
+        for token in self.tokens:
+            TOKENS[token](machine)
+        return machine
+
+
+def load(source: str) -> nn.Module:
+    """An instance of the `Model` that `source` defines; tracebacks can quote the source."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    filename = f"<model {digest}>"
+    if filename not in linecache.cache:
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        _quotable.append(filename)
+    if len(_quotable) > 256:
+        linecache.cache.pop(_quotable.popleft(), None)
+    namespace = {"__name__": "generated", "torch": torch, "nn": nn, "F": functional}
+    exec(compile(source, filename, "exec"), namespace)
+    with torch.random.fork_rng(devices=[]):
+        model = namespace["Model"]()  # type: ignore[operator]
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _source(machine: Machine) -> str:
+    helpers = [text + "\n\n" for name, text in HELPERS.items() if name in machine.helpers]
+    arguments = ", ".join(value.name for value in machine.arguments)
+    setup = ["super().__init__()", *machine.members, "self.eval()", *machine.finishing]
+    body = [*machine.statements, f"return {_returned(machine)}"]
+    return (
+        f"{''.join(helpers)}class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        f"{indent(chr(10).join(setup), ' ' * 8)}\n\n"
+        f"    def forward(self, {arguments}):\n"
+        f"{indent(chr(10).join(body), ' ' * 8)}\n"
+    )
+
+
+def _returned(machine: Machine) -> str:
+    names = [value.name for value in (*machine.outputs, *machine.stack)]
+    if machine.returns_mapping:
+        return "{" + ", ".join(f'"out{i}": {name}' for i, name in enumerate(names)) + "}"
+    return names[0] if len(names) == 1 else f"({', '.join(names)})"

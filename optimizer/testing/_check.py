@@ -1,0 +1,105 @@
+"""Fuzzing any function from a module and its inputs to a module that must compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from hypothesis import Phase, given, settings
+from torch import nn
+
+from optimizer.testing._assemble import Spec
+from optimizer.testing._data import REGIMES
+from optimizer.testing._machine import Shape
+from optimizer.testing._oracles import assert_equivalent, assert_same_bits, untouched
+from optimizer.testing._report import Counterexample
+from optimizer.testing._strategies import SHAPES, models
+
+Subject: TypeAlias = Callable[[nn.Module, tuple[torch.Tensor, ...]], nn.Module]
+
+
+def check_spec(
+    spec: Spec,
+    subject: Subject,
+    *,
+    exact: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> nn.Module:
+    """Build the model of `spec`, give it to `subject`, and compare what comes back.
+
+    Args:
+        spec: the model and its data.
+        subject: makes the candidate; must leave the model, the inputs and the random state alone.
+        exact: demand the same bits whatever the data; else see `assert_equivalent`.
+        dtype: of parameters and inputs. Only `exact` makes sense below float64.
+
+    Returns:
+        The candidate.
+
+    Raises:
+        Counterexample: the subject raised, touched what it was given, or the candidate differs.
+            Its text is a report that ends in a test to paste.
+    """
+    model, inputs = spec.build(dtype), spec.inputs(dtype)
+    try:
+        return _judged(model, inputs, subject, exact)
+    except Exception as error:
+        retry = partial(check_spec, subject=subject, exact=exact, dtype=dtype)
+        raise Counterexample(spec, subject, retry, exact=exact, dtype=dtype) from error
+
+
+def _judged(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], subject: Subject, exact: bool
+) -> nn.Module:
+    kept = [tensor.clone() for tensor in inputs]
+    with untouched(model):
+        candidate = subject(model, inputs)
+    for actual, expected in zip(inputs, kept, strict=True):
+        assert_same_bits(actual, expected, "the subject overwrote its inputs")
+    assert_equivalent(model, candidate, inputs, exact=exact)
+    return candidate
+
+
+def check_pass(
+    subject: Subject,
+    *,
+    exact: bool = False,
+    max_examples: int = 200,
+    alphabet: Iterable[str] | None = None,
+    focus: str | None = None,
+    shapes: Iterable[Shape] = SHAPES,
+    regimes: Iterable[str] = tuple(REGIMES),
+) -> None:
+    """Fuzz `subject` with generated models and report the smallest one that it gets wrong.
+
+    The same call tries the same models each time. Needs no pytest.
+
+    Args:
+        subject: as for `check_spec`.
+        exact: as for `check_spec`.
+        max_examples: how many models to try.
+        alphabet: as for `models`.
+        focus: as for `models`.
+        shapes: as for `models`.
+        regimes: as for `models`.
+
+    Raises:
+        Counterexample: see `check_spec`.
+    """
+    strategy = models(alphabet=alphabet, focus=focus, shapes=shapes, regimes=regimes)
+
+    @settings(
+        max_examples=max_examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        report_multiple_bugs=False,
+    )
+    @given(strategy)
+    def agrees(spec: Spec) -> None:
+        check_spec(spec, subject, exact=exact)
+
+    agrees()

@@ -1,0 +1,168 @@
+"""Motifs: for each pass the token programs it must rewrite, and the near misses around them.
+
+A near miss is a motif with something at one of its edges that makes the rewrite wrong or partly
+wrong: a second reader, an extra output, a second call, a tied weight, a hook. Planting them makes
+a bug with several readers show after some 100 examples instead of some 1,400.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from optimizer.testing._tokens import TOKENS
+
+INTERRUPTIONS = ("dup", "out", "again", "dup swap", "tie", "hook", "relu_method_inplace", "mask")
+
+
+@dataclass(frozen=True)
+class Motif:
+    """What to plant for one pass.
+
+    Attributes:
+        fires: programs, as words, on which the pass must change something.
+        near: further programs that are close to its pattern.
+        shape: of the input for `fires`.
+    """
+
+    fires: tuple[str, ...]
+    near: tuple[str, ...] = ()
+    shape: tuple[int, ...] = (2, 4, 4, 4)
+
+    def near_misses(self) -> Iterator[str]:
+        """`near`, and every motif with every interruption at every edge."""
+        yield from self.near
+        for motif in self.fires:
+            words = motif.split()
+            for edge in range(1, len(words)):
+                for interruption in INTERRUPTIONS:
+                    yield " ".join([*words[:edge], interruption, *words[edge:]])
+
+
+MOTIFS: dict[str, Motif] = {
+    "fold_batchnorm": Motif(
+        fires=("conv bn", "conv_k3 bn_small relu", "conv_groups bn_plain", "conv_nobias bn_eighth"),
+        near=(
+            "linear bn",
+            "linear_nobias bn_plain",
+            "linear dup bn",
+            "flatten linear bn",
+            "flatten linear4 bn_tiny relu",
+            "linear_kw bn_kw",
+            "linear_F bn_F",
+            "linear_subclass bn",
+            "conv_F bn",
+            "conv_kw bn_kw",
+            "conv bn_train",
+            "conv bn_nostats",
+            "conv bn bn_eighth",
+            "bn conv",
+            "dup conv swap again bn add",
+            "conv bn again",
+            "block",
+            "block again",
+            "conv conv tie bn",
+            "linear linear tie bn",
+        ),
+    ),
+    "fuse_linear_relu": Motif(
+        fires=("linear relu", "linear relu_F", "linear_nobias relu_method"),
+        near=(
+            "linear relu_inplace",
+            "linear relu_method_inplace",
+            "linear relu_statement",
+            "linear dup relu",
+            "linear dup relu_method_inplace",
+            "linear relu again",
+            "linear bn relu",
+            "linear_F relu_kw",
+            "linear_matmul relu_torch",
+            "linear_subclass relu",
+        ),
+    ),
+    "compose_transposes": Motif(
+        fires=("t01 t01", "t01 t01_torch", "cycle cycle", "t12 reverse", "cycle cycle_back"),
+        near=(
+            "t01 t12",
+            "t01 t12 t01",
+            "t01 dup t01",
+            "cycle cycle cycle",
+            "movedim moveaxis",
+            "swapaxes t01_kw",
+            "T t t_torch",
+            "mT t_negative",
+            "t_same",
+            "permute_same",
+            "t01 contiguous t01",
+            "t01 mask t01",
+            "t01 idouble_statement t01",
+            "dup t01 mask t01 add",
+            "linear t01 t01 relu_method_inplace",
+        ),
+    ),
+    "lower_masked_assignment": Motif(
+        fires=("clone mask", "clone mask_half", "clone mask_int"),
+        near=(
+            "mask",
+            "relu mask",
+            "clone dup mask",
+            "clone dup relu swap mask",
+            "clone dup t01 swap mask",
+            "clone mask dup t01",
+            "clone t01 mask t01",
+            "clone mask_named",
+            "dup clone mask_below add",
+            "clone mask mask_half",
+            "clone mask_rows",
+            "clone mask_gather",
+            "clone mask_fill",
+            "clone mask_view",
+            "linear mask",
+            "identity mask",
+            "dropout mask residual",
+        ),
+    ),
+    "remove_identities": Motif(
+        fires=("identity relu", "dropout relu", "dropout_F relu", "dropout_alpha relu"),
+        near=(
+            "dropout_train",
+            "dropout",
+            "dropout_inplace",
+            "dropout idouble_statement",
+            "identity mask residual",
+            "clone idouble_statement residual",
+            "contiguous mask residual",
+            "times_one",
+            "identity hook",
+            "dropout pre_hook",
+            "conv dropout bn",
+        ),
+    ),
+    "eliminate_dead_code": Motif(
+        fires=("dup linear drop", "dup relu_F drop", "dup t01 shift drop"),
+        near=(
+            "dup idouble drop",
+            "dup mask_fill drop",
+            "dup t01 mask drop",
+            "dup relu_method_inplace drop",
+            "dup bn_train drop",
+            "dup dropout_train drop",
+            "iview_statement",
+            "idouble_statement",
+            "dup linear hook drop",
+            "arg drop",
+        ),
+    ),
+}
+
+
+def words(program: str) -> tuple[str, ...]:
+    """The tokens of a program.
+
+    Raises:
+        KeyError: a word is no token.
+    """
+    tokens = tuple(program.split())
+    for token in tokens:
+        TOKENS[token]
+    return tokens

@@ -1,0 +1,108 @@
+"""What a failure prints: what differs, which pass is to blame, and a test to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from textwrap import indent
+from typing import Any
+
+import torch
+
+from optimizer.testing._assemble import Spec
+from optimizer.testing._reduce import smallest
+
+
+class Counterexample(AssertionError):  # noqa: N818 - a finding about the subject
+    """A generated model that a subject gets wrong.
+
+    The report is made when it is printed: Hypothesis raises many of these while it shrinks, and
+    prints the last.
+
+    Attributes:
+        spec: the model and its data.
+        subject: the function that gets it wrong.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        subject: Callable[..., Any],
+        retry: Callable[[Spec], object],
+        *,
+        exact: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(spec)
+        self.spec = spec
+        self.subject = subject
+        self.retry = retry
+        self.exact = exact
+        self.dtype = dtype
+
+    def __str__(self) -> str:
+        return self._report
+
+    @cached_property
+    def _report(self) -> str:
+        return self.reduced().text()
+
+    def reduced(self) -> Counterexample:
+        """The same kind of failure on the smallest program that still shows it."""
+        kept = self
+
+        def fails(spec: Spec) -> bool:
+            nonlocal kept
+            try:
+                self.retry(spec)
+            except Counterexample as smaller:
+                if type(smaller.__cause__) is type(self.__cause__):
+                    kept = smaller
+                    return True
+            return False
+
+        smallest(self.spec, fails)
+        return kept
+
+    def text(self) -> str:
+        """The report on exactly this model."""
+        lines = [f"{type(self.__cause__).__name__}: {self.__cause__}", "", f"{self.spec}"]
+        guilty = getattr(self.subject, "guilty", None)
+        if guilty is not None:
+            blamed = guilty(self.spec, exact=self.exact, dtype=self.dtype)
+            lines.append(f"first guilty pass: {blamed}")
+        return "\n".join([*lines, "paste-ready test:", "", self.reproducer()])
+
+    def reproducer(self) -> str:
+        """A self-contained pytest module that fails as this did."""
+        spec, suffix = self.spec, ", exact=True" if self.exact else ""
+        preamble, call = _call(self.subject)
+        count = len(spec.inputs())
+        body = [
+            f'model = randomize(Model().to({self.dtype}), "{spec.regime}", seed={spec.seed})',
+            f'inputs = inputs_like([{spec.shape}] * {count}, "{spec.regime}", seed={spec.seed},'
+            f" dtype={self.dtype})",
+            "",
+            "with untouched(model):",
+            f"    candidate = {call}",
+            "",
+            f"assert_equivalent(model, candidate, inputs{suffix})",
+        ]
+        return (
+            "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n"
+            f"{preamble}\n"
+            "from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched\n"
+            f"\n\n{spec.source()}\n\ndef test_counterexample():\n"
+            f"{indent(chr(10).join(body), ' ' * 4)}\n"
+        )
+
+
+def _call(subject: Callable[..., Any]) -> tuple[str, str]:
+    """An import and an expression that call `subject` in a test."""
+    imported, expression = getattr(subject, "preamble", None), getattr(subject, "call", None)
+    if isinstance(imported, str) and isinstance(expression, str):
+        return imported, expression
+    name = getattr(subject, "__qualname__", "<locals>")
+    if "<" in name:
+        return f"# subject is {subject}: import or define it here", "subject(model, inputs)"
+    return f"from {subject.__module__} import {name}", f"{name}(model, inputs)"

@@ -1,0 +1,79 @@
+"""Hypothesis strategies for generated models. Drawing touches no tensor: a `Spec` is words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hypothesis import strategies as st
+
+from optimizer.testing._assemble import Spec
+from optimizer.testing._data import REGIMES
+from optimizer.testing._machine import Shape
+from optimizer.testing._motifs import MOTIFS, words
+from optimizer.testing._tokens import TOKENS
+
+# Equal sizes turn crashes into silent errors, distinct ones show wrong shapes: both are needed.
+SHAPES: tuple[Shape, ...] = (
+    (2, 3),
+    (3, 3),
+    (2, 3, 3),
+    (4, 4, 4),
+    (2, 3, 5),
+    (2, 4, 4, 4),
+    (3, 3, 3, 3),
+    (2, 3, 5, 7),
+    (2, 2, 3, 3, 3),
+    (1, 4),
+    (0, 3),
+)
+
+
+def models(
+    *,
+    alphabet: Iterable[str] | None = None,
+    focus: str | None = None,
+    shapes: Iterable[Shape] = SHAPES,
+    regimes: Iterable[str] = tuple(REGIMES),
+    max_size: int = 12,
+) -> st.SearchStrategy[Spec]:
+    """Generated models, as `Spec`s: build the module in the body of the test.
+
+    Args:
+        alphabet: programs, each a token or several separated by spaces, that the model is made
+            of; all tokens and the motifs of every pass by default.
+        focus: name of a pass whose motifs and near misses are to make up half of the choices.
+        shapes: of the input.
+        regimes: of the data.
+        max_size: the largest number of choices from the alphabet.
+
+    Raises:
+        KeyError: a word is no token, or no motif is known for `focus`.
+        ValueError: alphabet, shapes or regimes is empty.
+    """
+    choices = _alphabet(focus) if alphabet is None else list(alphabet)
+    sizes, kinds = list(shapes), list(regimes)
+    if not (choices and sizes and kinds):
+        raise ValueError("alphabet, shapes and regimes must each name at least one choice.")
+    for program in choices:
+        words(program)
+    return st.builds(
+        _spec,
+        st.lists(st.sampled_from(choices), min_size=1, max_size=max_size),
+        st.sampled_from(sizes),
+        st.sampled_from(kinds),
+        st.integers(0, 7),
+    )
+
+
+def _spec(programs: list[str], shape: Shape, regime: str, seed: int) -> Spec:
+    return Spec(words(" ".join(programs)), shape, regime, seed)
+
+
+def _alphabet(focus: str | None) -> list[str]:
+    """Tokens first, since Hypothesis shrinks to the left; repetition is weight."""
+    tokens = list(TOKENS)
+    if focus is None:
+        every = [p for motif in MOTIFS.values() for p in (*motif.fires, *motif.near)]
+        return tokens + every
+    planted = [*MOTIFS[focus].fires, *MOTIFS[focus].near_misses()]
+    return tokens + planted * max(1, len(tokens) // len(planted))

@@ -1,0 +1,50 @@
+"""The package's own optimizer as the subject of the fuzz."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+import optimizer
+from optimizer.testing._assemble import Spec
+from optimizer.testing._check import check_spec
+
+
+@dataclass(frozen=True)
+class Optimize:
+    """`optimizer.optimize` with its own check off: the oracle is the judge.
+
+    Attributes:
+        level: as for `optimize`.
+        only: as for `optimize`; None for every pass of the level.
+    """
+
+    level: int = 1
+    only: tuple[str, ...] | None = None
+
+    preamble: ClassVar[str] = "import optimizer"
+
+    def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+        return optimizer.optimize(model, inputs, level=self.level, only=self.only, check=None)
+
+    @property
+    def call(self) -> str:
+        """The expression that a test writes for this."""
+        only = "" if self.only is None else f", only={list(self.only)}"
+        return f"optimizer.optimize(model, inputs, level={self.level}{only}, check=None)"
+
+    def guilty(self, spec: Spec, *, exact: bool, dtype: torch.dtype) -> str:
+        """The pass with which `spec` first goes wrong, adding one at a time; or the capture."""
+        names = [
+            one.name for one in optimizer.all_passes() if self.only is None or one.name in self.only
+        ]
+        for count in range(len(names) + 1):
+            part = Optimize(self.level, tuple(names[:count]))
+            try:
+                check_spec(spec, part, exact=exact, dtype=dtype)
+            except AssertionError:
+                return names[count - 1] if count else "none: capture alone is wrong"
+        return "none alone: the passes together are wrong, or the failure does not repeat"

@@ -1,0 +1,27 @@
+"""The vocabulary: every token, simplest first, with what it does to the machine.
+
+A token is total: where it cannot apply it does nothing or something simpler, so that every list
+of tokens is a program and no example is ever rejected. Parameters are baked into the token, so
+that Hypothesis makes one choice per token and can delete it in one step.
+"""
+
+from __future__ import annotations
+
+from optimizer.testing._control import CONTROL
+from optimizer.testing._elementwise import ARITHMETIC, IDENTITIES, RELUS
+from optimizer.testing._layers import LAYERS, Emit
+from optimizer.testing._views import ASSIGNMENTS, VIEWS
+
+FAMILIES: dict[str, dict[str, Emit]] = {
+    "relu": RELUS,
+    "layer": LAYERS,
+    "control": CONTROL,
+    "arithmetic": ARITHMETIC,
+    "view": VIEWS,
+    "identity": IDENTITIES,
+    "assignment": ASSIGNMENTS,
+}
+
+TOKENS: dict[str, Emit] = {
+    token: emit for family in FAMILIES.values() for token, emit in family.items()
+}

@@ -1,0 +1,143 @@
+"""Tokens that view or partly overwrite the top: transposes, permutes, masked assignment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+from optimizer.testing._layers import Emit
+from optimizer.testing._machine import Machine, Shape, fits
+
+
+def permutation(text: str, order: Callable[[int], list[int]]) -> Emit:
+    """`text` permutes the top as `order(rank)` says.
+
+    In `text`, `{v}` is the top, `{dims}` the order and `{negative}` the order less the rank.
+    """
+
+    def emit(machine: Machine) -> None:
+        shape = machine.top.shape
+        dims = order(len(shape))
+        negative = [d - len(shape) for d in dims]
+        filled = text.replace("{dims}", _listed(dims)).replace("{negative}", _listed(negative))
+        machine.replace(filled, tuple(shape[d] for d in dims))
+
+    return emit
+
+
+def _listed(dims: list[int]) -> str:
+    return ", ".join(map(str, dims))
+
+
+def _first_two(rank: int) -> list[int]:
+    return [1, 0, *range(2, rank)]
+
+
+def _last_two(rank: int) -> list[int]:
+    return [*range(rank - 2), rank - 1, rank - 2]
+
+
+def _ends(rank: int) -> list[int]:
+    return [rank - 1, *range(1, rank - 1), 0]
+
+
+def _cycle(rank: int) -> list[int]:
+    return [*range(1, rank), 0]
+
+
+def _cycle_back(rank: int) -> list[int]:
+    return [rank - 1, *range(rank - 1)]
+
+
+def _reverse(rank: int) -> list[int]:
+    return [*range(rank)][::-1]
+
+
+def _same(rank: int) -> list[int]:
+    return [*range(rank)]
+
+
+def matrix_only(text: str) -> Emit:
+    """`text` where the top is a matrix; `.mT`, which is the same there, elsewhere."""
+
+    def emit(machine: Machine) -> None:
+        chosen = text if len(machine.top.shape) == 2 else "{v}.mT"
+        permutation(chosen, _last_two)(machine)
+
+    return emit
+
+
+def flatten(machine: Machine) -> None:
+    shape = machine.top.shape
+    machine.replace("{v}.flatten(1)", (shape[0], prod(shape[1:])))
+
+
+def unsqueeze(machine: Machine) -> None:
+    shape: Shape = (machine.top.shape[0], 1, *machine.top.shape[1:])
+    if fits(shape):
+        machine.replace("{v}.unsqueeze(1)", shape)
+
+
+def assignment(text: str) -> Emit:
+    """`text` overwrites part of the top `{v}`; `{w}` is the value below it, of the same shape."""
+
+    def emit(machine: Machine) -> None:
+        if machine.top.shape[-1] > 0:
+            machine.do(text.replace("{w}", machine.below().name))
+
+    return emit
+
+
+def named_mask(machine: Machine) -> None:
+    """A mask with a second reader: the assignment, and a product that is made from it."""
+    name = f"m{len(machine.statements)}"
+    machine.do(f"{name} = {{v}} > 0.5")
+    machine.do(f"{{v}}[{name}] = 0.25")
+    machine.replace(f"{{v}} + {name}")
+
+
+VIEWS: dict[str, Emit] = {
+    "t01": permutation("{v}.transpose(0, 1)", _first_two),
+    "t12": permutation("{v}.transpose(-2, -1)", _last_two),
+    "t01_torch": permutation("torch.transpose({v}, 0, 1)", _first_two),
+    "t01_kw": permutation("torch.transpose(input={v}, dim0=0, dim1=1)", _first_two),
+    "t01_swapped": permutation("{v}.transpose(1, 0)", _first_two),
+    "t_negative": permutation("torch.transpose({v}, -1, -2)", _last_two),
+    "t_same": permutation("{v}.transpose(0, 0)", _same),
+    "t_ends": permutation("{v}.transpose(0, -1)", _ends),
+    "T": matrix_only("{v}.T"),
+    "t": matrix_only("{v}.t()"),
+    "t_torch": matrix_only("torch.t({v})"),
+    "mT": permutation("{v}.mT", _last_two),
+    "swapaxes": permutation("{v}.swapaxes(0, 1)", _first_two),
+    "swapdims": permutation("torch.swapdims({v}, 0, -1)", _ends),
+    "movedim": permutation("{v}.movedim(0, -1)", _cycle),
+    "moveaxis": permutation("torch.moveaxis({v}, -1, 0)", _cycle_back),
+    "movedim_pair": permutation("torch.movedim({v}, (0, 1), (1, 0))", _first_two),
+    "cycle": permutation("{v}.permute({dims})", _cycle),
+    "cycle_back": permutation("{v}.permute(({dims}))", _cycle_back),
+    "cycle_torch": permutation("torch.permute({v}, ({dims}))", _cycle),
+    "cycle_kw": permutation("{v}.permute(dims=({negative}))", _cycle),
+    "reverse": permutation("{v}.permute({negative})", _reverse),
+    "permute_same": permutation("{v}.permute({dims})", _same),
+    "flatten": flatten,
+    "unsqueeze": unsqueeze,
+}
+
+ASSIGNMENTS: dict[str, Emit] = {
+    "mask": assignment("{v}[{v} > 0.0] = 0.0"),
+    "mask_half": assignment("{v}[{v} <= 0.5] = 1.5"),
+    "mask_int": assignment("{v}[{v} < 0] = 1"),
+    "mask_below": assignment("{v}[{w} >= 1.0] = -1.0"),
+    "mask_both": assignment("{v}[({v} > 0) & ({w} < 2)] = 0.5"),
+    "mask_not": assignment("{v}[~({v} > 0)] = 0.5"),
+    "mask_named": named_mask,
+    "mask_rows": assignment("{v}[{v}[..., 0] > 0] = 0.0"),
+    "mask_gather": assignment("{v}[{v} > 1] = {w}[{v} > 1]"),
+    "mask_fill": assignment("{v}.masked_fill_({v} > 0, 0.5)"),
+    "mask_add": assignment("{v}[{v} > 0] += 1.0"),
+    "mask_view": assignment("{v}.transpose(0, 1)[{v}.transpose(0, 1) > 0] = 0.0"),
+    "slice": assignment("{v}[..., 0] = 1.0"),
+    "mask_copy": lambda machine: machine.replace("{v}.masked_fill({v} > 0.0, 0.0)"),
+    "where": lambda machine: machine.replace("torch.where({v} > 0, {v}, 0.0)"),
+}

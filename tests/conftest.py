@@ -1,0 +1,26 @@
+"""One thread for each worker, set before torch is imported, and the fuzz profiles."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+import torch
+from hypothesis import Phase, settings
+
+torch.set_num_threads(1)
+
+# Without `explain`, which reruns a failure many times, and `target`, which nothing here uses.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+
+# quick: what everyone runs, always the same examples. ci: the same, more of them.
+# deep: other examples every night, and those that failed before first.
+settings.register_profile(
+    "quick", max_examples=60, derandomize=True, database=None, deadline=None, phases=PHASES
+)
+settings.register_profile("ci", settings.get_profile("quick"), max_examples=200)
+settings.register_profile("deep", max_examples=5_000, deadline=None, phases=PHASES)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

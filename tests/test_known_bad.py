@@ -1,0 +1,118 @@
+"""The known-bad control: the fuzz must find what torch's own fusion and dead code removal break.
+
+`torch.fx.experimental.optimization.fuse` folds BatchNorm as this package does. Were one of its
+defects no longer found here, either torch mended it (then take the row out) or the fuzz went blind.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import fx, nn
+
+from optimizer.testing import MOTIFS, Counterexample, check_pass
+
+with warnings.catch_warnings():
+    # The module itself uses something that torch deprecates.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.fx.experimental.optimization import fuse
+
+
+def torch_fuse(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+    return fuse(copy.deepcopy(model))
+
+
+def torch_dead_code(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+    traced = fx.symbolic_trace(model)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return traced
+
+
+LAYERS = ("relu", "linear", "conv", "add", "dup", "swap", "out")
+
+# What the programs are made of, the input's shape, and what the smallest one must show.
+FUSE_DEFECTS: dict[str, tuple[tuple[str, ...], tuple[int, ...], str]] = {
+    "a conv shared with a path that has no BatchNorm": (
+        (*LAYERS, "bn", "again"),
+        (2, 4, 4, 4),
+        "values differ",
+    ),
+    "a Linear and BatchNorm block called twice": (
+        ("relu", "block", "again", "add"),
+        (2, 3),
+        "values differ",
+    ),
+    "a Linear and BatchNorm1d over (N, C, L) with L == C": (
+        ("relu", "linear", "bn", "add", "t01"),
+        (4, 4, 4),
+        "values differ",
+    ),
+    "a Linear and BatchNorm1d over (N, C, L) with another width": (
+        ("relu", "linear", "linear4", "bn", "add"),
+        (2, 3, 5),
+        "AssertionError",
+    ),
+    "a Linear and BatchNorm without scale and shift": (
+        ("relu", "linear", "bn_plain", "add"),
+        (2, 3),
+        "TypeError",
+    ),
+    "a BatchNorm in training mode": (
+        ("relu", "linear", "bn_train", "add"),
+        (2, 3),
+        "eval",
+    ),
+    "a hook on a folded BatchNorm": (
+        ("relu", "conv", "bn", "hook", "conv bn"),
+        (2, 4, 4, 4),
+        "values differ",
+    ),
+}
+
+DEAD_CODE_DEFECTS = {
+    "mul_ of which only the effect is used": ("relu", "shift", "idouble_statement", "add"),
+    "masked_fill_ of which only the effect is used": ("relu", "shift", "mask_fill", "add"),
+    "mul_ of a view": ("relu", "shift", "iview_statement", "add"),
+}
+
+
+@pytest.mark.parametrize("defect", FUSE_DEFECTS)
+def test_torch_fuse_is_caught(defect: str) -> None:
+    alphabet, shape, message = FUSE_DEFECTS[defect]
+
+    with pytest.raises(Counterexample) as caught:
+        check_pass(torch_fuse, alphabet=alphabet, shapes=[shape], max_examples=300)
+    assert message in str(caught.value)
+    assert len(caught.value.reduced().spec.tokens) <= 4
+
+
+@pytest.mark.parametrize("defect", DEAD_CODE_DEFECTS)
+def test_torch_dead_code_removal_is_caught(defect: str) -> None:
+    with pytest.raises(Counterexample) as caught:
+        check_pass(torch_dead_code, alphabet=DEAD_CODE_DEFECTS[defect], max_examples=100)
+    assert "values differ" in str(caught.value)
+    assert len(caught.value.reduced().spec.tokens) == 1
+
+
+def test_torch_fuse_passes_where_it_is_right() -> None:
+    alphabet = ("relu", "flatten", "t01", "conv", "conv bn", "conv_k3 bn_small", "conv_groups bn")
+
+    assert check_pass(torch_fuse, alphabet=alphabet, shapes=[(2, 4, 4, 4)]) is None
+
+
+def test_torch_dead_code_removal_passes_where_it_is_right() -> None:
+    alphabet = ("relu", "dup linear drop", "dup t01 drop", "dup relu_F drop", "add", "linear")
+
+    assert check_pass(torch_dead_code, alphabet=alphabet) is None
+
+
+def test_the_motifs_alone_find_torch_fuse_wrong_at_once() -> None:
+    # Item assignment cannot be traced by torch's plain tracer.
+    programs = [p for p in MOTIFS["fold_batchnorm"].near_misses() if "mask" not in p]
+
+    with pytest.raises(Counterexample):
+        check_pass(torch_fuse, alphabet=programs, max_examples=20)

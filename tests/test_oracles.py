@@ -1,0 +1,132 @@
+"""The fuzz kit's oracle: each thing that a caller can observe, spoiled in one candidate."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from optimizer.testing import assert_equivalent, randomize, untouched
+
+Function = Callable[[torch.Tensor], object]
+
+
+class Of(nn.Module):
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(x)
+
+
+# What is spoiled: the model, the candidate, what the message must say.
+SPOILED: dict[str, tuple[Function, Function, str]] = {
+    "a value": (lambda x: x * 2, lambda x: x * 2.0000001, "output 0: values differ"),
+    "one of several values": (
+        lambda x: (x + 1, {"a": x + 2}),
+        lambda x: (x + 1, {"a": x + 3}),
+        "output 1: values differ",
+    ),
+    "the structure": (lambda x: (x.clone(),), lambda x: x.clone(), "structure"),
+    "a key": (lambda x: {"a": x + 1}, lambda x: {"b": x + 1}, "structure"),
+    "a number": (lambda x: (x + 0, 3), lambda x: (x + 0, 4), "expected 3, got 4"),
+    "a tensor for a number": (lambda x: 3, lambda x: torch.tensor(3), "expected 3"),
+    "the shape": (lambda x: x + 0, lambda x: x[None] + 0, "expected shape"),
+    "the dtype": (lambda x: x + 0, lambda x: x.float(), "expected dtype"),
+    "a write to an input": (
+        lambda x: x.mul_(2) + 0,
+        lambda x: x * 2,
+        "input 0 after the call",
+    ),
+    "an alias of an input": (lambda x: x.t(), lambda x: x.t().clone(), "memory shared"),
+    "two outputs, now one": (lambda x: (x + 1, x + 1), lambda x: (x + 1,) * 2, "memory shared"),
+    "the random state": (lambda x: x + 0, lambda x: (torch.rand(1), x + 0)[1], "random state"),
+    "a NaN out of nothing": (lambda x: x / 3, lambda x: x / 3 + float("nan"), "values differ"),
+    "a lost infinity": (lambda x: x / 0.0, lambda x: (x / 0.0).clamp(max=9), "values differ"),
+    "a last bit where nothing rounds": (lambda x: x * 3, lambda x: x * (3 + 1e-15), "same values"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_spoiled_candidate_is_seen(name: str) -> None:
+    model, candidate, message = SPOILED[name]
+    inputs = (torch.arange(-3.0, 3.0, dtype=torch.float64).reshape(2, 3),)
+    assert_equivalent(Of(model), Of(model), inputs, exact=True)
+
+    with pytest.raises(AssertionError, match=message):
+        assert_equivalent(Of(model), Of(candidate), inputs)
+
+
+def test_a_lost_update_of_a_statistic_is_seen() -> None:
+    model = randomize(nn.BatchNorm1d(3, dtype=torch.float64))
+    candidate = copy.deepcopy(model)
+    candidate.momentum = 0.0
+    inputs = (torch.rand(2, 3, dtype=torch.float64),)
+    assert_equivalent(model, copy.deepcopy(model), inputs)
+
+    with pytest.raises(AssertionError, match="buffer running_mean after the call"):
+        assert_equivalent(model, candidate, inputs)
+
+
+def test_a_lost_hook_is_seen() -> None:
+    model = randomize(nn.Linear(3, 3, dtype=torch.float64))
+    candidate = copy.deepcopy(model)
+    model.register_forward_hook(lambda module, arguments, output: output * 2)
+
+    with pytest.raises(AssertionError, match="output 0: values differ"):
+        assert_equivalent(model, candidate, (torch.rand(2, 3, dtype=torch.float64),))
+
+
+def test_exact_sees_the_sign_of_zero() -> None:
+    inputs = (torch.zeros(2, dtype=torch.float64),)
+    positive, negative = Of(lambda x: x + 0), Of(lambda x: -x)
+    assert_equivalent(positive, negative, inputs)
+
+    with pytest.raises(AssertionError, match="same bits"):
+        assert_equivalent(positive, negative, inputs, exact=True)
+
+
+def test_a_model_that_rounds_allows_rounding() -> None:
+    inputs = (torch.full((3,), 0.1, dtype=torch.float64),)
+    model, candidate = Of(lambda x: x * 3), Of(lambda x: x * (3 + 1e-15))
+    assert_equivalent(model, candidate, inputs)
+
+    with pytest.raises(AssertionError, match="same bits"):
+        assert_equivalent(model, candidate, inputs, exact=True)
+
+
+def test_what_cancels_to_nothing_has_no_relative_error() -> None:
+    inputs = (torch.full((3,), 0.1, dtype=torch.float64),)
+
+    assert_equivalent(Of(lambda x: x - 0.1), Of(lambda x: x - 0.1 + 1e-17), inputs)
+
+
+def test_the_statistics_are_put_back() -> None:
+    model = randomize(nn.BatchNorm1d(3, dtype=torch.float64))
+    before = copy.deepcopy(model.state_dict())
+    assert_equivalent(model, model, (torch.rand(2, 3, dtype=torch.float64),))
+
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+
+
+SPOILERS: dict[str, Callable[[nn.Linear], object]] = {
+    "a weight": lambda m: m.weight.data.add_(1),
+    "a mode": lambda m: m.train(),
+    "a hook": lambda m: m.register_forward_hook(lambda *_: None),
+    "a parameter object": lambda m: setattr(m, "weight", nn.Parameter(m.weight.detach())),
+    "a parameter's memory": lambda m: setattr(m.weight, "data", m.weight.detach().clone()),
+    "requires_grad": lambda m: m.requires_grad_(False),
+    "the random state": lambda _: torch.rand(1),
+}
+
+
+@pytest.mark.parametrize("name", SPOILERS)
+def test_a_touched_model_is_noticed(name: str) -> None:
+    model = nn.Linear(2, 2).eval()
+
+    with pytest.raises(AssertionError, match=r"changed|overwritten"), untouched(model):
+        SPOILERS[name](model)

@@ -1,0 +1,243 @@
+"""The fuzz kit itself: what it generates, how it shrinks, what it reports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, find, given, settings
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import optimizer.testing
+from optimizer.testing import (
+    MOTIFS,
+    REGIMES,
+    SHAPES,
+    TOKENS,
+    Counterexample,
+    Spec,
+    assert_equivalent,
+    check_spec,
+    models,
+    randomize,
+    smallest,
+)
+
+Tokens = tuple[str, ...]
+PACKAGE = Path(optimizer.testing.__file__).parents[1]
+FIND = settings(
+    max_examples=4_000,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=(Phase.generate, Phase.shrink),
+)
+
+
+def smallest_of(fails: Callable[[Tokens], bool]) -> Spec:
+    def predicate(spec: Spec) -> bool:
+        return fails(spec.tokens)
+
+    return smallest(find(models(), predicate, settings=FIND), predicate)
+
+
+def test_importing_optimizer_does_not_import_hypothesis() -> None:
+    code = "import sys, optimizer; sys.exit('hypothesis' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_only_the_kit_imports_hypothesis() -> None:
+    importers = {
+        path.relative_to(PACKAGE).parts[0]
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom) and "hypothesis" in ast.unparse(node)
+    }
+
+    assert importers == {"testing"}
+
+
+class TestGeneration:
+    @pytest.mark.parametrize("token", TOKENS)
+    def test_every_token_runs_on_every_shape(self, token: str) -> None:
+        for shape in SHAPES:
+            spec = Spec((token, "linear", "t01", token), shape)
+
+            assert_equivalent(spec.build(), spec.build(), spec.inputs(), exact=True)
+
+    @pytest.mark.parametrize("token", TOKENS)
+    def test_every_token_does_something_somewhere(self, token: str) -> None:
+        def sources(*tokens: str) -> list[str]:
+            return [Spec(("linear", "linear", "relu", *tokens), shape).source() for shape in SHAPES]
+
+        assert sources(token, "dup", "shift", token) != sources("dup", "shift")
+
+    @pytest.mark.parametrize("focus", [None, *MOTIFS])
+    def test_no_example_is_rejected(self, focus: str | None) -> None:
+        ran = 0
+
+        @settings(max_examples=100)
+        @given(models(focus=focus))
+        def runs(spec: Spec) -> None:
+            nonlocal ran
+            spec.build()(*spec.inputs())
+            ran += 1
+
+        runs()
+
+        assert ran == 100
+
+    @pytest.mark.parametrize("token", TOKENS)
+    def test_every_token_is_found_and_stands_alone(self, token: str) -> None:
+        assert smallest_of(lambda tokens: token in tokens) == Spec((token,), SHAPES[0])
+
+    @pytest.mark.parametrize("name", MOTIFS)
+    def test_near_misses_interrupt_every_edge(self, name: str) -> None:
+        programs = set(MOTIFS[name].near_misses())
+        first, *rest = MOTIFS[name].fires[0].split()
+
+        assert {f"{first} {word} {' '.join(rest)}" for word in ("dup", "out", "again")} <= programs
+
+    @pytest.mark.parametrize("name", MOTIFS)
+    def test_every_near_miss_runs_on_every_shape(self, name: str) -> None:
+        for program in MOTIFS[name].near_misses():
+            for shape in SHAPES:
+                spec = Spec(tuple(program.split()), shape)
+
+                assert_equivalent(spec.build(), spec.build(), spec.inputs(), exact=True)
+
+    def test_an_unknown_word_is_refused_before_drawing(self) -> None:
+        with pytest.raises(KeyError, match="no_such_token"):
+            models(alphabet=["relu no_such_token"])
+
+    @pytest.mark.parametrize("empty", ["alphabet", "shapes", "regimes"])
+    def test_nothing_to_choose_from_is_refused(self, empty: str) -> None:
+        with pytest.raises(ValueError, match="at least one choice"):
+            models(**{empty: []})  # type: ignore[arg-type]
+
+
+class TestData:
+    SPEC = Spec(("conv", "bn", "block"), (2, 4, 4, 4), "random", 5)
+
+    def test_building_twice_gives_the_same_bits(self) -> None:
+        state, again = self.SPEC.build().state_dict(), self.SPEC.build().state_dict()
+
+        assert all(torch.equal(state[name], again[name]) for name in state)
+
+    def test_building_leaves_the_random_state(self) -> None:
+        before = torch.get_rng_state()
+        self.SPEC.build()
+
+        assert torch.equal(torch.get_rng_state(), before)
+
+    @pytest.mark.parametrize("regime", REGIMES)
+    def test_no_statistic_is_left_at_its_default(self, regime: str) -> None:
+        norm = randomize(nn.BatchNorm1d(64, eps=0.5), regime)
+        assert isinstance(norm, _BatchNorm)
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+
+        assert norm.running_mean.count_nonzero() > 32
+        assert (norm.running_var != 1).sum() > 32
+        assert (norm.weight != 1).sum() > 32
+        assert (norm.bias != 0).sum() > 32
+
+    @pytest.mark.parametrize("eps", [1.0, 0.5, 0.125, 2.0**-10, 2.0**-17])
+    def test_dyadic_scales_are_powers_of_two(self, eps: float) -> None:
+        norm = randomize(nn.BatchNorm1d(64, eps=eps, dtype=torch.float64), "dyadic")
+        assert isinstance(norm, _BatchNorm)
+        assert norm.running_var is not None
+        scale = norm.weight.detach().abs() / torch.sqrt(norm.running_var + norm.eps)
+
+        assert torch.equal(torch.exp2(torch.log2(scale).round()), scale)
+
+
+SHRINKS: dict[str, tuple[Callable[[Tokens], bool], int]] = {
+    "a linear with two readers": (
+        lambda t: any(t[i : i + 3] == ("linear", "dup", "bn") for i in range(len(t))),
+        3,
+    ),
+    "two transposes of other dimensions": (
+        lambda t: any({"t01", "t12"} == set(t[i : i + 2]) for i in range(len(t))),
+        2,
+    ),
+    "a masked assignment after a relu, beside a transpose": (
+        lambda t: "relu" in t and "mask" in t[t.index("relu") :] and "t01" in t,
+        3,
+    ),
+    "a late second call": (
+        lambda t: "bn" in t and "again" in t[t.index("bn") :] and "out" in t,
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHRINKS)
+def test_a_planted_bug_shrinks_to_the_smallest_program(name: str) -> None:
+    fails, size = SHRINKS[name]
+    found = smallest_of(fails)
+
+    assert len(found.tokens) == size
+    assert (found.shape, found.regime, found.seed) == (SHAPES[0], "dyadic", 0)
+
+
+PLANTED = """
+import copy
+from torch import nn
+
+def forget_bias(model, inputs):
+    candidate = copy.deepcopy(model)
+    for module in candidate.modules():
+        if isinstance(module, nn.Linear):
+            module.bias = None
+    return candidate
+"""
+
+
+class TestReport:
+    SPEC = Spec(("relu", "linear", "bn", "hook", "arg", "add"), (3, 3), "random", 4)
+
+    def test_ends_in_a_test_that_fails_alike_in_a_fresh_process(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "planted.py").write_text(PLANTED)
+        monkeypatch.syspath_prepend(tmp_path)
+        from planted import forget_bias  # type: ignore[import-not-found]
+
+        with pytest.raises(Counterexample) as caught:
+            check_spec(self.SPEC, forget_bias)
+        pasted = str(caught.value).split("paste-ready test:")[1]
+        (tmp_path / "test_pasted.py").write_text(pasted)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
+        monkeypatch.setenv("PYTHONPATH", str(PACKAGE.parent))
+        run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+        assert "1 failed" in run.stdout
+        assert "AssertionError: output 0: values differ" in run.stdout
+
+    def test_shows_the_smallest_program(self) -> None:
+        def breaks(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+            if any(isinstance(m, nn.Linear) for m in model.modules()):
+                raise RuntimeError("planted")
+            return model
+
+        with pytest.raises(Counterexample) as caught:
+            check_spec(self.SPEC, breaks)
+
+        assert caught.value.reduced().spec.tokens == ("linear",)
+        assert "RuntimeError: planted" in str(caught.value)
+
+    def test_a_subject_that_writes_to_its_inputs_is_caught(self) -> None:
+        def writes(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+            inputs[0].add_(1)
+            return model
+
+        with pytest.raises(Counterexample, match="overwrote its inputs"):
+            check_spec(self.SPEC, writes)

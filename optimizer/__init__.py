@@ -1,1 +1,41 @@
 """A compact torch.fx graph optimizer for inference."""
+
+from optimizer._capture import capture
+from optimizer._check import check
+from optimizer._errors import (
+    CaptureError,
+    DeviceError,
+    EquivalenceError,
+    InputError,
+    OptimizerError,
+    PassError,
+)
+from optimizer._facts import Refused
+from optimizer._measure import Comparison, Measurement, compare, measure
+from optimizer._module import OptimizedModule
+from optimizer._optimize import optimize
+from optimizer._pass import Pass
+from optimizer._registry import all_passes, explain
+from optimizer._report import Report
+
+__all__ = [
+    "CaptureError",
+    "Comparison",
+    "DeviceError",
+    "EquivalenceError",
+    "InputError",
+    "Measurement",
+    "OptimizedModule",
+    "OptimizerError",
+    "Pass",
+    "PassError",
+    "Refused",
+    "Report",
+    "all_passes",
+    "capture",
+    "check",
+    "compare",
+    "explain",
+    "measure",
+    "optimize",
+]

@@ -1,0 +1,233 @@
+"""Whether two modules give the same answer, by an oracle that can tell rounding from a bug."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from optimizer._copy import structural_copy
+from optimizer._device import device_of
+from optimizer._errors import CaptureError, EquivalenceError, InputError
+from optimizer._inputs import Call, ExampleInputs, as_call, require_module
+
+# Largest difference, relative to the largest value of the output, that passes without a
+# second look. Rounding in a deep network stays a hundredfold below; a wrong formula does not.
+BOUNDS = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+# How much further from the float64 answer than the original's a result may be.
+_WORSE_THAN_EAGER = 4.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call returned and what it left in its inputs."""
+
+    output: Any
+    inputs: Any
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two answers differ, by how much relative to the largest value, and why it counts."""
+
+    place: str
+    error: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}"
+
+
+def answer(module: nn.Module, call: Call) -> Answer:
+    """Call a copy of a module on copies of its inputs; neither is changed.
+
+    Random numbers start from the same seed in every call, so that two modules which draw the
+    same ones can be compared, and the caller's random state is left where it was.
+    """
+    copied = structural_copy(module)
+    own = call.map(torch.clone)
+    with torch.no_grad(), _seeded(call):
+        output = copied(*own.args, **own.kwargs)
+    return Answer(output, (own.args, own.kwargs))
+
+
+@contextmanager
+def _seeded(call: Call) -> Iterator[None]:
+    tensors = (leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor))
+    with device_of(tensors).keep_random_state():
+        torch.manual_seed(0)
+        yield
+
+
+def reference(model: nn.Module, call: Call) -> Answer:
+    """The original's answer.
+
+    Raises:
+        InputError: the model itself rejects the inputs.
+    """
+    try:
+        return answer(model, call)
+    except CaptureError:
+        raise
+    except Exception as error:  # whatever a user's forward raises
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(
+            f"the model itself rejects these example inputs ({type(error).__name__}: {reason}):"
+            " pass inputs that it can be called with."
+        ) from error
+
+
+def difference(expected: Answer, actual: Answer, *, exact: bool = False) -> Difference | None:
+    """The first place where two answers differ by more than rounding; None if there is none."""
+    pairs = (("output", expected.output, actual.output), ("input", expected.inputs, actual.inputs))
+    for place, old, new in pairs:
+        old_leaves, old_spec = pytree.tree_flatten_with_path(old)
+        new_leaves, new_spec = pytree.tree_flatten_with_path(new)
+        if old_spec != new_spec:
+            return Difference(place, float("inf"), "has another structure")
+        for (path, one), (_, other) in zip(old_leaves, new_leaves, strict=True):
+            name = place + pytree.keystr(path)
+            found = _leaf_difference(name, one, other, exact=exact or place == "input")
+            if found is not None:
+                return found
+    return None
+
+
+def _leaf_difference(place: str, old: Any, new: Any, *, exact: bool) -> Difference | None:
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+        same = type(old) is type(new) and bool(old == new)
+        return None if same else Difference(place, float("inf"), f"is {new!r}, not {old!r}")
+    for name in ("shape", "dtype", "device", "layout"):
+        one, other = getattr(old, name), getattr(new, name)
+        if one != other:
+            return Difference(place, float("inf"), f"has {name} {other}, not {one}")
+    error = relative_error(old, new)
+    bound = 0.0 if exact else BOUNDS.get(old.dtype, 0.0)
+    if error <= bound:
+        return None
+    return Difference(place, error, f"relative error {error:.2g}, more than {bound:.2g}")
+
+
+def relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """Largest difference over largest finite magnitude; infinite where NaN or inf differ."""
+    if expected.numel() == 0:
+        return 0.0
+    old, new = _comparable(expected), _comparable(actual)
+    finite = torch.isfinite(old)
+    if not torch.equal(finite, torch.isfinite(new)):
+        return float("inf")
+    if not torch.equal(old[~finite].nan_to_num(0.5), new[~finite].nan_to_num(0.5)):
+        return float("inf")
+    old, new = old[finite], new[finite]
+    worst = (old - new).abs().max().item() if old.numel() else 0.0
+    return worst / max(old.abs().max().item(), 1e-300) if worst else 0.0
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    moved = tensor.detach().to("cpu")
+    return torch.view_as_real(moved.to(wide)) if tensor.is_complex() else moved.to(wide)
+
+
+def compare_answers(
+    model: nn.Module, call: Call, expected: Answer, actual: Answer, *, exact: bool
+) -> Difference | None:
+    """`difference`, with a second opinion where it finds one.
+
+    An exact result may differ where the model itself does not repeat its bits. A rounded one
+    may differ where the model amplifies rounding: then the answer in float64 decides, from
+    which it may not be much further than the model's own.
+    """
+    found = difference(expected, actual, exact=exact)
+    if found is None or found.error == float("inf"):
+        return found
+    if exact:
+        repeats = difference(expected, answer(model, call), exact=True) is None
+        return found if repeats else difference(expected, actual)
+    return None if _as_good_as(model, call, expected, actual) else found
+
+
+def _as_good_as(model: nn.Module, call: Call, expected: Answer, actual: Answer) -> bool:
+    try:
+        truth = answer(structural_copy(model).double(), call.map(_double))
+    except Exception:  # a forward that names its dtype; then there is no second opinion
+        return False
+    leaves = (pytree.tree_leaves(each.output) for each in (truth, expected, actual))
+    return all(
+        relative_error(true, new) <= _WORSE_THAN_EAGER * relative_error(true, old)
+        for true, old, new in zip(*leaves, strict=True)
+        if isinstance(true, torch.Tensor)
+    )
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor.clone()
+
+
+def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> None:
+    """Require that two modules give the same answer.
+
+    Same structure, shapes, dtypes and devices; the same NaN and inf; values that differ by no
+    more than rounding (relative to the largest value of each output: 1e-9 in float64, 1e-4 in
+    float32, 1e-2 in float16, 5e-2 in bfloat16; beyond that, by a comparison of both with the
+    model in float64); and inputs left in the same state.
+
+    Raises:
+        EquivalenceError: they differ; names the output, the error and the first node at fault.
+        InputError: an argument cannot be used, or `model` rejects the inputs.
+    """
+    call = as_call(example_inputs)
+    expected = reference(require_module(model), call)
+    actual = answer(require_module(fast), call)
+    found = compare_answers(model, call, expected, actual, exact=False)
+    if found is not None:
+        raise EquivalenceError(f"{found}{_first_divergent_node(model, fast, call)}.")
+
+
+def _first_divergent_node(model: nn.Module, fast: nn.Module, call: Call) -> str:
+    """Where the graphs part, if both are graphs: the first value that stands for another."""
+    from optimizer._capture import capture
+
+    if not isinstance(fast, fx.GraphModule):
+        return ""
+    try:
+        original = capture(model)
+    except CaptureError:
+        return ""
+    old, new = _values(original, call), _values(fast, call)
+    for name, value in new.items():
+        if name in old and difference(Answer(old[name], ()), Answer(value, ())):
+            return f"; the first value to differ is '{name}'"
+    return ""
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(structural_copy(module))
+        self.values: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        kept = pytree.tree_map_only(torch.Tensor, torch.clone, value)
+        self.values[n.meta.get("stands_for", n.name)] = kept
+        return value
+
+
+def _values(module: fx.GraphModule, call: Call) -> dict[str, Any]:
+    recorder = _Recorder(module)
+    own = call.map(torch.clone)
+    names = [str(n.target) for n in module.graph.nodes if n.op == "placeholder"][len(own.args) :]
+    rest = [own.kwargs[name] for name in names if name in own.kwargs]
+    with torch.no_grad(), _seeded(call):
+        recorder.run(*own.args, *rest)
+    return recorder.values

@@ -1,0 +1,52 @@
+"""A copy of a module that shares its weights: what is optimized instead of the caller's own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from optimizer._errors import CaptureError
+
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
+
+
+def structural_copy(model: ModuleType) -> ModuleType:
+    """Copy all of a model but the data of its parameters.
+
+    Every module, hook table and plain attribute is new. Parameters are new objects over the
+    same storage, so that moving or casting the copy leaves the original where it is. Buffers
+    and other tensors, which a forward may write, are cloned; those that share storage with one
+    another still do.
+
+    Raises:
+        CaptureError: an attribute of the model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        storages[parameter.untyped_storage()._cdata] = parameter.untyped_storage()
+    for module in model.modules():
+        for value in [*module._buffers.values(), *vars(module).values()]:
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = _clone(value, storages)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # locks, handles, generators: whatever a model may hold
+        raise CaptureError(f"the model cannot be copied: {error}") from error
+
+
+def _clone(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    if storage._cdata not in storages:
+        storages[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
+    return on_storage(tensor, storages[storage._cdata])
+
+
+def on_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor with the geometry and dtype of `tensor` over another storage."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())

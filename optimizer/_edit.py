@@ -1,0 +1,45 @@
+"""Adding calls to a graph, with their facts, and re-pointing readers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+from optimizer._facts import facts_of
+from optimizer._graph import fresh_name, owner
+
+
+def insert_function(before: fx.Node, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+    """Call a function just before a node. The new node stands for `before` in the report."""
+    with before.graph.inserting_before(before):
+        return _described(before.graph.call_function(target, args), before)
+
+
+def insert_module(before: fx.Node, module: nn.Module, args: tuple[Any, ...], stem: str) -> fx.Node:
+    """Call a new module just before a node, under a fresh name close to `stem`."""
+    name = fresh_name(owner(before), stem)
+    owner(before).add_submodule(name, module)
+    return insert_call(before, name, args)
+
+
+def insert_call(before: fx.Node, name: str, args: tuple[Any, ...]) -> fx.Node:
+    """Call the module that the graph's owner has under `name`, just before a node."""
+    with before.graph.inserting_before(before):
+        return _described(before.graph.call_module(name, args), before)
+
+
+def _described(node: fx.Node, origin: fx.Node) -> fx.Node:
+    node.meta.update(new=True, source=origin.meta.get("source", ""))
+    facts = facts_of(node.graph)
+    if facts is not None:
+        facts.evaluate(node)
+    return node
+
+
+def replace_later_uses(node: fx.Node, replacement: fx.Node, after: fx.Node) -> None:
+    """Let every reader of `node` that runs after `after` read `replacement` instead."""
+    for user in list(node.users):
+        if after < user:
+            user.replace_input_with(node, replacement)

@@ -1,0 +1,161 @@
+"""The facts that passes ask for: shape, rank, dtype, shared storage, who writes it, purity.
+
+To ask for a fact that is not known is to be refused (`Refused`), so a rewrite whose safety
+argument needs it does not fire and the report says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from optimizer._graph import attribute, callee, is_plain, module_of, owner, tensors_of
+from optimizer._guards import GUARDS
+from optimizer._observation import Fact, Facts, storages_in
+
+
+class Refused(Exception):  # noqa: N818 - a remark in the report, not an error
+    """A rewrite's safety argument does not hold here; the message says why."""
+
+
+def facts_of(graph: fx.Graph) -> Facts | None:
+    """The facts of a graph, or None where it was captured without example inputs."""
+    return graph.owning_module.meta.get("facts") if graph.owning_module is not None else None
+
+
+def fact(node: fx.Node) -> Fact:
+    """All that is known of a node.
+
+    Raises:
+        Refused: nothing is known of it.
+    """
+    known = node.meta.get("fact")
+    if known is None:
+        raise Refused("the graph was captured without example inputs")
+    if known.error:
+        raise Refused(f"'{node.name}' has no known shape: {known.error}")
+    return known  # type: ignore[no-any-return]
+
+
+def tensor(node: fx.Node) -> torch.Tensor:
+    """A meta tensor with the shape, dtype and strides of a node's value.
+
+    Raises:
+        Refused: they are not known, or the value is not a tensor.
+    """
+    value = fact(node).value
+    if not isinstance(value, torch.Tensor):
+        raise Refused(f"'{node.name}' is not a tensor")
+    return value
+
+
+def rank(node: fx.Node) -> int:
+    """The number of dimensions of a node's value; a rewrite that asks is guarded by it.
+
+    Raises:
+        Refused: it is not known, or depends on sizes.
+    """
+    value = tensor(node)
+    if fact(node).rank_varies:
+        raise Refused("its rank depends on sizes, through a squeeze")
+    _use(node, "rank")
+    return value.dim()
+
+
+def dtype(node: fx.Node) -> torch.dtype:
+    """The dtype of a node's value; a rewrite that asks is guarded by it.
+
+    Raises:
+        Refused: it is not known.
+    """
+    value = tensor(node)
+    _use(node, "dtype")
+    return value.dtype
+
+
+def _use(node: fx.Node, kind: str) -> None:
+    facts = facts_of(node.graph)
+    assert facts is not None
+    facts.asked |= {(kind, given) for given in fact(node).inputs}
+
+
+def forget_asked(graph: fx.Graph) -> None:
+    """A rewrite begins, or was refused: what was asked of the facts binds nobody."""
+    facts = facts_of(graph)
+    if facts is not None:
+        facts.asked.clear()
+
+
+def rely_on_asked(graph: fx.Graph) -> None:
+    """A rewrite fired: later calls are held to what it asked of the facts."""
+    facts = facts_of(graph)
+    if facts is not None:
+        facts.relied |= facts.asked
+
+
+def aliases(node: fx.Node) -> Iterator[fx.Node]:
+    """The other nodes whose values share storage with this one's."""
+    facts = facts_of(node.graph)
+    for storage in fact(node).storages:
+        for holder in facts.holders[storage] if facts else ():
+            if holder is not node and not holder._erased:
+                yield holder
+
+
+def is_external(node: fx.Node) -> bool:
+    """Whether a node's value is seen from outside: an input, a parameter, a buffer, a view."""
+    facts = facts_of(node.graph)
+    return facts is None or not facts.external.isdisjoint(fact(node).storages)
+
+
+def on_one_device(graph: fx.Graph) -> bool:
+    """Whether all tensors of the graph are known to live on the same device."""
+    facts = facts_of(graph)
+    return facts is not None and len(facts.devices) == 1
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether any node writes the tensors of the module that this one calls."""
+    tensors = list(tensors_of(module_of(node)))
+    facts = facts_of(node.graph)
+    if facts is not None:
+        return not facts.writes.isdisjoint(storages_in(facts.to_meta(tensors)))
+    read = (n for n in node.graph.nodes if n.op == "get_attr")
+    held = {id(attribute(owner(node), str(n.target))) for n in read}
+    return any(id(tensor) in held for tensor in tensors)
+
+
+def is_read_only(node: fx.Node) -> bool:
+    """Whether no node writes the attribute that a get_attr node reads."""
+    facts = facts_of(node.graph)
+    if facts is not None:
+        return not fact(node).error and facts.writes.isdisjoint(fact(node).storages)
+    return all(user.target in _ONLY_READ for user in node.users)
+
+
+_ONLY_READ = (F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d)
+_TRUSTED = ("torch", "_operator", "math", "collections", "optimizer")
+_PURE_BY_DEFINITION = (
+    torch.permute, torch.transpose, torch.t, torch.movedim, nn.Linear, nn.Conv1d, nn.Conv2d,
+    nn.Conv3d, nn.Identity,
+)  # fmt: skip
+_EFFECTS_OF_PYTHON = (*GUARDS, torch._assert)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a node does nothing but yield its value, so that it may go when none reads it."""
+    known: Fact | None = node.meta.get("fact")
+    if known is None:
+        return callee(node) in _PURE_BY_DEFINITION
+    if known.error or known.writes or known.random:
+        return False
+    if node.op == "call_module":
+        module = module_of(node)
+        return is_plain(module) and type(module).__module__.startswith(_TRUSTED)
+    if node.op == "call_function":
+        trusted = str(getattr(node.target, "__module__", "")).startswith(_TRUSTED)
+        return (trusted or node.target is getattr) and node.target not in _EFFECTS_OF_PYTHON
+    return node.op in ("call_method", "get_attr")

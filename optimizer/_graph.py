@@ -1,0 +1,85 @@
+"""Typed access to fx nodes: what a node calls, its arguments, its module, where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def arg(node: fx.Node, index: int, default: Any = None) -> Any:
+    """The positional argument at `index`, or `default` where there is none."""
+    return node.args[index] if index < len(node.args) else default
+
+
+def owner(node: fx.Node) -> fx.GraphModule:
+    """The GraphModule that a node's targets are looked up in."""
+    module = node.graph.owning_module
+    assert module is not None, "the graph belongs to no module"
+    return module
+
+
+def attribute(root: nn.Module, path: str) -> Any:
+    """What the dotted `path` names in `root`."""
+    value: Any = root
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def module_of(node: fx.Node) -> Any:
+    """The module that a call_module node calls (typed Any: a pattern has fixed its class)."""
+    assert node.op == "call_module", node.op
+    return owner(node).get_submodule(str(node.target))
+
+
+def callee(node: fx.Node) -> Any:
+    """What a node calls: a function, the class of a plain module, or None."""
+    if node.op == "call_function":
+        return node.target
+    if node.op != "call_module":
+        return None
+    module = module_of(node)
+    return type(module) if is_plain(module) else None
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether calling `module` runs the forward of its class and nothing else.
+
+    Hooks and parametrizations run code of their own, and so does a forward that was set on
+    the instance: none of them may be matched as the class they decorate.
+    """
+    hooked = any(getattr(module, name, None) for name in _HOOKS)
+    parametrized = "parametrizations" in module._modules
+    return not (hooked or parametrized or "forward" in vars(module))
+
+
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Every parameter and buffer of a module."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def source_of(node: fx.Node) -> str:
+    """Where the user's code made this node, as `file.py:line`; empty where unknown."""
+    return str(node.meta.get("source", ""))
+
+
+def fresh_name(root: nn.Module, stem: str) -> str:
+    """An attribute name, close to `stem`, that `root` does not have yet."""
+    name, number = stem, 0
+    while hasattr(root, name):
+        number += 1
+        name = f"{stem}_{number}"
+    return name
+
+
+def clean(module: fx.GraphModule) -> None:
+    """Check the graph, drop modules that nothing calls, and generate its code."""
+    module.graph.lint()
+    module.delete_all_unused_submodules()
+    module.recompile()

@@ -1,0 +1,44 @@
+"""Patterns: which calls, on the results of which other calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import fx
+
+from optimizer._graph import arg, callee
+
+Target: TypeAlias = Callable[..., Any]  # a function, or the class of a module
+Captured: TypeAlias = dict[str, fx.Node]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A call of one of `targets`, whose leading arguments match the patterns in `args`."""
+
+    targets: frozenset[Target]
+    args: tuple[Pattern, ...]
+    name: str
+
+    def match(self, node: object) -> Captured | None:
+        """The nodes that the pattern names, or None where it does not match."""
+        if not isinstance(node, fx.Node) or callee(node) not in self.targets:
+            return None
+        captured = {self.name: node}
+        for index, pattern in enumerate(self.args):
+            inner = pattern.match(arg(node, index))
+            if inner is None:
+                return None
+            captured |= inner
+        return captured
+
+
+def call(*targets: Target, args: tuple[Pattern, ...] = (), name: str) -> Pattern:
+    """A pattern that matches a call of any of `targets`.
+
+    A module class matches calls of plain modules of exactly that class: a subclass may
+    compute something else, and so may a hook.
+    """
+    return Pattern(frozenset(targets), args, name)

@@ -1,0 +1,179 @@
+"""Learning the facts of a graph by running it once on meta tensors, which hold no data.
+
+Shapes, strides and shared storage are read off the results; writes and randomness are read
+off the schemas of the ATen operators that each node runs. Nothing is guessed from a name.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimizer._copy import on_storage
+from optimizer._graph import attribute, is_plain, module_of, owner, tensors_of
+from optimizer._tracer import FACTORIES
+
+
+class Unobserved(Exception):  # noqa: N818 - becomes the `error` of a Fact, is never seen
+    """A node is not run on meta tensors; the message says why."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What one node yields and does. `error` tells why nothing is known of it."""
+
+    value: Any = None
+    storages: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
+    random: bool = False
+    rank_varies: bool = False  # with sizes: a squeeze came before
+    inputs: frozenset[fx.Node] = frozenset()  # the placeholders that it depends on
+    error: str = ""
+
+
+class _Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collect the storages written and whether random numbers were drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reset()
+
+    def reset(self) -> None:
+        self.writes: set[int] = set()
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            # native_batch_norm updates these in training mode, and its schema keeps quiet.
+            silent = argument.name in ("running_mean", "running_var") and given.get("training")
+            if written or silent:
+                self.writes |= storages_in(given.get(argument.name))
+        return func(*args, **kwargs)
+
+
+class Facts:
+    """The facts of one graph, kept up to date as passes add nodes."""
+
+    def __init__(self) -> None:
+        self.failures: list[fx.Node] = []
+        self.devices: set[torch.device] = set()
+        self.writes: set[int] = set()  # every storage that any node ever wrote
+        self.external: set[int] = set()  # storages that outlive a call: inputs and attributes
+        self.holders: dict[int, list[fx.Node]] = {}
+        self.asked: set[tuple[str, fx.Node]] = set()  # by the rewrite under way: kind, input
+        self.relied: set[tuple[str, fx.Node]] = set()  # what the rewrites that fired rest on
+        self._meta: dict[int, Any] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._alive: list[torch.Tensor] = []
+        self._effects = _Effects()
+
+    def to_meta(self, value: Any) -> Any:
+        """A copy of a tensor, a module or a pytree of them whose tensors hold no data."""
+        leaves = tensors_of(value) if isinstance(value, nn.Module) else pytree.tree_leaves(value)
+        for tensor in leaves:
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in self._meta:
+                self._remember(tensor)
+        if isinstance(value, nn.Module):
+            return copy.deepcopy(value, self._meta)
+        return pytree.tree_map_only(torch.Tensor, lambda t: self._meta[id(t)], value)
+
+    def _remember(self, tensor: torch.Tensor) -> None:
+        real = tensor.untyped_storage()
+        if real._cdata not in self._storages:
+            empty = torch.empty(real.nbytes(), dtype=torch.uint8, device="meta")
+            self._storages[real._cdata] = empty.untyped_storage()
+        meta = on_storage(tensor, self._storages[real._cdata])
+        if isinstance(tensor, nn.Parameter):
+            meta = nn.Parameter(meta, tensor.requires_grad)
+        self._meta[id(tensor)] = meta
+        self._alive.append(tensor)
+        self.devices.add(tensor.device)
+        self.external |= storages_in(meta)
+
+    def input(self, node: fx.Node, example: Any) -> None:
+        """Record the example that a placeholder is given."""
+        self._record(node, Fact(*_snapshot(self.to_meta(example)), inputs=frozenset({node})))
+
+    def evaluate(self, node: fx.Node) -> None:
+        """Run one node on meta tensors and record what it yields and does."""
+        self.devices |= _devices_named_by(node)
+        self._effects.reset()
+        try:
+            with torch.no_grad(), torch.device("meta"), self._effects:
+                value = self._call(node)
+        except Exception as error:  # an operator that needs data, or a bug of the model
+            self.failures.append(node)
+            self._record(node, Fact(error=str(error).split("\n")[0] or type(error).__name__))
+            return
+        writes = frozenset(self._effects.writes) & (self.holders.keys() | self.external)
+        given: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
+        varies = "squeeze" in _name(node).split("_") or any(each.rank_varies for each in given)
+        inputs = frozenset[fx.Node]().union(*(each.inputs for each in given))
+        self._record(node, Fact(*_snapshot(value), writes, self._effects.random, varies, inputs))
+
+    def _call(self, node: fx.Node) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
+        if node.op == "get_attr":
+            return self.to_meta(attribute(owner(node), str(node.target)))
+        if node.op == "call_module":
+            module = module_of(node)
+            if not is_plain(module):
+                raise Unobserved("it has hooks or parametrizations, which are left alone")
+            return self.to_meta(module)(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs) if callable(node.target) else args
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a graph starts without facts: they speak of the nodes of this one."""
+
+    def _record(self, node: fx.Node, fact: Fact) -> None:
+        node.meta["fact"] = fact
+        self.writes |= fact.writes
+        for storage in fact.storages if node.op != "output" else ():
+            self.holders.setdefault(storage, []).append(node)
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _value(node: fx.Node) -> Any:
+    fact: Fact = node.meta["fact"]
+    if fact.error:
+        raise Unobserved(fact.error)
+    return fact.value
+
+
+def _snapshot(value: Any) -> tuple[Any, frozenset[int]]:
+    """A result as it is now: later in-place changes of its shape are not seen through it."""
+    kept = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("meta"), value)
+    return kept, frozenset(storages_in(value))
+
+
+def storages_in(value: Any) -> set[int]:
+    """The identities of all storages that the tensors in a pytree are views of."""
+    leaves = pytree.tree_leaves(value)
+    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def _devices_named_by(node: fx.Node) -> set[torch.device]:
+    """Devices that a call names, or takes by default because it makes a tensor of nothing."""
+    leaves = [*node.args, *node.kwargs.values()]
+    named = {leaf for leaf in leaves if isinstance(leaf, torch.device)}
+    named |= {torch.device(str(leaf)) for leaf in leaves if leaf in ("cpu", "cuda", "mps")}
+    if node.op == "call_method" and node.target in ("cpu", "cuda"):
+        named.add(torch.device(str(node.target)))
+    if node.op == "call_function" and node.target in FACTORIES and "device" not in node.kwargs:
+        named.add(torch.get_default_device())
+    return named

@@ -1,0 +1,160 @@
+"""`optimize`: capture, rewrite, check, and give back a module that is right in any case."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeAlias
+
+from torch import fx, nn
+
+from optimizer._capture import capture_call, has_unknown_facts
+from optimizer._check import Answer, Difference, answer, compare_answers, reference
+from optimizer._copy import structural_copy
+from optimizer._errors import CaptureError, InputError
+from optimizer._inputs import Call, ExampleInputs, as_call, require_module
+from optimizer._module import OptimizedModule, Unchanged
+from optimizer._pass import Pass
+from optimizer._pipeline import FaultyPassError, Pipeline
+from optimizer._registry import select
+from optimizer._report import Report, Size
+
+Check: TypeAlias = Literal["final", "each"] | None
+
+
+def optimize(
+    model: nn.Module,
+    example_inputs: ExampleInputs | None = None,
+    *,
+    level: int = 1,
+    check: Check = "final",
+    only: Iterable[str] | None = None,
+    disable: Iterable[str] = (),
+) -> OptimizedModule | Unchanged:
+    """A faster module that computes what `model` computes; `model` itself is not changed.
+
+    The result is for inference in the mode that each submodule is in now. It shares the weights
+    that no rewrite replaced. Its `report` lists every rewrite, and every refused one with the
+    reason. A model that cannot be captured is returned as a copy that runs as it is.
+
+    Args:
+        model: any module. In training mode it is optimized as far as is right, with a warning.
+        example_inputs: a tensor, a tuple of positional, or a mapping of keyword arguments. Later
+            calls may have other sizes. Without them only rewrites that need no shape are made.
+        level: 0 keeps the same bits; 1 keeps the function up to rounding.
+        check: "final" compares the answer with the model's on the example inputs; "each" does so
+            after every pass; None does not. A pass that changes the answer is rolled back.
+        only: names of the passes to run; all if None.
+        disable: names of passes not to run.
+
+    Raises:
+        InputError: an argument cannot be used, or the model rejects the example inputs.
+        PassError: there is no pass of a given name.
+    """
+    passes = select(level, only, disable)
+    require_module(model)
+    if check not in ("final", "each", None):
+        raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
+    call = None if example_inputs is None else as_call(example_inputs)
+    return _Run(model, call, level, check if call else None, passes).result()
+
+
+class _Run:
+    """One call of `optimize`: tries again without a pass that turned out to be at fault."""
+
+    def __init__(
+        self, model: nn.Module, call: Call | None, level: int, check: Check, passes: Sequence[Pass]
+    ) -> None:
+        self.started = time.perf_counter()
+        self.model, self.call, self.level, self.check = model, call, level, check
+        self.passes = list(passes)
+        self.remarks = list(_remarks(model, call))
+        self.expected = self._reference() if check else None
+
+    def result(self) -> OptimizedModule | Unchanged:
+        """The optimized module, or the model as it is where nothing else is right."""
+        while True:
+            try:
+                return self._attempt()
+            except FaultyPassError as failure:
+                self._do_without(failure)
+            except CaptureError as error:
+                self.remarks.append(f"left as it is: {error}")
+                return Unchanged(_copy_or_self(self.model), self._report(Size(), Size()))
+
+    def _attempt(self) -> OptimizedModule | Unchanged:
+        module = capture_call(self.model, self.call)
+        if self.call is not None and has_unknown_facts(module) and self.expected is None:
+            self._reference()  # was it an operator that needs data, or inputs that are wrong?
+        before = Size.of(module)
+        pipeline = Pipeline(module, self._verifier(module))
+        pipeline.run(self.passes)
+        found = self._difference(module, self.passes)
+        if found and self.check == "final" and self.passes:
+            self.check = "each"  # once more, to find out which pass it was
+            return self._attempt()
+        if found:
+            raise CaptureError(f"the captured graph gives another answer ({found})")
+        report = self._report(before, Size.of(module), pipeline)
+        return OptimizedModule.of(module, report)
+
+    def _verifier(self, module: fx.GraphModule) -> Callable[[Pass], None] | None:
+        if self.check != "each":
+            return None
+
+        def verify(each: Pass) -> None:
+            module.recompile()
+            found = self._difference(module, self.passes)
+            if found:
+                raise FaultyPassError(each.name, f"changed the answer ({found})")
+
+        return verify
+
+    def _reference(self) -> Answer:
+        assert self.call is not None
+        return reference(self.model, self.call)
+
+    def _difference(self, module: nn.Module, passes: Sequence[Pass]) -> Difference | None:
+        if self.expected is None or self.call is None:
+            return None
+        exact = all(each.numerics == "exact" for each in passes)
+        try:
+            actual = answer(module, self.call)
+        except Exception as error:  # a broken graph may raise anything
+            return Difference("output", float("inf"), f"raised {type(error).__name__}: {error}")
+        return compare_answers(self.model, self.call, self.expected, actual, exact=exact)
+
+    def _do_without(self, failure: FaultyPassError) -> None:
+        self.passes = [each for each in self.passes if each.name != failure.name]
+        self.remarks.append(str(failure))
+        warnings.warn(f"{failure}. Please report it with this model.", stacklevel=4)
+
+    def _report(self, before: Size, after: Size, pipeline: Pipeline | None = None) -> Report:
+        return Report(
+            model=type(self.model).__name__,
+            level=self.level,
+            fired=tuple(pipeline.fired) if pipeline else (),
+            refused=tuple(pipeline.refused) if pipeline else (),
+            remarks=tuple(self.remarks),
+            before=before,
+            after=after,
+            checked=self.check or "",
+            seconds=time.perf_counter() - self.started,
+        )
+
+
+def _remarks(model: nn.Module, call: Call | None) -> Iterator[str]:
+    if call is None:
+        yield "no example inputs: rewrites that need a shape were refused, and nothing was checked"
+    if model.training:
+        remark = "the model is in training mode: what depends on it is left alone; call .eval()"
+        warnings.warn(remark, stacklevel=5)
+        yield remark
+
+
+def _copy_or_self(model: nn.Module) -> nn.Module:
+    try:
+        return structural_copy(model)
+    except CaptureError:
+        return model

@@ -1,0 +1,138 @@
+"""Running passes over a captured graph: phases, each to a fixed point."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from optimizer._facts import Refused, facts_of, forget_asked, is_pure, rely_on_asked
+from optimizer._graph import clean, source_of
+from optimizer._guards import expect_dtype, expect_rank
+from optimizer._match import Captured
+from optimizer._pass import PHASES, Pass, Phase
+from optimizer._report import Refusal, Rewrite
+
+log = logging.getLogger("optimizer")
+
+
+class FaultyPassError(Exception):
+    """A pass raised, never ended, or changed an answer. The message is the remark."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(f"pass {name} {message}; it was rolled back")
+        self.name = name
+
+
+class Pipeline:
+    """One run of some passes over one graph module.
+
+    Args:
+        verify: called with each pass that changed the graph; it raises
+            FaultyPassError if the answer is no longer the same.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, verify: Callable[[Pass], None] | None = None
+    ) -> None:
+        self.module = module
+        self.verify = verify
+        self.fired: list[Rewrite] = []
+        self._refused: dict[str, list[Refusal]] = {}
+
+    @property
+    def refused(self) -> list[Refusal]:
+        """What the last sweep of each pass refused."""
+        return [refusal for refusals in self._refused.values() for refusal in refusals]
+
+    def run(self, passes: Sequence[Pass]) -> None:
+        """Run all phases until none changes anything, then guard what was relied on.
+
+        Raises:
+            FaultyPassError: a pass is at fault.
+        """
+        limit = len(self.module.graph.nodes) + 2
+        for _ in range(limit):
+            changed = [self._phase(passes, phase) for phase in PHASES]
+            if not any(changed):
+                break
+        _guard(self.module.graph)
+        clean(self.module)
+
+    def _phase(self, passes: Sequence[Pass], phase: Phase) -> bool:
+        active = [each for each in passes if each.phase == phase]
+        limit = len(self.module.graph.nodes) + 2
+        for attempts in range(limit):
+            changed = [self._attempt(each) for each in active]
+            if not any(changed):
+                return attempts > 0
+        raise FaultyPassError(active[0].name, "and its phase never come to an end")
+
+    def _attempt(self, each: Pass) -> bool:
+        before = len(self.fired)
+        self._refused[each.name] = []
+        try:
+            self._sweep(each)
+            changed = len(self.fired) > before
+            if changed:
+                self.module.graph.lint()
+        except Exception as error:  # a bug in a pass costs the user nothing
+            log.debug("pass %s failed", each.name, exc_info=True)
+            raise FaultyPassError(each.name, f"raised {type(error).__name__}: {error}") from error
+        if changed and self.verify is not None:
+            self.verify(each)
+        return changed
+
+    def _sweep(self, each: Pass) -> None:
+        if each.pattern is None:
+            for node in each.apply(self.module.graph):
+                self.fired.append(Rewrite(each.name, node.name, source_of(node)))
+            return
+        for node in list(self.module.graph.nodes):
+            captured = None if node._erased else each.pattern.match(node)
+            if captured is not None:
+                self._rewrite(each, node, captured)
+
+    def _rewrite(self, each: Pass, root: fx.Node, captured: Captured) -> None:
+        forget_asked(root.graph)
+        try:
+            replacement = each.apply(**captured)
+        except Refused as refusal:
+            remark = Refusal(each.name, root.name, source_of(root), str(refusal))
+            self._refused[each.name].append(remark)
+            return
+        if replacement is None:
+            return
+        rely_on_asked(root.graph)
+        self.fired.append(Rewrite(each.name, root.name, source_of(root)))
+        if replacement.meta.get("stands_for") is None and "new" in replacement.meta:
+            replacement.meta["stands_for"] = root.meta.get("stands_for", root.name)
+        root.replace_all_uses_with(replacement)
+        _erase(root)
+
+
+def _erase(root: fx.Node) -> None:
+    """Erase a replaced node and whatever was only computed for it."""
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if node._erased or node.users or (node is not root and not is_pure(node)):
+            continue
+        pending += node.all_input_nodes
+        node.graph.erase_node(node)
+
+
+def _guard(graph: fx.Graph) -> None:
+    """Begin the graph with a check of each kind of fact that a rewrite relied on."""
+    facts = facts_of(graph)
+    if facts is None or not facts.relied:
+        return
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in inputs:
+        value = node.meta["fact"].value
+        with graph.inserting_after(inputs[-1]):
+            if ("rank", node) in facts.relied:
+                graph.call_function(expect_rank, (node, value.dim(), node.name))
+            if ("dtype", node) in facts.relied:
+                graph.call_function(expect_dtype, (node, value.dtype, node.name))

@@ -1,0 +1,73 @@
+"""Every pass there is: a file in `passes/` registers itself by being there."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterable
+from functools import cache
+
+from optimizer import passes
+from optimizer._errors import InputError, PassError
+from optimizer._pass import LEVELS, PHASES, Pass
+
+
+@cache
+def all_passes() -> tuple[Pass, ...]:
+    """All passes, in the order in which they run."""
+    modules = (
+        importlib.import_module(f"{passes.__name__}.{entry.name}")
+        for entry in pkgutil.iter_modules(passes.__path__)
+    )
+    found = [value for module in modules for value in vars(module).values() if _is_pass(value)]
+    return tuple(sorted(found, key=lambda each: (PHASES.index(each.phase), each.name)))
+
+
+def _is_pass(value: object) -> bool:
+    return isinstance(value, Pass)
+
+
+def explain(name: str) -> str:
+    """What a pass rewrites, when, and why that is safe.
+
+    Raises:
+        PassError: there is no such pass; the message names the nearest.
+    """
+    found = _by_name(name)
+    equation = (inspect.getmodule(found.apply).__doc__ or "").strip()
+    proof = inspect.cleandoc(found.apply.__doc__ or "")
+    level = min(level for level, numerics in LEVELS.items() if found.numerics in numerics)
+    settings = f"numerics: {found.numerics}   phase: {found.phase}   from level: {level}"
+    return f"{name}\n{'=' * len(name)}\n{equation}\n\n{proof}\n\n{settings}"
+
+
+def select(level: int, only: Iterable[str] | None, disable: Iterable[str]) -> tuple[Pass, ...]:
+    """The passes that a call of `optimize` runs.
+
+    Raises:
+        InputError: there is no such level.
+        PassError: there is no pass of one of these names.
+    """
+    if level not in LEVELS:
+        raise InputError(
+            f"level {level!r} does not exist: use 0 (the same bits) or 1 (up to rounding)."
+        )
+    wanted = None if only is None else {_by_name(name).name for name in only}
+    unwanted = {_by_name(name).name for name in disable}
+    return tuple(
+        each
+        for each in all_passes()
+        if each.numerics in LEVELS[level]
+        and (wanted is None or each.name in wanted)
+        and each.name not in unwanted
+    )
+
+
+def _by_name(name: str) -> Pass:
+    known = {each.name: each for each in all_passes()}
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=2) or sorted(known)
+        raise PassError(f"there is no pass named {name!r}: try {' or '.join(near)}.")
+    return known[name]

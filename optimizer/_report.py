@@ -1,0 +1,119 @@
+"""What was rewritten, what was refused and why, and what the model came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import fx
+
+from optimizer._graph import tensors_of
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """One rewrite that fired: the node it replaced, and where the user wrote that."""
+
+    name: str
+    node: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One rewrite that matched and was refused, with the reason."""
+
+    name: str
+    node: str
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Size:
+    """Deterministic counts of a graph: nodes, module calls, parameters and their bytes."""
+
+    nodes: int = 0
+    modules: int = 0
+    parameters: int = 0
+    bytes: int = 0
+
+    @classmethod
+    def of(cls, module: fx.GraphModule) -> Size:
+        """Count a graph module. Tensors that share storage are counted once."""
+        calls = sum(node.op == "call_module" for node in module.graph.nodes)
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors_of(module)}
+        total = sum(storage.nbytes() for storage in storages.values())
+        return cls(len(module.graph.nodes), calls, parameters, total)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The account of one call of `optimize`.
+
+    Attributes:
+        fired: the rewrites, in the order in which they happened.
+        refused: what matched a pattern and was left alone.
+        remarks: what concerns the whole model.
+        before, after: counts of the graph.
+        checked: what the check of the answer found; empty where there was none.
+        seconds: how long `optimize` took.
+    """
+
+    model: str
+    level: int
+    fired: tuple[Rewrite, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    remarks: tuple[str, ...] = ()
+    before: Size = field(default_factory=Size)
+    after: Size = field(default_factory=Size)
+    checked: str = ""
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, fit for JSON."""
+        return asdict(self)
+
+    def counts(self) -> dict[str, int]:
+        """How often each pass fired."""
+        counts: dict[str, int] = {}
+        for rewrite in self.fired:
+            counts[rewrite.name] = counts.get(rewrite.name, 0) + 1
+        return counts
+
+    def __str__(self) -> str:
+        sections = [self._head(), self._fired(), self._refused(), self._remarks(), self._sizes()]
+        return "\n\n".join(section for section in sections if section)
+
+    def _head(self) -> str:
+        checked = self.checked or "not checked"
+        return f"{self.model}, level {self.level}, {self.seconds:.2f} s, {checked}"
+
+    def _fired(self) -> str:
+        if not self.fired:
+            return "rewritten: nothing"
+        rows = [(str(count), name) for name, count in self.counts().items()]
+        return f"rewritten: {len(self.fired)}\n" + _table(rows)
+
+    def _refused(self) -> str:
+        if not self.refused:
+            return ""
+        rows = [(r.name, r.node, r.source, r.reason) for r in self.refused]
+        return f"refused: {len(self.refused)}\n" + _table(rows)
+
+    def _remarks(self) -> str:
+        return "\n".join(f"remark: {remark}" for remark in self.remarks)
+
+    def _sizes(self) -> str:
+        before, after = asdict(self.before), asdict(self.after)
+        rows = [("", "before", "after")]
+        rows += [(name, f"{before[name]:,}", f"{after[name]:,}") for name in before]
+        return _table(rows)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"  {line}".rstrip() for line in lines)

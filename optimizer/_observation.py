@@ -115,11 +115,14 @@ class Facts:
             self.failures.append(node)
             self._record(node, Fact(error=str(error).split("\n")[0] or type(error).__name__))
             return
-        writes = frozenset(self._effects.writes) & (self.holders.keys() | self.external)
+        lasting = (self.holders, self.external)
+        writes = {each for each in self._effects.writes if any(each in kept for kept in lasting)}
         given: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
         varies = "squeeze" in _name(node).split("_") or any(each.rank_varies for each in given)
         inputs = frozenset[fx.Node]().union(*(each.inputs for each in given))
-        self._record(node, Fact(*_snapshot(value), writes, self._effects.random, varies, inputs))
+        self._record(
+            node, Fact(*_snapshot(value), frozenset(writes), self._effects.random, varies, inputs)
+        )
 
     def _call(self, node: fx.Node) -> Any:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
@@ -129,7 +132,8 @@ class Facts:
             module = module_of(node)
             if not is_plain(module):
                 raise Unobserved("it has hooks or parametrizations, which are left alone")
-            return self.to_meta(module)(*args, **kwargs)
+            known = _known_result(module, *args) if not kwargs else None
+            return self.to_meta(module)(*args, **kwargs) if known is None else known
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs) if callable(node.target) else args
@@ -142,6 +146,28 @@ class Facts:
         self.writes |= fact.writes
         for storage in fact.storages if node.op != "output" else ():
             self.holders.setdefault(storage, []).append(node)
+
+
+def _known_result(module: nn.Module, *args: Any) -> torch.Tensor | None:
+    """The result of the layers that graphs are full of, whose meta kernels are slow.
+
+    A call that is not certain to be accepted is left to the layer itself.
+    """
+    value = args[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else None
+    if value is None or value.dim() < 2:
+        return None
+    if isinstance(module, nn.Linear) and module.in_features == value.shape[-1]:
+        fits = module.weight.dtype == value.dtype
+        return value.new_empty((*value.shape[:-1], module.out_features)) if fits else None
+    if value.dim() in _RANKS.get(type(module), ()) and not module.training:
+        fits = module.running_mean is not None and module.num_features == value.shape[1]
+        return torch.empty_like(value) if fits else None
+    return None
+
+
+_RANKS: dict[type, tuple[int, ...]] = {
+    nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
+}  # fmt: skip
 
 
 def _name(node: fx.Node) -> str:

@@ -159,9 +159,10 @@ def _known_result(module: nn.Module, *args: Any) -> torch.Tensor | None:
     if isinstance(module, nn.Linear) and module.in_features == value.shape[-1]:
         fits = module.weight.dtype == value.dtype
         return value.new_empty((*value.shape[:-1], module.out_features)) if fits else None
-    if value.dim() in _RANKS.get(type(module), ()) and not module.training:
-        fits = module.running_mean is not None and module.num_features == value.shape[1]
-        return torch.empty_like(value) if fits else None
+    if value.dim() not in _RANKS.get(type(module), ()) or module.training:
+        return None
+    if module.track_running_stats and module.num_features == value.shape[1]:
+        return torch.empty_like(value)
     return None
 
 

@@ -23,7 +23,7 @@ from optimizer._errors import CaptureError
 from optimizer._graph import is_plain
 from optimizer._guards import expect_value
 from optimizer._inputs import Call
-from optimizer._proxy import NOT_USER_CODE, Attribute, Value
+from optimizer._proxy import NOT_USER_CODE, Attribute, Value, answering_isinstance
 
 # These change the shape of a tensor that earlier nodes already hold.
 _CHANGES_SHAPE = frozenset((
@@ -102,7 +102,7 @@ class Tracer(fx.Tracer):
         self._names = {
             id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]
         }
-        with _RecordConstants(self):
+        with _RecordConstants(self), answering_isinstance(root, self.is_tensor):
             return super().trace(root, concrete_args)
 
     def is_foreign_thread(self) -> bool:

@@ -205,13 +205,22 @@ def test_batch_statistics_of_a_model_in_training_are_left_as_they_were():
 def test_buffers_mode_random_state_and_gradient_mode_are_as_before():
     module = CountsCalls()
     replaced, state = module.replaced, torch.get_rng_state()
-    compare(module, module, FLOATS, rounds=7)
+    measure(module, FLOATS, warmup=1, repeats=1)  # and one call for memory: an odd number
 
     assert module.training
     assert module.replaced is replaced
     assert (module.written.item(), module.replaced.item()) == (0, 0)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.is_grad_enabled()
+
+
+def test_a_model_runs_without_gradients():
+    module = nn.Linear(1000, 2)
+    outputs = []
+    module.register_forward_hook(lambda *call: outputs.append(call[-1]))
+    measure(module, FLOATS)
+
+    assert not any(output.requires_grad for output in outputs)
 
 
 def test_everything_is_as_before_also_when_the_model_rejects_its_inputs():

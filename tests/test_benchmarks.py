@@ -1,0 +1,351 @@
+"""The asv suite itself: what it lists, that each benchmark runs once, and when it says n/a."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+import platform
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from asv import util
+from asv_runner._aux import update_sys_path
+from asv_runner.discovery import disc_benchmarks
+
+import models
+import optimizer
+
+with warnings.catch_warnings():
+    # torch deprecates what this module of its own imports.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    importlib.import_module("torch.fx.experimental.optimization")
+
+SUITE = Path(__file__).parents[1] / "benchmarks"
+update_sys_path(str(SUITE))
+BENCHMARKS = {benchmark.name: benchmark for benchmark in disc_benchmarks(str(SUITE))}
+SUBJECTS = importlib.import_module("benchmarks._subjects")
+OF_A_FORWARD = ["Latency.time_forward", "Memory.track_peak_memory", "Paired.track_relative_latency"]
+OF_A_GRAPH = [name for name in BENCHMARKS if name.startswith("graph.")]
+SMALL = "tiny_convnet"
+
+# What is measured, by version. When this hash changes and numbers can change with it, raise
+# `version` in benchmarks/_forward.py, so that no series mixes two meanings; then record it here.
+MEANING = {"1": "e5db7d89f2fdab86"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    """Benchmarks have their process to themselves: they turn gradients off, and keep models."""
+    yield
+    torch.set_grad_enabled(True)
+    for memory in (SUBJECTS.load, SUBJECTS.subject, SUBJECTS.forward, SUBJECTS.rewriting):
+        memory.cache_clear()
+
+
+def cells(name, *fixed):
+    """The parameters of a benchmark that begin with `fixed`, each a cell of its table."""
+    benchmark = BENCHMARKS[name]
+    count = 1
+    for values in benchmark.params:
+        count *= len(values)
+    for index in range(count):
+        benchmark.set_param_idx(index)
+        if benchmark._current_params[: len(fixed)] == fixed:
+            yield index
+
+
+def run_once(name, index, cache=None):
+    """What asv does for a cell, less the repetitions; None for n/a."""
+    benchmark = BENCHMARKS[name]
+    benchmark.set_param_idx(index)
+    benchmark.set_cache(cache)
+    if benchmark.do_setup():
+        return None
+    try:
+        return benchmark.func(*benchmark._build_params())
+    finally:
+        benchmark.do_teardown()
+
+
+def test_the_suite_lists_every_benchmark_once():
+    forward = [f"{device}.{name}" for device in ("cpu", "cuda", "mps") for name in OF_A_FORWARD]
+    cost = ["optimize_cost.Models.time_optimize", "optimize_cost.Scaling.time_optimize"]
+    graph = ["calls", "modules", "nodes", "parameter_bytes", "parameters"]
+    graph = [f"graph.Graph.track_{count}" for count in graph]
+    graph += ["graph.Rewrites.track_fired", "graph.Rewrites.track_refused"]
+
+    assert sorted(BENCHMARKS) == sorted(forward + cost + graph)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_parameters_are_distinct_strings_and_models_exist(name):
+    benchmark = BENCHMARKS[name]
+    values = [value for axis in benchmark._params for value in axis]
+    axes = dict(zip(benchmark.param_names, benchmark._params, strict=True))
+
+    assert all(isinstance(value, str) for value in values)
+    assert len(values) == len(set(values))
+    assert set(axes.get("model", [])) <= set(models.names())
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_versions_are_set_by_hand_and_tracks_say_which_way_is_better(name):
+    benchmark = BENCHMARKS[name]
+
+    assert benchmark.version.isdigit()
+    assert benchmark.timeout >= 60
+    assert benchmark.type == "time" or isinstance(benchmark.less_is_better, bool)
+
+
+def test_every_torchvision_model_and_every_seed_is_measured():
+    assert set(models.names("torchvision") + models.names("seeds")) <= set(SUBJECTS.MODELS)
+
+
+@pytest.mark.parametrize("name", [f"cpu.{name}" for name in OF_A_FORWARD])
+def test_each_forward_benchmark_runs_on_the_cpu(name):
+    values = [run_once(name, index) for index in cells(name, SMALL)]
+
+    assert len(values) >= 2
+    if "time_" not in name:
+        assert None not in values
+
+
+def test_memory_is_counted_in_bytes():
+    name = "cpu.Memory.track_peak_memory"
+    values = [run_once(name, index) for index in cells(name, SMALL)]
+
+    assert all(isinstance(value, int) and value > 1000 for value in values)
+
+
+def test_paired_latency_is_a_sample_of_ratios_large_enough_for_a_test():
+    name = "cpu.Paired.track_relative_latency"
+    for index in cells(name, SMALL):
+        found = run_once(name, index)
+
+        assert found["number"] == 1
+        assert len(found["samples"]) >= 7
+        assert all(0.01 < ratio < 100 for ratio in found["samples"])
+
+
+def test_setting_up_again_prepares_nothing_again():
+    name, index = "cpu.Latency.time_forward", next(cells("cpu.Latency.time_forward", SMALL))
+    run_once(name, index)
+    misses = SUBJECTS.forward.cache_info().misses
+    run_once(name, index)
+
+    assert SUBJECTS.forward.cache_info().misses == misses
+
+
+def test_a_latency_is_called_before_it_is_measured():
+    calls = []
+    module, _ = SUBJECTS.subject(SMALL, "eager", "cpu")
+    with module.register_forward_hook(lambda *call: calls.append(call)):
+        SUBJECTS.forward.__wrapped__(SMALL, "eager", "cpu")
+
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "first"), [("Models", SMALL), ("Scaling", "300")], ids=["models", "scaling"]
+)
+def test_each_cost_benchmark_runs(name, first):
+    name = f"optimize_cost.{name}.time_optimize"
+    done = [run_once(name, index) for index in cells(name, first)]
+
+    assert len(done) == 2
+
+
+def test_the_graphs_are_counted(monkeypatch):
+    module = importlib.import_module("benchmarks.graph")
+    monkeypatch.setattr(module, "MODELS", [SMALL])
+    graphs = module.setup_cache()
+    counts = {
+        (name.rpartition("_")[2], BENCHMARKS[name]._current_params[1:]): run_once(
+            name, index, graphs
+        )
+        for name in OF_A_GRAPH
+        for index in cells(name, SMALL)
+    }
+
+    assert counts["nodes", ("eager",)] > counts["nodes", ("optimized-1",)] > 0
+    assert counts["fired", ()] > 0
+    assert None not in counts.values()
+
+
+def test_a_model_that_cannot_be_optimized_fails_alone(monkeypatch):
+    module = importlib.import_module("benchmarks.graph")
+    monkeypatch.setattr(module, "rewriter", lambda variant: lambda *call: 1 / 0)
+    found = module._of_model(SMALL)
+    name = "graph.Graph.track_nodes"
+    eager, optimized, _ = cells(name, SMALL)
+    graphs = {(SMALL, variant): counts for variant, counts in found.items()}
+
+    assert run_once(name, eager, graphs) > 0
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        run_once(name, optimized, graphs)
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+@pytest.mark.parametrize("name", OF_A_FORWARD)
+def test_where_a_device_is_absent_its_benchmarks_are_not_available(device, name, monkeypatch):
+    monkeypatch.setattr(SUBJECTS.shutil, "which", lambda name: None)
+    monkeypatch.setattr(SUBJECTS.sys, "platform", "linux")
+
+    assert run_once(f"{device}.{name}", 0) is None
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_an_absent_device_is_found_without_importing_torch(device):
+    program = f"""
+import shutil, sys
+sys.path.insert(0, {str(SUITE.parent)!r})
+shutil.which, sys.platform = (lambda name: None), "linux"
+import benchmarks.{device} as suite
+for each in (suite.Latency, suite.Memory, suite.Paired):
+    try:
+        each().setup("toy_model", "optimized-1")
+    except NotImplementedError:
+        print("n/a")
+print("torch" in sys.modules)
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+
+    assert answer.stdout.split() == [b"n/a"] * 3 + [b"False"]
+
+
+@pytest.mark.parametrize("missing", ["optimize", "measure"])
+def test_what_an_old_commit_lacks_is_not_available(missing, monkeypatch):
+    monkeypatch.delattr(optimizer, missing)
+    name = "cpu.Memory.track_peak_memory"
+    _, optimized, _ = cells(name, SMALL)
+
+    assert run_once(name, optimized) is None
+
+
+def test_a_package_or_model_that_an_old_commit_lacks_is_not_available(monkeypatch):
+    with pytest.raises(NotImplementedError, match="no model nonesuch"):
+        SUBJECTS.built("nonesuch", "cpu")
+    with pytest.raises(NotImplementedError, match="this commit has no no_such_package"):
+        SUBJECTS.imported("no_such_package")
+
+
+def test_a_package_that_lacks_something_of_its_own_is_a_failure(tmp_path, monkeypatch):
+    (tmp_path / "half_installed.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        SUBJECTS.imported("half_installed")
+
+    assert "half_installed" not in sys.modules
+
+
+def test_where_fuse_fails_it_is_not_available():
+    name = "cpu.Latency.time_forward"
+    *_, fuse = cells(name, "masked_assign")
+
+    assert run_once(name, fuse) is None
+
+
+def test_the_meaning_of_the_numbers_changes_only_with_the_version():
+    version = importlib.import_module("benchmarks._forward")._Forward.version
+    digest = hashlib.sha256()
+    for name in ("benchmarks._forward", "benchmarks._subjects"):
+        digest.update(_code_of(importlib.import_module(name)).encode())
+
+    assert {version: digest.hexdigest()[:16]} == MEANING
+
+
+def _code_of(module):
+    """The functions of a module without docstrings, comments and layout."""
+    tree = ast.parse(inspect.getsource(module))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+            node.body = node.body[1:]
+    kept = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return "\n".join(map(ast.unparse, kept))
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    monkeypatch.syspath_prepend(SUITE.parent)
+    return importlib.import_module("benchmarks.plugins.hostoverlay")
+
+
+@pytest.mark.parametrize("origin", ["/project/optimizer/__init__.py", ""])
+def test_packages_of_the_commit_and_packages_it_lacks_are_accepted(plugin, origin, monkeypatch):
+    environment = object.__new__(plugin.HostOverlay)
+    environment._path, environment._build_root = "/", "/project"
+    monkeypatch.setattr(plugin.HostOverlay, "run", lambda *call, **more: f"{origin}\n{origin}\n")
+
+    assert environment._refuse_a_stranger() is None
+
+
+def test_a_package_that_hides_that_of_the_commit_is_refused(plugin, monkeypatch):
+    environment = object.__new__(plugin.HostOverlay)
+    environment._path, environment._build_root = "/", "/project"
+    found = "/project/optimizer/__init__.py\n/elsewhere/models/__init__.py\n"
+    monkeypatch.setattr(plugin.HostOverlay, "run", lambda *call, **more: found)
+    with pytest.raises(util.UserError) as caught:
+        environment._refuse_a_stranger()
+
+    assert "'models' would be imported from /elsewhere/models/__init__.py" in str(caught.value)
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """`python -m benchmarks`, with asv replaced by a list of what it was asked."""
+    module = importlib.import_module("benchmarks.__main__")
+    asked = []
+    monkeypatch.setattr(module, "_asv", lambda *arguments: asked.append(arguments) or 0)
+    monkeypatch.delenv("BENCHMARK_MACHINE", raising=False)
+    return module, asked
+
+
+def test_the_command_measures_publishes_and_says_where_the_dashboard_is(command, capsys):
+    module, asked = command
+    status = module.main([])
+
+    assert status == 0
+    assert [arguments[0] for arguments in asked] == ["machine", "run", "publish"]
+    assert "--directory .asv/html" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_machine_is_not_filed_under_the_name_of_the_host(command, monkeypatch):
+    module, asked = command
+    module.main([])
+    monkeypatch.setenv("BENCHMARK_MACHINE", "epyc-2core")
+    module.main([])
+    names = [arguments[-1] for arguments in asked if arguments[0] == "machine"]
+
+    assert names[0] != platform.node()
+    assert names[0].startswith(platform.machine())
+    assert names[1] == "epyc-2core"
+
+
+def test_failed_benchmarks_are_published_and_reported(command, monkeypatch):
+    module, _ = command
+    monkeypatch.setattr(module, "_asv", lambda name, *more: 2 if name == "run" else 0)
+
+    assert module.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("  tiny_convnet    eager   12.3±0.1μs ", 0),
+        ("  tiny_convnet    eager      n/a     ", 1),
+        ("  tiny_convnet   optimized-1  n/a  ", 1),
+        ("", 1),
+    ],
+)
+def test_a_smoke_run_that_measures_nothing_fails(command, monkeypatch, output, expected):
+    module, _ = command
+    finished = subprocess.CompletedProcess([], 0, stdout=output)
+    monkeypatch.setattr(module.subprocess, "run", lambda *call, **more: finished)
+
+    assert module.main(["--smoke"]) == expected

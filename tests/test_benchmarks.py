@@ -29,6 +29,7 @@ with warnings.catch_warnings():
 SUITE = Path(__file__).parents[1] / "benchmarks"
 update_sys_path(str(SUITE))
 BENCHMARKS = {benchmark.name: benchmark for benchmark in disc_benchmarks(str(SUITE))}
+del sys.meta_path[0]  # asv's importer, which pytest cannot work with
 SUBJECTS = importlib.import_module("benchmarks._subjects")
 OF_A_FORWARD = ["Latency.time_forward", "Memory.track_peak_memory", "Paired.track_relative_latency"]
 OF_A_GRAPH = [name for name in BENCHMARKS if name.startswith("graph.")]

@@ -7,7 +7,7 @@ off the schemas of the ATen operators that each node runs. Nothing is guessed fr
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ class _Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reset()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch imports it first, which takes a second
 
     def reset(self) -> None:
         self.writes: set[int] = set()
@@ -138,6 +142,15 @@ class Facts:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs) if callable(node.target) else args
 
+    def stand_in(self, node: fx.Node, replacement: fx.Node) -> None:
+        """Let a replacement hold the storages of the node that it replaces.
+
+        Views of the replaced value name its storage; the replacement's own is another one.
+        """
+        old: Fact = node.meta["fact"]
+        new: Fact = replacement.meta["fact"]
+        self._record(replacement, replace(new, storages=new.storages | old.storages))
+
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a graph starts without facts: they speak of the nodes of this one."""
 
@@ -148,22 +161,31 @@ class Facts:
             self.holders.setdefault(storage, []).append(node)
 
 
-def _known_result(module: nn.Module, *args: Any) -> torch.Tensor | None:
+def _known_result(module: Any, *args: Any) -> torch.Tensor | None:
     """The result of the layers that graphs are full of, whose meta kernels are slow.
 
-    A call that is not certain to be accepted is left to the layer itself.
+    A call that is not certain to be accepted, or to be laid out densely, is left to the layer.
     """
     value = args[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else None
-    if value is None or value.dim() < 2:
+    if value is None or value.dim() < 2 or not value.is_contiguous():
         return None
-    if isinstance(module, nn.Linear) and module.in_features == value.shape[-1]:
-        fits = module.weight.dtype == value.dtype
+    if _is_linear(module):
+        fits = (module.in_features, module.weight.dtype) == (value.shape[-1], value.dtype)
         return value.new_empty((*value.shape[:-1], module.out_features)) if fits else None
+    return value.new_empty(value.shape) if _keeps_shape(module, value) else None
+
+
+def _keeps_shape(module: Any, value: torch.Tensor) -> bool:
+    if type(module) is nn.ReLU:
+        return not module.inplace
     if value.dim() not in _RANKS.get(type(module), ()) or module.training:
-        return None
-    if module.track_running_stats and module.num_features == value.shape[1]:
-        return torch.empty_like(value)
-    return None
+        return False
+    return bool(module.track_running_stats) and module.num_features == value.shape[1]
+
+
+def _is_linear(module: Any) -> bool:
+    fused = isinstance(module, nn.Linear) and type(module).__module__.startswith("optimizer.")
+    return fused or type(module) is nn.Linear
 
 
 _RANKS: dict[type, tuple[int, ...]] = {

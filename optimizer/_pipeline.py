@@ -108,6 +108,9 @@ class Pipeline:
         self.fired.append(Rewrite(each.name, root.name, source_of(root)))
         if replacement.meta.get("stands_for") is None and "new" in replacement.meta:
             replacement.meta["stands_for"] = root.meta.get("stands_for", root.name)
+        facts = facts_of(root.graph)
+        if facts is not None:
+            facts.stand_in(root, replacement)
         root.replace_all_uses_with(replacement)
         _erase(root)
 

@@ -1,0 +1,113 @@
+"""The command line: `python -m optimizer passes | explain | optimize | check | compare`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+import optimizer
+from optimizer import InputError, OptimizerError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return 0, or 2 with one line on stderr where an argument is of no use."""
+    options = _parser().parse_args(arguments)
+    try:
+        print(options.run(options))
+    except (OptimizerError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m optimizer", description=optimizer.__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    _add(commands, "passes", _passes, "list every pass")
+    explain = _add(commands, "explain", _explain, "what a pass does and why that is safe")
+    explain.add_argument("name", help="a pass")
+    for name, run, text in (
+        ("optimize", _optimize, "optimize a model and print the report"),
+        ("check", _check, "check that the optimized model gives the model's answers"),
+        ("compare", _compare, "time the optimized model against the model, interleaved"),
+    ):
+        _add_model(_add(commands, name, run, text))
+    return parser
+
+
+def _add(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        help="a registered workload (resnet18), or module:callable that returns a module and"
+        " its example inputs",
+    )
+    parser.add_argument("--level", type=int, default=1, help="0 same bits, 1 up to rounding")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or mps")
+    parser.add_argument("--disable", nargs="*", default=(), help="passes not to run")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _passes(options: argparse.Namespace) -> str:
+    rows = [(each.name, each.numerics, each.summary) for each in optimizer.all_passes()]
+    name, numerics = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"{row[0]:{name}}  {row[1]:{numerics}}  {row[2]}" for row in rows)
+
+
+def _explain(options: argparse.Namespace) -> str:
+    return optimizer.explain(options.name)
+
+
+def _optimize(options: argparse.Namespace) -> str:
+    _, fast, _ = _optimized(options)
+    return json.dumps(fast.report.to_dict(), indent=2) if options.json else str(fast.report)
+
+
+def _check(options: argparse.Namespace) -> str:
+    model, fast, inputs = _optimized(options, check=None)
+    optimizer.check(model, fast, inputs)
+    return f"{options.model}: the optimized model gives the model's answers."
+
+
+def _compare(options: argparse.Namespace) -> str:
+    model, fast, inputs = _optimized(options)
+    return f"{options.model}: {optimizer.compare(model, fast, inputs)}"
+
+
+def _optimized(options: argparse.Namespace, **settings: Any) -> tuple[nn.Module, Any, Any]:
+    model, inputs = _load(options.model, options.device)
+    settings |= {"level": options.level, "disable": options.disable}
+    return model, optimizer.optimize(model, inputs, **settings), inputs
+
+
+def _load(name: str, device: str) -> tuple[nn.Module, Any]:
+    if ":" not in name:
+        import models
+
+        try:
+            workload = models.load(name, device=device)
+        except (models.UnknownWorkloadError, models.UnavailableDeviceError) as error:
+            raise InputError(str(error)) from error
+        return workload.module, workload.example_inputs
+    path, _, attribute = name.partition(":")
+    sys.path.insert(0, "")
+    build = getattr(importlib.import_module(path), attribute, None)
+    if not callable(build):
+        raise InputError(f"'{path}' has no callable '{attribute}': name one that returns a model.")
+    model, inputs = build()
+    return model, inputs
+
+
+if __name__ == "__main__":
+    sys.exit(main())

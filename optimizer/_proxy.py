@@ -28,6 +28,9 @@ class Value(fx.Proxy):
             raise CaptureError(f"it sets the attribute '{name}' of a tensor")
         super().__setattr__(name, value)
 
+    def __getattr__(self, name: str) -> Member:  # type: ignore[override]
+        return Member(self, name)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
@@ -41,6 +44,28 @@ def _record_operator(function: Callable[[Any, Any], Any]) -> Callable[[Value, An
 
 for _function in INPLACE_OPERATORS:
     setattr(Value, f"__{_function.__name__}__", _record_operator(_function))
+
+
+class Member(Value):
+    """An attribute of a traced value: a method if it is called, else recorded when it is used."""
+
+    def __init__(self, holder: Value, name: str) -> None:
+        vars(self).update(tracer=holder.tracer, _holder=holder, _member=name, _recorded=None)
+
+    @property  # type: ignore[override]
+    def node(self) -> fx.Node:
+        """The node that reads the attribute, made on first use."""
+        if self._recorded is None:
+            read = self.tracer.create_proxy(
+                "call_function", getattr, (self._holder, self._member), {}
+            )
+            vars(self).update(_recorded=read.node)
+        recorded: Any = self._recorded
+        return recorded  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        name: Any = self._member
+        return self.tracer.create_proxy("call_method", name, (self._holder, *args), kwargs)
 
 
 class Attribute(Value):

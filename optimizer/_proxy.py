@@ -52,8 +52,8 @@ class Member(Value):
     def __init__(self, holder: Value, name: str) -> None:
         vars(self).update(tracer=holder.tracer, _holder=holder, _member=name, _recorded=None)
 
-    @property  # type: ignore[override]
-    def node(self) -> fx.Node:
+    @property
+    def node(self) -> fx.Node:  # type: ignore[override]
         """The node that reads the attribute, made on first use."""
         if self._recorded is None:
             read = self.tracer.create_proxy(

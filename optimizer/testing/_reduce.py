@@ -12,11 +12,11 @@ SIMPLEST = {token: next(iter(family)) for family in FAMILIES.values() for token 
 
 
 def smallest(spec: Spec, fails: Callable[[Spec], bool]) -> Spec:
-    """The first program for which no token can go, or become its family's simplest, and it fails.
+    """A program that fails no more if tokens go, or become the simplest of their family.
 
     Args:
         spec: a failing program; it is returned if nothing smaller fails.
-        fails: whether a program fails; called at most some (number of tokens) ** 2 times.
+        fails: whether a program fails; called at most about 3 * (number of tokens) ** 2 times.
     """
     for simpler in _simpler(spec.tokens):
         candidate = replace(spec, tokens=simpler)
@@ -26,8 +26,10 @@ def smallest(spec: Spec, fails: Callable[[Spec], bool]) -> Spec:
 
 
 def _simpler(tokens: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    for index in range(len(tokens)):
-        yield (*tokens[:index], *tokens[index + 1 :])
+    # Two at a time as well: a transpose often goes only with the one that undoes it.
+    for count in (2, 1):
+        for index in range(len(tokens) - count + 1):
+            yield (*tokens[:index], *tokens[index + count :])
     for index, token in enumerate(tokens):
         if SIMPLEST[token] != token:
             yield (*tokens[:index], SIMPLEST[token], *tokens[index + 1 :])

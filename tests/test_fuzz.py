@@ -1,0 +1,174 @@
+"""Generated models, optimized, compute what they computed: each pass alone, and all together.
+
+`optimize` runs with its own check off: the oracle of `optimizer.testing` is the judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import event, given, seed, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+import optimizer
+from optimizer.testing import MOTIFS, Optimize, Spec, assert_equivalent, check_spec, models
+
+PASSES = {each.name: each for each in optimizer.all_passes()}
+# A @given test is one unit of work: shards let the workers share it.
+SHARDS = range(2)
+
+
+def fuzz(property_: Callable[[Spec], None], *, focus: str | None = None, shard: int = 0) -> None:
+    """Try `property_` on as many models as the profile says; other ones in each shard."""
+
+    @given(models(focus=focus))
+    def holds(spec: Spec) -> None:
+        property_(spec)
+
+    if settings.default is not None and settings.default.derandomize:
+        holds = seed(shard)(holds)
+    holds()
+
+
+def test_every_pass_has_motifs() -> None:
+    assert set(MOTIFS) == set(PASSES)
+
+
+@pytest.mark.parametrize(
+    ("name", "program"), [(name, program) for name in MOTIFS for program in MOTIFS[name].fires]
+)
+def test_every_pass_fires_on_its_motif(name: str, program: str) -> None:
+    spec = Spec(tuple(program.split()), MOTIFS[name].shape)
+    candidate = check_spec(spec, Optimize(only=(name,)))
+
+    assert name in candidate.report.counts()
+
+
+@pytest.mark.parametrize(
+    ("name", "program"), [(name, p) for name in MOTIFS for p in MOTIFS[name].near_misses()]
+)
+def test_a_near_miss_keeps_the_answer(name: str, program: str) -> None:
+    for shape in ((3, 3), (4, 4, 4), (2, 4, 4, 4)):
+        for regime in ("dyadic", "random"):
+            spec = Spec(tuple(program.split()), shape, regime)
+
+            assert check_spec(spec, Optimize()) is not None
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_alone_keeps_the_answer(name: str, shard: int) -> None:
+    subject, exact = Optimize(only=(name,)), PASSES[name].numerics == "exact"
+
+    fuzz(lambda spec: assert_kept(spec, subject, exact=exact), focus=name, shard=shard)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_level_0_keeps_the_bits(dtype: torch.dtype, shard: int) -> None:
+    fuzz(
+        lambda spec: assert_kept(spec, Optimize(level=0), exact=True, dtype=dtype),
+        shard=shard,
+    )
+
+
+@pytest.mark.parametrize("shard", range(4))
+def test_level_1_keeps_the_answer(shard: int) -> None:
+    fuzz(lambda spec: assert_kept(spec, Optimize()), shard=shard)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_level_1_keeps_the_answer_near_each_motif(name: str) -> None:
+    fuzz(lambda spec: assert_kept(spec, Optimize()), focus=name)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_any_subset_of_the_passes_keeps_the_answer(shard: int) -> None:
+    @given(models(), st.lists(st.sampled_from(list(PASSES)), unique=True))
+    def holds(spec: Spec, names: list[str]) -> None:
+        assert_kept(spec, Optimize(only=tuple(names)))
+
+    seed(shard)(holds)()
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_the_answer_holds_at_other_batch_sizes(shard: int) -> None:
+    def holds(spec: Spec) -> None:
+        model = spec.build()
+        candidate = Optimize()(model, spec.inputs())
+        for batch in (1, 5):
+            inputs = spec.inputs(batch=batch)
+            if accepts(spec.build(), inputs):
+                event("another batch size")
+                assert_equivalent(model, candidate, inputs)
+
+    fuzz(holds, shard=shard)
+
+
+def test_optimizing_twice_changes_nothing_more() -> None:
+    def holds(spec: Spec) -> None:
+        once = Optimize()(spec.build(), spec.inputs())
+        twice = Optimize()(once, spec.inputs())
+
+        assert shape_of(twice) == shape_of(once)
+        assert_equivalent(once, twice, spec.inputs(), exact=True)
+
+    fuzz(holds)
+
+
+def test_optimizing_again_gives_the_same_code() -> None:
+    def holds(spec: Spec) -> None:
+        first = Optimize()(spec.build(), spec.inputs())
+        again = Optimize()(spec.build(), spec.inputs())
+
+        assert code(again) == code(first)
+
+    fuzz(holds)
+
+
+def test_few_models_are_left_as_they_are() -> None:
+    outcomes: list[bool] = []
+
+    def runs(spec: Spec) -> None:
+        outcomes.append(isinstance(Optimize()(spec.build(), spec.inputs()), fx.GraphModule))
+
+    fuzz(runs)
+
+    assert sum(outcomes) > 0.9 * len(outcomes)
+
+
+def assert_kept(spec: Spec, subject: Optimize, **options: bool | torch.dtype) -> None:
+    candidate = check_spec(spec, subject, **options)  # type: ignore[arg-type]
+    for name in candidate.report.counts():
+        event(f"fired: {name}")
+
+
+def accepts(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bool:
+    try:
+        model(*inputs)
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return True
+
+
+def code(module: nn.Module) -> str:
+    return module.code if isinstance(module, fx.GraphModule) else repr(module)
+
+
+def shape_of(module: nn.Module) -> list[str]:
+    """The graph up to the names of its nodes and modules."""
+    if not isinstance(module, fx.GraphModule):
+        return [repr(module)]
+    order = {node: f"%{index}" for index, node in enumerate(module.graph.nodes)}
+    return [
+        f"{node.op} {described(module, node)} {fx.map_arg((node.args, node.kwargs), order.get)}"
+        for node in module.graph.nodes
+    ]
+
+
+def described(module: fx.GraphModule, node: fx.Node) -> str:
+    is_module = node.op == "call_module"
+    return repr(module.get_submodule(str(node.target)) if is_module else node.target)

@@ -6,11 +6,15 @@ the name of the machine: BENCHMARK_MACHINE, or its architecture and number of co
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 _COMMIT = "HEAD^!"
 _HTML = ".asv/html"
@@ -21,7 +25,7 @@ _SMOKE_MODEL = "tiny_convnet"
 
 def main(arguments: list[str]) -> int:
     machine = os.environ.get("BENCHMARK_MACHINE") or f"{platform.machine()}-{os.cpu_count()}core"
-    _asv("machine", "--yes", "--machine", machine)
+    _register(machine)
     if arguments == ["--smoke"]:
         return _smoke(machine)
     failures = _asv("run", _COMMIT, "--machine", machine, *_launch(), *arguments)
@@ -31,20 +35,47 @@ def main(arguments: list[str]) -> int:
     return failures
 
 
+def _register(machine: str) -> None:
+    """Describe this machine to asv as `asv machine` would, but for what changes under its name.
+
+    Each difference starts new series, so the system is without its release and memory is rounded.
+    """
+    from asv.machine import Machine, MachineCollection
+
+    description = Machine.get_defaults()
+    gigabytes = round(int(description["ram"] or 0) / 1e9)
+    description |= {"machine": machine, "os": platform.system(), "ram": f"{gigabytes} GB"}
+    MachineCollection.save(machine, description)
+
+
 def _smoke(machine: str) -> int:
-    only = ["--bench", rf"^(cpu|graph|optimize_cost)\..*'{_SMOKE_MODEL}'"]
-    quick = ["--quick", "--dry-run", "--show-stderr"]
-    command = ["run", _COMMIT, "--machine", machine, *_launch(), *quick, *only]
     if _asv("check"):
         return 1
-    output = subprocess.run(
-        [sys.executable, "-m", "asv", *command], stdout=subprocess.PIPE, text=True, check=False
-    )
-    print(output.stdout)
-    if not re.search(rf"{_SMOKE_MODEL}( +\S+)? +\d", output.stdout):
+    only = ["--bench", rf"^(cpu|graph|optimize_cost)\..*'{_SMOKE_MODEL}'"]
+    quick = ["--quick", "--dry-run", "--show-stderr"]
+    with _results_as_before(machine):
+        status, output = _heard("run", _COMMIT, "--machine", machine, *_launch(), *quick, *only)
+    print(output)
+    if not re.search(rf"{_SMOKE_MODEL}( +\S+)? +\d", output):
         print("Nothing was measured.", file=sys.stderr)
         return 1
-    return output.returncode
+    return status
+
+
+@contextlib.contextmanager
+def _results_as_before(machine: str) -> Iterator[None]:
+    """Even a dry run describes its machine among the results."""
+    folder = Path("results", machine)
+    is_new = not folder.exists()
+    yield
+    if is_new:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _heard(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "asv", *arguments]
+    finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return finished.returncode, finished.stdout
 
 
 def _asv(*arguments: str) -> int:

@@ -6,6 +6,7 @@ import ast
 import hashlib
 import importlib
 import inspect
+import os
 import platform
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from asv import util
+from asv.machine import MachineCollection
 from asv_runner._aux import update_sys_path
 from asv_runner.discovery import disc_benchmarks
 
@@ -298,12 +300,14 @@ def test_a_package_that_hides_that_of_the_commit_is_refused(plugin, monkeypatch)
 
 
 @pytest.fixture
-def command(monkeypatch):
+def command(monkeypatch, tmp_path):
     """`python -m benchmarks`, with asv replaced by a list of what it was asked."""
     module = importlib.import_module("benchmarks.__main__")
     asked = []
     monkeypatch.setattr(module, "_asv", lambda *arguments: asked.append(arguments) or 0)
     monkeypatch.delenv("BENCHMARK_MACHINE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     return module, asked
 
 
@@ -312,20 +316,23 @@ def test_the_command_measures_publishes_and_says_where_the_dashboard_is(command,
     status = module.main([])
 
     assert status == 0
-    assert [arguments[0] for arguments in asked] == ["machine", "run", "publish"]
+    assert [arguments[0] for arguments in asked] == ["run", "publish"]
     assert "--directory .asv/html" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_machine_is_not_filed_under_the_name_of_the_host(command, monkeypatch):
+@pytest.mark.parametrize("name", ["", "epyc-2core"])
+def test_a_machine_is_described_without_what_changes_under_its_name(command, monkeypatch, name):
     module, asked = command
+    monkeypatch.setenv("BENCHMARK_MACHINE", name)
     module.main([])
-    monkeypatch.setenv("BENCHMARK_MACHINE", "epyc-2core")
-    module.main([])
-    names = [arguments[-1] for arguments in asked if arguments[0] == "machine"]
+    machine = asked[0][asked[0].index("--machine") + 1]
+    described = MachineCollection.load(machine)
 
-    assert names[0] != platform.node()
-    assert names[0].startswith(platform.machine())
-    assert names[1] == "epyc-2core"
+    assert machine == (name or f"{platform.machine()}-{os.cpu_count()}core")
+    assert described["machine"] == machine
+    assert described["os"] == platform.system()
+    assert described["arch"] == platform.machine()
+    assert described["ram"].endswith(" GB")
 
 
 def test_failed_benchmarks_are_published_and_reported(command, monkeypatch):
@@ -346,7 +353,21 @@ def test_failed_benchmarks_are_published_and_reported(command, monkeypatch):
 )
 def test_a_smoke_run_that_measures_nothing_fails(command, monkeypatch, output, expected):
     module, _ = command
-    finished = subprocess.CompletedProcess([], 0, stdout=output)
-    monkeypatch.setattr(module.subprocess, "run", lambda *call, **more: finished)
+    monkeypatch.setattr(module, "_heard", lambda *arguments: (0, output))
 
     assert module.main(["--smoke"]) == expected
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_smoke_run_keeps_nothing_but_what_was_there(command, monkeypatch, tmp_path, was_there):
+    module, _ = command
+    folder = tmp_path / "results" / "here"
+    if was_there:
+        folder.mkdir(parents=True)
+    monkeypatch.setenv("BENCHMARK_MACHINE", "here")
+    monkeypatch.setattr(
+        module, "_heard", lambda *call: folder.mkdir(parents=True, exist_ok=True) or (2, "")
+    )
+    module.main(["--smoke"])
+
+    assert folder.exists() == was_there

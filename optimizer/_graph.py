@@ -79,7 +79,6 @@ def fresh_name(root: nn.Module, stem: str) -> str:
 
 
 def clean(module: fx.GraphModule) -> None:
-    """Check the graph, drop modules that nothing calls, and generate its code."""
+    """Check the graph and generate its code."""
     module.graph.lint()
-    module.delete_all_unused_submodules()
     module.recompile()

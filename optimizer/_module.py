@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 from torch.fx.graph_module import reduce_graph_module
 
-from optimizer._report import Report
+from optimizer._report import Report, Size
 
 
 class OptimizedModule(fx.GraphModule):
@@ -15,9 +16,9 @@ class OptimizedModule(fx.GraphModule):
 
     @classmethod
     def of(cls, module: fx.GraphModule, report: Report) -> OptimizedModule:
-        """The same graph and attributes, with a report."""
+        """The same graph with the modules that it calls, and a report completed by its size."""
         optimized = cls(module, module.graph, type(module).__name__)
-        optimized.meta = {"report": report}
+        optimized.meta = {"report": replace(report, after=Size.of(optimized))}
         return optimized
 
     @property

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 from torch import fx, nn
@@ -57,7 +59,20 @@ def optimize(
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
     call = None if example_inputs is None else as_call(example_inputs)
-    return _Run(model, call, level, check if call else None, passes).result()
+    with _collector_paused():
+        return _Run(model, call, level, check if call else None, passes).result()
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A graph is one large cycle: looking for garbage in it again and again takes a third."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Run:
@@ -81,7 +96,7 @@ class _Run:
                 self._do_without(failure)
             except CaptureError as error:
                 self.remarks.append(f"left as it is: {error}")
-                return Unchanged(_copy_or_self(self.model), self._report(Size(), Size()))
+                return Unchanged(_copy_or_self(self.model), self._report(Size()))
 
     def _attempt(self) -> OptimizedModule | Unchanged:
         module = capture_call(self.model, self.call)
@@ -95,8 +110,7 @@ class _Run:
         if self.check == "final" and self._difference(module):
             self.check = "each"  # once more, to find out which pass it was
             return self._attempt()
-        report = self._report(before, Size.of(module), pipeline)
-        return OptimizedModule.of(module, report)
+        return OptimizedModule.of(module, self._report(before, pipeline))
 
     def _verifier(self, module: fx.GraphModule) -> Callable[[Pass], None] | None:
         if self.check != "each":
@@ -134,7 +148,7 @@ class _Run:
         self.remarks.append(str(failure))
         warnings.warn(f"{failure}. Please report it with this model.", stacklevel=4)
 
-    def _report(self, before: Size, after: Size, pipeline: Pipeline | None = None) -> Report:
+    def _report(self, before: Size, pipeline: Pipeline | None = None) -> Report:
         return Report(
             model=type(self.model).__name__,
             level=self.level,
@@ -142,7 +156,6 @@ class _Run:
             refused=tuple(pipeline.refused) if pipeline else (),
             remarks=tuple(self.remarks),
             before=before,
-            after=after,
             checked=self.check or "",
             seconds=time.perf_counter() - self.started,
         )

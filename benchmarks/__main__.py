@@ -10,7 +10,6 @@ import contextlib
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,7 +52,7 @@ def _smoke(machine: str) -> int:
         return 1
     only = ["--bench", rf"^(cpu|graph|optimize_cost)\..*'{_SMOKE_MODEL}'"]
     quick = ["--quick", "--dry-run", "--show-stderr"]
-    with _results_as_before(machine):
+    with _results_as_before():
         status, output = _heard("run", _COMMIT, "--machine", machine, *_launch(), *quick, *only)
     print(output)
     if not re.search(rf"{_SMOKE_MODEL}( +\S+)? +\d", output):
@@ -63,13 +62,15 @@ def _smoke(machine: str) -> int:
 
 
 @contextlib.contextmanager
-def _results_as_before(machine: str) -> Iterator[None]:
-    """Even a dry run describes its machine among the results."""
-    folder = Path("results", machine)
-    is_new = not folder.exists()
+def _results_as_before() -> Iterator[None]:
+    """Even a dry run describes its machine and its benchmarks among the results."""
+    results = Path("results")
+    before = {file: file.read_bytes() for file in results.rglob("*.json")}
     yield
-    if is_new:
-        shutil.rmtree(folder, ignore_errors=True)
+    for file in set(results.rglob("*.json")) - set(before):
+        file.unlink()
+    for file, content in before.items():
+        file.write_bytes(content)
 
 
 def _heard(*arguments: str) -> tuple[int, str]:

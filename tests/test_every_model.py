@@ -1,0 +1,115 @@
+"""Every registered workload, optimized, gives the model's own answer."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+import models
+import optimizer
+from optimizer._graph import module_of
+
+# Difference over the output's largest value. A fold rounds each weight once, by up to 6e-8 of it,
+# and a hundred of them in a row, whose errors add up like random ones, come to about 1e-6. Here
+# they measure 2e-7 to 6e-6. A wrong epsilon is ten bounds off: see the last test.
+BOUND = 2e-5
+
+FOLDS = {
+    "resnet18": 20,
+    "resnet50": 53,
+    "mobilenet_v3_large": 46,
+    "efficientnet_b0": 49,
+    "densenet121": 59,
+    "shufflenet_v2_x1_0": 56,
+    "regnet_y_400mf": 53,
+    "vgg11_bn": 8,
+    "deeplabv3_mobilenet_v3_large": 53,
+    "r3d_18": 20,
+}
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@lru_cache(maxsize=1)
+def answered(name: str) -> tuple[models.Workload, object]:
+    workload = models.load(name)
+    with torch.no_grad():
+        return workload, workload.module(*workload.example_inputs)
+
+
+def optimized(name: str, level: int) -> tuple[optimizer.OptimizedModule, object]:
+    workload, _ = answered(name)
+    fast = optimizer.optimize(workload.module, workload.example_inputs, level=level, check=None)
+    assert isinstance(fast, optimizer.OptimizedModule), fast.report
+    with torch.no_grad():
+        return fast, fast(*workload.example_inputs)
+
+
+def normwise(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    worst = (expected.double() - actual.double()).abs().max()
+    return (worst / expected.double().abs().max()).item()
+
+
+def foldable_pairs(fast: optimizer.OptimizedModule) -> list[str]:
+    """The BatchNorms in eval mode whose input comes from a layer that nobody else reads."""
+    found = []
+    for node in fast.graph.nodes:
+        if node.op != "call_module" or not isinstance(module_of(node), _BatchNorm):
+            continue
+        source = node.args[0]
+        fed_by_layer = source.op == "call_module" and isinstance(module_of(source), LAYERS)
+        if fed_by_layer and len(source.users) == 1:
+            found.append(node.name)
+    return found
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_both_levels_give_the_models_answer(name: str) -> None:
+    _, expected = answered(name)
+
+    exact, same = optimized(name, 0)
+    fast, close = optimized(name, 1)
+
+    old, spec = pytree.tree_flatten(expected)
+    for result, bound in ((same, 0.0), (close, BOUND)):
+        new, new_spec = pytree.tree_flatten(result)
+        assert new_spec == spec
+        assert [(t.shape, t.dtype) for t in new] == [(t.shape, t.dtype) for t in old]
+        assert all(normwise(one, other) <= bound for one, other in zip(old, new, strict=True))
+    assert "fold_batchnorm" not in exact.report.counts()
+    assert foldable_pairs(fast) == []
+    assert fast.report.counts().get("fold_batchnorm", 0) == FOLDS.get(name, folds_of_small(name))
+
+
+def folds_of_small(name: str) -> int:
+    stem, _, size = name.rpartition("_")
+    if stem == "linear_bn_relu":
+        return int(size)
+    return int(name in ("toy_model", "tiny_convnet"))
+
+
+def test_every_torchvision_model_has_its_folds_counted() -> None:
+    with_batchnorm = {
+        name
+        for name in models.names("torchvision")
+        if any(isinstance(module, _BatchNorm) for module in models.load(name).module.modules())
+    }
+
+    assert set(FOLDS) == with_batchnorm
+
+
+def test_the_bound_is_far_below_what_a_wrong_epsilon_does() -> None:
+    workload, expected = answered("resnet18")
+    for module in workload.module.modules():
+        if isinstance(module, _BatchNorm):
+            module.eps *= 100
+
+    with torch.no_grad():
+        wrong = workload.module(*workload.example_inputs)
+    answered.cache_clear()
+
+    assert normwise(expected, wrong) > 10 * BOUND

@@ -30,18 +30,26 @@ def as_call(example_inputs: ExampleInputs) -> Call:
     """A tensor, a sequence of positional or a mapping of keyword arguments, as a `Call`.
 
     Raises:
-        InputError: it is none of the three.
+        InputError: it is none of the three, or a tensor in it is on the meta device.
     """
     if isinstance(example_inputs, torch.Tensor):
-        return Call((example_inputs,), {})
+        return _with_data(Call((example_inputs,), {}))
     if isinstance(example_inputs, Mapping):
-        return Call((), dict(example_inputs))
+        return _with_data(Call((), dict(example_inputs)))
     if isinstance(example_inputs, list | tuple):
-        return Call(tuple(example_inputs), {})
+        return _with_data(Call(tuple(example_inputs), {}))
     raise InputError(
-        f"example_inputs is a {type(example_inputs).__name__}: pass a tensor, a tuple of positional"
-        " arguments, or a mapping of keyword arguments."
+        f"example_inputs is of type {type(example_inputs).__name__}: pass a tensor, a tuple of"
+        " positional arguments, or a mapping of keyword arguments."
     )
+
+
+def _with_data(call: Call) -> Call:
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(call)):
+        raise InputError(
+            "an example input is on the meta device and holds no data: pass a tensor that does."
+        )
+    return call
 
 
 def require_module(model: object) -> nn.Module:
@@ -52,7 +60,7 @@ def require_module(model: object) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise InputError(
-            f"model is a {type(model).__name__}, not a torch.nn.Module: pass the module itself,"
+            f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module itself,"
             " already constructed."
         )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

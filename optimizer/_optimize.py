@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
+import torch
 from torch import fx, nn
 
 from optimizer._capture import capture_call, has_unknown_facts
@@ -59,17 +60,21 @@ def optimize(
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
     call = None if example_inputs is None else as_call(example_inputs)
-    with _collector_paused():
+    with _undisturbed():
         return _Run(model, call, level, check if call else None, passes).result()
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A graph is one large cycle: looking for garbage in it again and again takes a third."""
+def _undisturbed() -> Iterator[None]:
+    """Make tensors that outlive inference mode, and do not look for garbage meanwhile.
+
+    A graph is one large cycle: searching it again and again takes a third of the time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with torch.inference_mode(False), torch.no_grad():
+            yield
     finally:
         if enabled:
             gc.enable()
@@ -166,7 +171,7 @@ def _remarks(model: nn.Module, call: Call | None) -> Iterator[str]:
         yield "no example inputs: rewrites that need a shape were refused, and nothing was checked"
     if model.training:
         remark = "the model is in training mode: what depends on it is left alone; call .eval()"
-        warnings.warn(remark, stacklevel=5)
+        warnings.warn(remark, stacklevel=4)
         yield remark
 
 

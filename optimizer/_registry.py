@@ -54,8 +54,8 @@ def select(level: int, only: Iterable[str] | None, disable: Iterable[str]) -> tu
         raise InputError(
             f"level {level!r} does not exist: use 0 (the same bits) or 1 (up to rounding)."
         )
-    wanted = None if only is None else {_by_name(name).name for name in only}
-    unwanted = {_by_name(name).name for name in disable}
+    wanted = None if only is None else _names(only)
+    unwanted = _names(disable)
     return tuple(
         each
         for each in all_passes()
@@ -63,6 +63,10 @@ def select(level: int, only: Iterable[str] | None, disable: Iterable[str]) -> tu
         and (wanted is None or each.name in wanted)
         and each.name not in unwanted
     )
+
+
+def _names(given: Iterable[str]) -> set[str]:
+    return {_by_name(name).name for name in ((given,) if isinstance(given, str) else given)}
 
 
 def _by_name(name: str) -> Pass:

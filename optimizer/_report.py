@@ -58,7 +58,7 @@ class Report:
         refused: what matched a pattern and was left alone.
         remarks: what concerns the whole model.
         before, after: counts of the graph.
-        checked: what the check of the answer found; empty where there was none.
+        checked: when the answer was checked: "final", "each", or empty where it was not.
         seconds: how long `optimize` took.
     """
 
@@ -88,7 +88,7 @@ class Report:
         return "\n\n".join(section for section in sections if section)
 
     def _head(self) -> str:
-        checked = self.checked or "not checked"
+        checked = _CHECKED[self.checked]
         return f"{self.model}, level {self.level}, {self.seconds:.2f} s, {checked}"
 
     def _fired(self) -> str:
@@ -111,6 +111,13 @@ class Report:
         rows = [("", "before", "after")]
         rows += [(name, f"{before[name]:,}", f"{after[name]:,}") for name in before]
         return _table(rows)
+
+
+_CHECKED = {
+    "": "answer not checked",
+    "final": "answer checked",
+    "each": "answer checked after each pass",
+}
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -244,8 +244,8 @@ def test_an_input_that_the_model_rejects_is_a_sentence_with_the_reason():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((None, FLOATS), "model is a NoneType"),
-        ((nn.ReLU(), None), "example_inputs is a NoneType"),
+        ((None, FLOATS), "model is of type NoneType"),
+        ((nn.ReLU(), None), "example_inputs is of type NoneType"),
         ((nn.Linear(2, 2, device="meta"), FLOATS), "on the meta device"),
     ],
 )

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from optimizer._copy import structural_copy
 from optimizer._device import device_of
-from optimizer._errors import CaptureError, EquivalenceError, InputError
+from optimizer._errors import CaptureError, DeviceError, EquivalenceError, InputError
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
 
 # Largest difference, relative to the largest value of the output, that passes without a
@@ -77,7 +77,7 @@ def reference(model: nn.Module, call: Call) -> Answer:
     """
     try:
         return answer(model, call)
-    except CaptureError:
+    except (CaptureError, DeviceError):
         raise
     except Exception as error:  # whatever a user's forward raises
         reason = str(error).strip().split("\n")[0]

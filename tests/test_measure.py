@@ -283,8 +283,13 @@ def test_a_device_that_is_absent_is_a_sentence(name, message, monkeypatch):
         device_named(name)
 
 
-def test_inputs_on_a_device_that_cannot_be_measured_are_refused():
-    with pytest.raises(DeviceError, match="'meta' is not a device that can be measured"):
+def test_a_kind_of_device_that_cannot_be_measured_is_refused():
+    with pytest.raises(DeviceError, match="'xla' is not a device that can be measured"):
+        device_named("xla")
+
+
+def test_inputs_without_data_are_refused():
+    with pytest.raises(InputError, match="on the meta device"):
         measure(nn.ReLU(), FLOATS.to("meta"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ def compare_answers(
     which it may not be much further than the model's own.
     """
     found = list(_differences(expected, actual, exact=exact))
-    certain = (each for each in found if each.error == float("inf") or "input" in each.place)
+    certain = (each for each in found if math.isinf(each.error) or each.place.startswith("input"))
     if not found or next(certain, None):
         return next(iter(found), None)
     if exact:

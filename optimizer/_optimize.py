@@ -131,9 +131,13 @@ class _Run:
 
         return verify
 
-    def _reference(self) -> Answer:
+    def _reference(self) -> Answer | None:
+        """The model's own answer; None where it cannot be copied, and so not be asked."""
         assert self.call is not None
-        return reference(self.model, self.call)
+        try:
+            return reference(self.model, self.call)
+        except CaptureError:
+            return None
 
     def _require_same(self, module: nn.Module) -> None:
         found = self._difference(module)

@@ -316,8 +316,25 @@ def test_the_command_measures_publishes_and_says_where_the_dashboard_is(command,
     status = module.main([])
 
     assert status == 0
-    assert [arguments[0] for arguments in asked] == ["run", "publish"]
+    assert [arguments[0] for arguments in asked] == [*["run"] * len(module._PARTS), "publish"]
     assert "--directory .asv/html" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_command_measures_every_part_of_the_suite_on_its_own(command):
+    module, asked = command
+    module.main([])
+    parts = [arguments[-1] for arguments in asked[:-1]]
+    names = [path.stem for path in Path(module.__file__).parent.glob("[!_]*.py")]
+
+    assert sorted(parts) == sorted(f"^{name}\\." for name in names if name != "summary")
+
+
+def test_the_command_measures_only_what_is_asked_for(command):
+    module, asked = command
+    module.main(["--bench", "resnet18"])
+
+    assert [arguments[0] for arguments in asked] == ["run", "publish"]
+    assert asked[0][-2:] == ("--bench", "resnet18")
 
 
 @pytest.mark.parametrize("name", ["", "epyc-2core"])

@@ -1,0 +1,348 @@
+"""Before, after and around `optimize`: the caller's model, later calls, copies, threads, faults."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import optimizer
+from optimizer import InputError
+
+X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
+
+
+class Small(nn.Module):
+    """A foldable pair, a layer that no rewrite replaces, and a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.head = nn.Conv2d(4, 2, 1)
+        self.head.register_forward_hook(double_result)
+        self.conv.bias.requires_grad_(False)
+        nn.init.normal_(self.bn.running_mean)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.bn(self.conv(x))))
+
+
+def double_result(module: nn.Module, inputs: object, result: Tensor) -> Tensor:
+    return result * 2
+
+
+def state_of(model: nn.Module) -> list[object]:
+    """Everything that a caller could see change."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [
+        [(n, id(t), t.data_ptr(), t.dtype, t.requires_grad, t.tolist()) for n, t in tensors],
+        [(n, id(m), m.training, list(m._forward_hooks)) for n, m in model.named_modules()],
+    ]
+
+
+THINGS_TO_DO: dict[str, Callable[[nn.Module], object]] = {
+    "nothing more": lambda fast: fast,
+    "a cast": lambda fast: fast.double(),
+    "to": lambda fast: fast.to(torch.bfloat16),
+    "train": lambda fast: fast.train(),
+    "eval": lambda fast: fast.eval(),
+    "requires_grad_": lambda fast: fast.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("thing", THINGS_TO_DO)
+@pytest.mark.parametrize("check", ["final", "each", None])
+def test_the_callers_model_is_not_touched(thing: str, check: Any) -> None:
+    model = Small()
+    before, random_state = state_of(model), torch.get_rng_state()
+
+    THINGS_TO_DO[thing](optimizer.optimize(model, X, check=check))
+
+    assert state_of(model) == before
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_parameters_that_no_rewrite_replaced_share_storage_with_the_callers() -> None:
+    model = Small()
+
+    fast = optimizer.optimize(model, X)
+
+    assert fast.report.counts() == {"fold_batchnorm": 1}
+    assert fast.head.weight.data_ptr() == model.head.weight.data_ptr()
+    assert fast.head.bias.data_ptr() == model.head.bias.data_ptr()
+
+
+class Counting(nn.Module):
+    """Count the calls in a buffer, by a method or by an operator that also sets the attribute."""
+
+    def __init__(self, by_operator: bool) -> None:
+        super().__init__()
+        self.by_operator = by_operator
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_operator:
+            self.calls += 1
+        else:
+            self.calls.add_(1)
+        return x * self.calls
+
+
+@pytest.mark.parametrize("by_operator", [False, True])
+@pytest.mark.parametrize("check", ["final", "each", None])
+def test_a_buffer_is_written_in_the_optimized_modules_own_copy(
+    by_operator: bool, check: Any
+) -> None:
+    model = Counting(by_operator).eval()
+
+    fast = optimizer.optimize(model, X, check=check)
+
+    assert [torch.equal(fast(X), X * count) for count in (1, 2, 3)] == [True] * 3
+    assert (model.calls, *fast.buffers()) == (0, 3)
+    assert bool(fast.report.remarks) == by_operator
+
+
+def saved_and_loaded(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], Any]] = {
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "deepcopy": copy.deepcopy,
+    "save and load": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_keeps_the_answer_and_the_report(way: str) -> None:
+    fast = optimizer.optimize(Small(), X)
+
+    again = COPIES[way](fast)
+
+    assert torch.equal(again(X), fast(X))
+    assert again.report == fast.report
+
+
+def test_the_same_model_gives_the_same_code() -> None:
+    first, second = (optimizer.optimize(Small(), X) for _ in range(2))
+
+    assert first.code == second.code
+
+
+def test_models_can_be_optimized_from_threads_while_others_run() -> None:
+    model = Small()
+    with torch.no_grad():
+        expected = model(X)
+    acts = [lambda: optimizer.optimize(model, X)(X)] * 2 + [lambda: model(X)]
+
+    with ThreadPoolExecutor(len(acts)) as pool:
+        results = [result for each in pool.map(ten_times, acts) for result in each]
+
+    assert len(results) == 30
+    for result in results:
+        torch.testing.assert_close(result, expected)
+
+
+def ten_times(act: Callable[[], Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        return [act() for _ in range(10)]
+
+
+class Optional(nn.Module):
+    """Three arguments that choose what is computed."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None, twice: bool = False) -> Tensor:
+        result = x if y is None else x + y
+        return result * 2 if twice else torch.relu(result)
+
+
+@pytest.mark.parametrize(
+    ("given", "other"),
+    [
+        ({"x": X}, {"x": X, "y": X}),
+        ({"x": X}, {"x": X, "twice": True}),
+        ({"x": X, "twice": True}, {"x": X}),
+    ],
+)
+def test_an_argument_that_chose_a_branch_is_guarded(given: Any, other: Any) -> None:
+    model = Optional().eval()
+
+    fast = optimizer.optimize(model, given)
+
+    assert torch.equal(fast(**given), model(**given))
+    with pytest.raises(InputError, match="this model was optimized for"):
+        fast(**other)
+
+
+def test_keyword_inputs_are_a_mapping() -> None:
+    model = Optional().eval()
+
+    fast = optimizer.optimize(model, {"y": X, "x": X + 1})
+
+    assert torch.equal(fast(x=X, y=X * 3), model(x=X, y=X * 3))
+
+
+def test_a_rank_that_a_rewrite_relied_on_is_guarded() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).eval()
+    fast = optimizer.optimize(model, torch.randn(3, 5))
+
+    with pytest.raises(InputError, match="of 2 dimensions and got 3"):
+        fast(torch.randn(2, 4, 5))
+
+    assert fast.report.counts() == {"fold_batchnorm": 1}
+
+
+LATER_INPUTS = {
+    "another batch": torch.randn(7, 3, 6, 6),
+    "another size": torch.randn(1, 3, 9, 5),
+    "an empty batch": torch.randn(0, 3, 6, 6),
+    "channels last": X.to(memory_format=torch.channels_last),
+    "strided": torch.randn(2, 3, 12, 12)[:, :, ::2, ::2],
+    "expanded": torch.randn(1, 3, 6, 6).expand(4, -1, -1, -1),
+}
+
+
+@pytest.mark.parametrize("kind", LATER_INPUTS)
+def test_later_inputs_may_be(kind: str) -> None:
+    model, x = Small(), LATER_INPUTS[kind]
+
+    with torch.no_grad():
+        late = optimizer.optimize(model, X)(x)
+        early = optimizer.optimize(model, x)(x)
+        expected = model(x)
+
+    for result in (late, early):
+        torch.testing.assert_close(result, expected)
+        assert result.stride() == expected.stride()
+
+
+class Branching(nn.Module):
+    """Control flow that depends on data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+class Variadic(nn.Module):
+    """Any number of arguments."""
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return sum(tensors) + 1
+
+
+class Locked(nn.Module):
+    """An attribute that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            return x + 1
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval())
+
+
+UNTRACEABLE: dict[str, Callable[[], nn.Module]] = {
+    "branches on data": Branching,
+    "takes any number of arguments": Variadic,
+    "holds a lock": Locked,
+    "is scripted": scripted,
+}
+
+
+@pytest.mark.parametrize("what", UNTRACEABLE)
+@pytest.mark.parametrize("check", ["final", "each", None])
+def test_a_model_runs_unchanged_with_a_remark_if_it(what: str, check: Any) -> None:
+    model = UNTRACEABLE[what]().eval()
+
+    fast = optimizer.optimize(model, X, check=check)
+
+    assert all(torch.equal(fast(x), model(x)) for x in (X, -X, X + 1, X - 1))
+    assert fast.report.fired == ()
+    assert len(fast.report.remarks) == 1
+    assert fast.report.remarks[0].startswith("left as it is: ")
+
+
+def test_the_rest_is_optimized_around_a_submodule_that_cannot_be_traced() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Branching()).eval()
+
+    fast = optimizer.optimize(model, X)
+
+    assert fast.report.counts() == {"fold_batchnorm": 1}
+    for x in (X, -X, X + 5, X - 5):
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def raising(**captured: object) -> None:
+    raise RuntimeError("a bug")
+
+
+def wrong_fold(layer: Any, norm: Any) -> Any:
+    return layer
+
+
+def with_faulty_fold(apply: Callable[..., Any]) -> Callable[[], tuple[optimizer.Pass, ...]]:
+    passes = optimizer.all_passes()
+    faulty = [
+        dataclasses.replace(each, apply=apply) if each.name == "fold_batchnorm" else each
+        for each in passes
+    ]
+    return lambda: tuple(faulty)
+
+
+@pytest.mark.parametrize("check", ["final", "each"])
+@pytest.mark.parametrize(("apply", "words"), [(raising, "a bug"), (wrong_fold, "changed")])
+def test_a_faulty_pass_is_rolled_back_and_named(
+    check: Any, apply: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimizer._registry.all_passes", with_faulty_fold(apply))
+    model = nn.Sequential(Small(), nn.Dropout(), nn.Flatten(), nn.Linear(32, 2), nn.ReLU()).eval()
+
+    with pytest.warns(UserWarning, match="fold_batchnorm") as caught:
+        fast = optimizer.optimize(model, X, check=check)
+
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert torch.equal(fast(X), model(X))
+    assert fast.report.counts() == {"remove_identities": 1, "fuse_linear_relu": 1}
+    [remark] = fast.report.remarks
+    assert "fold_batchnorm" in remark
+    assert words in remark
+
+
+@pytest.mark.parametrize("check", ["final", "each"])
+def test_a_wrong_capture_is_not_used(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture_another(model: nn.Module, call: Any) -> Any:
+        return optimizer.capture(nn.Sequential(nn.Tanh()), call.args)
+
+    monkeypatch.setattr("optimizer._optimize.capture_call", capture_another)
+    model = nn.ReLU().eval()
+
+    fast = optimizer.optimize(model, X, check=check)
+
+    assert torch.equal(fast(X), F.relu(X))
+    [remark] = fast.report.remarks
+    assert "the captured graph gives another answer" in remark

@@ -324,3 +324,83 @@ def test_a_fold_in_low_precision_is_as_near_to_the_truth_as_the_model(dtype: tor
         truth = model.double()(x.double())
     assert fast.report.counts() == {"fold_batchnorm": 1}
     assert normwise(truth, folded) <= max(4 * normwise(truth, eager), 1e-15)
+
+
+def relu_of_a_read_linear(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    return torch.relu(y) + y
+
+
+def assign_a_tensor(self: Any, x: Tensor) -> Tensor:
+    y = x.clone()
+    y[x > 0] = x.mean()
+    return y
+
+
+def assign_rows(self: Any, x: Tensor) -> Tensor:
+    y = x.clone()
+    y[x[:, 0] > 0] = 0.0
+    return y
+
+
+def assign_through_a_view(self: Any, x: Tensor) -> Tensor:
+    y = x.clone()
+    view = y[0]
+    y[x > 0] = 0.0
+    return view
+
+
+def assign_a_cast_number(self: Any, x: Tensor) -> Tensor:
+    y = (10 * x).long()
+    y[x > 0] = 2.5
+    return y
+
+
+def identity_of_a_number(self: Any, x: Tensor) -> Tensor:
+    return x + self.identity(1.0)
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "relu of a Linear that is read elsewhere": (relu_of_a_read_linear, "read elsewhere"),
+    "a tensor assigned under a mask": (assign_a_tensor, "assigned value is a tensor"),
+    "a mask of rows": (assign_rows, "another shape"),
+    "an assignment seen through a view": (assign_through_a_view, "would see the write"),
+    "a number that the assignment casts": (assign_a_cast_number, "would be cast"),
+    "the Identity of a number": (identity_of_a_number, "a constant"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_left_alone(name: str) -> None:
+    torch.manual_seed(1)
+    forward, word = REFUSED[name]
+    model = randomized(Net(forward, linear=nn.Linear(4, 4), identity=nn.Identity()))
+    x = torch.randn(4, 4, dtype=torch.float64)
+
+    fast = optimizer.optimize(model, x, check=None)
+
+    assert fast.report.fired == ()
+    assert any(word in refusal.reason for refusal in fast.report.refused)
+    assert error(answer(model, x), answer(fast, x)) == 0.0
+
+
+def test_a_fold_whose_weights_would_overflow_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval().half()
+    nn.init.constant_(model[0].weight, 3e4)
+    nn.init.constant_(model[1].weight, 3.0)
+
+    fast = optimizer.optimize(model, torch.zeros(1, 2).half(), check=None)
+
+    assert fast.report.counts() == {}
+    assert "overflow" in fast.report.refused[0].reason
+
+
+def test_a_layer_and_a_batchnorm_of_different_dtypes_are_not_folded() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1).bfloat16(), nn.BatchNorm2d(3)).eval()
+    x = torch.randn(1, 3, 2, 2).bfloat16()
+
+    fast = optimizer.optimize(model, x, check=None)
+
+    assert fast.report.counts() == {}
+    assert "dtype" in fast.report.refused[0].reason
+    assert torch.equal(fast(x), model(x))

@@ -404,3 +404,12 @@ def test_a_layer_and_a_batchnorm_of_different_dtypes_are_not_folded() -> None:
     assert fast.report.counts() == {}
     assert "dtype" in fast.report.refused[0].reason
     assert torch.equal(fast(x), model(x))
+
+
+def test_a_pair_that_can_never_be_called_is_left_for_the_model_to_reject() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(5)).eval()
+
+    fast = optimizer.optimize(model)
+
+    assert fast.report.counts() == {}
+    assert "number of features" in fast.report.refused[0].reason

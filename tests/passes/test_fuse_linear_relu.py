@@ -1,0 +1,199 @@
+"""A Linear and the ReLU after it become one module, in every spelling, or stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import optimizer
+from optimizer._graph import callee, module_of
+from optimizer.passes.fuse_linear_relu import LinearReLU
+from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
+
+NAME = "fuse_linear_relu"
+
+
+class Layers(nn.Module):
+    """Runs a forward of a case over two layers and two parameters of its own."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.relu, self.inplace = nn.Linear(3, 4), nn.ReLU(), nn.ReLU(inplace=True)
+        self.w, self.b = nn.Parameter(torch.empty(4, 3)), nn.Parameter(torch.empty(4))
+        self.function = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def optimized(model: nn.Module, *inputs: Tensor) -> Any:
+    with untouched(model):
+        return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
+
+
+def callees(fast: Any) -> list[Any]:
+    return [callee(node) for node in fast.graph.nodes if node.op.startswith("call")]
+
+
+SPELLINGS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "modules": lambda m, x: m.relu(m.linear(x)),
+    "an in-place module": lambda m, x: m.inplace(m.linear(x)),
+    "keyword calls": lambda m, x: m.relu(input=m.linear(input=x)),
+    "F.relu": lambda m, x: F.relu(m.linear(x)),
+    "F.relu in place": lambda m, x: F.relu(m.linear(x), inplace=True),
+    "F.relu with keywords": lambda m, x: F.relu(inplace=False, input=m.linear(x)),
+    "F.relu_": lambda m, x: F.relu_(m.linear(x)),
+    "torch.relu": lambda m, x: torch.relu(m.linear(x)),
+    "torch.relu with a keyword": lambda m, x: torch.relu(input=m.linear(x)),
+    "torch.relu_": lambda m, x: torch.relu_(m.linear(x)),
+    "a method": lambda m, x: m.linear(x).relu(),
+    "an in-place method": lambda m, x: m.linear(x).relu_(),
+    "F.linear": lambda m, x: F.linear(x, m.w, m.b).relu(),
+    "F.linear without bias": lambda m, x: F.linear(x, m.w).relu(),
+    "F.linear with keywords": lambda m, x: F.relu(F.linear(input=x, bias=m.b, weight=m.w)),
+}
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3)])
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_fuses_every_spelling_at_every_rank(case: str, shape: tuple[int, ...]) -> None:
+    model = randomize(Layers(SPELLINGS[case]).double().eval())
+    inputs = inputs_like([shape], "random", 0)
+
+    fast = optimized(model, *inputs)
+
+    assert callees(fast) == [LinearReLU]
+    assert_equivalent(model, fast, inputs, exact=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_keeps_the_bits_in_every_dtype(dtype: torch.dtype) -> None:
+    model = randomize(Layers(SPELLINGS["modules"]).eval()).to(dtype)
+    x = torch.randn(5, 3, dtype=dtype)
+
+    fast = optimized(model, x)
+
+    assert callees(fast) == [LinearReLU]
+    assert_equivalent(model, fast, (x,), exact=True)
+
+
+def test_needs_no_example_inputs() -> None:
+    model = randomize(Layers(SPELLINGS["modules"]).double().eval())
+
+    fast = optimized(model)
+
+    assert callees(fast) == [LinearReLU]
+    assert_equivalent(model, fast, inputs_like([(5, 3)], "random", 0), exact=True)
+
+
+def test_shares_the_weight_of_the_layer() -> None:
+    model = Layers(SPELLINGS["modules"]).eval()
+
+    fast = optimized(model, torch.randn(5, 3))
+
+    fused = module_of(next(node for node in fast.graph.nodes if node.op == "call_module"))
+    assert fused.weight.data_ptr() == model.linear.weight.data_ptr()
+    assert fused.bias.data_ptr() == model.linear.bias.data_ptr()
+
+
+def test_a_layer_called_twice_is_fused_at_each_call() -> None:
+    model = randomize(
+        Layers(lambda m, x: (m.linear(x).relu(), m.relu(m.linear(-x)))).double().eval()
+    )
+    inputs = inputs_like([(5, 3)], "random", 0)
+
+    fast = optimized(model, *inputs)
+
+    assert fast.report.counts() == {NAME: 2}
+    assert nn.Linear not in callees(fast)
+    assert_equivalent(model, fast, inputs, exact=True)
+
+
+def test_propagates_gradients_as_the_two_layers_do() -> None:
+    model = randomize(Layers(SPELLINGS["modules"]).double().eval())
+    x = torch.randn(5, 3, dtype=torch.float64)
+    fast = deepcopy(optimized(model, x))
+
+    model(x).sum().backward()
+    fast(x).sum().backward()
+
+    fused = module_of(next(node for node in fast.graph.nodes if node.op == "call_module"))
+    assert torch.equal(fused.weight.grad, model.linear.weight.grad)
+
+
+def test_repeats_the_fusion_after_a_batchnorm_was_folded() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, eps=0.125), nn.ReLU())
+    randomize(model.double().eval())
+    inputs = inputs_like([(5, 3)], "random", 0)
+
+    fast = optimizer.optimize(model, inputs, check=None)
+
+    assert callees(fast)[-1:] == [LinearReLU]
+    assert nn.BatchNorm1d not in callees(fast)
+    assert_equivalent(model, fast, inputs)
+
+
+def test_the_fused_module_is_not_taken_for_a_linear() -> None:
+    model = randomize(Layers(lambda m, x: m.linear(x).relu().relu()).double().eval())
+    inputs = inputs_like([(5, 3)], "random", 0)
+
+    fast = optimized(model, *inputs)
+
+    assert callees(fast) == [LinearReLU, F.relu]
+    assert_equivalent(model, fast, inputs, exact=True)
+
+
+READ_ELSEWHERE = "the layer's output is read elsewhere"
+REFUSALS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a second reader": lambda m, x: (y := m.linear(x), F.relu(y)),
+    "a residual": lambda m, x: (y := m.linear(x)) - m.relu(y),
+    "a reader of what an in-place relu left": lambda m, x: (y := m.linear(x), m.inplace(y))[0] + y,
+    "a view of the output": lambda m, x: (y := m.linear(x), z := y.t(), m.relu(y))[1] + z,
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refuses(case: str) -> None:
+    model = randomize(Layers(REFUSALS[case]).double().eval())
+    inputs = inputs_like([(4, 3)], "random", 0)
+
+    fast = optimized(model, *inputs)
+
+    assert [refusal.reason for refusal in fast.report.refused] == [READ_ELSEWHERE]
+    assert fast.report.fired == ()
+    assert_equivalent(model, fast, inputs, exact=True)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Linear has it
+        return super().forward(input) * 2
+
+
+def hooked() -> nn.Module:
+    linear = nn.Linear(3, 4)
+    linear.register_forward_hook(lambda module, given, result: result - 1)
+    return linear
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Doubled(3, 4),
+        hooked,
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)),
+    ],
+)
+def test_a_layer_that_is_no_plain_linear_is_left_alone(build: Callable[[], nn.Module]) -> None:
+    model = randomize(nn.Sequential(build(), nn.ReLU()).double().eval())
+    inputs = inputs_like([(5, 3)], "random", 0)
+
+    fast = optimized(model, *inputs)
+
+    assert LinearReLU not in callees(fast)
+    assert_equivalent(model, fast, inputs, exact=True)

@@ -1,0 +1,419 @@
+"""`y[mask] = value` becomes torch.where where nobody can tell, and stays where somebody can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optimizer
+from optimizer._graph import callee
+from optimizer._guards import GUARDS
+from optimizer.testing import assert_equivalent, untouched
+
+NAME = "lower_masked_assignment"
+
+
+class Model(nn.Module):
+    """Runs a forward of a case; `seen` is a buffer that it may write."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(4, 3, dtype=torch.float64))
+        self.function = forward
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(self, *args)
+
+
+class Unary(Model):
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+class Binary(Model):
+    def forward(self, x: Tensor, z: Tensor) -> Any:
+        return self.function(self, x, z)
+
+
+def values(*shape: int) -> Tensor:
+    """Numbers around zero, and the signs and specials that a careless `where` would change."""
+    tensor = torch.linspace(-2.0, 2.0, torch.Size(shape).numel(), dtype=torch.float64)
+    if tensor.numel() >= 4:
+        tensor[:4] = torch.tensor([-0.0, torch.nan, torch.inf, -torch.inf])
+    return tensor.reshape(shape)
+
+
+def optimized(model: nn.Module, *inputs: Tensor) -> Any:
+    with untouched(model):
+        return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
+
+
+def targets(fast: Any) -> list[Any]:
+    called = [n for n in fast.graph.nodes if n.op.startswith("call") and callee(n) not in GUARDS]
+    return [callee(node) or node.target for node in called]
+
+
+def reasons(fast: Any) -> list[str]:
+    return [refusal.reason for refusal in fast.report.refused]
+
+
+def assigned(value: Any, mask: Callable[[Tensor], Tensor] = lambda y: y > 0) -> Callable[..., Any]:
+    """A forward that assigns `value` to a copy under a mask."""
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        y = x.clone()
+        y[mask(x)] = value
+        return y
+
+    return forward
+
+
+def torch_clone(module: Any, x: Tensor) -> Tensor:
+    y = torch.clone(x)
+    y[x < 0] = 0.0
+    return y
+
+
+def setitem(module: Any, x: Tensor) -> Tensor:
+    y = x.clone()
+    y.__setitem__(x < 0, 0.0)
+    return y
+
+
+FIRES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "zero": assigned(0.0),
+    "negative zero": assigned(-0.0),
+    "an integer": assigned(3),
+    "a boolean": assigned(True),
+    "infinity": assigned(-torch.inf),
+    "not a number": assigned(torch.nan),
+    "a number that float64 rounds": assigned(0.1),
+    "a mask of a method": assigned(0.0, lambda y: y.isnan()),
+    "a mask of masks": assigned(0.0, lambda y: (y > 0) & ~(y < 1) | y.isnan()),
+    "a mask that is a comparison of tensors": assigned(0.0, lambda y: y.ge(-y)),
+    "torch.clone": torch_clone,
+    "the method": setitem,
+}
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (7,), (2, 1, 3)])
+@pytest.mark.parametrize("case", FIRES)
+def test_fires_on_every_number_and_mask(case: str, shape: tuple[int, ...]) -> None:
+    model = Unary(FIRES[case]).eval()
+    inputs = (values(*shape),)
+
+    fast = optimized(model, *inputs)
+
+    assert targets(fast)[-1] is torch.where
+    assert "setitem" not in fast.code
+    assert "clone" not in fast.code
+    assert_equivalent(model, fast, inputs, exact=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rounds_the_number_as_the_assignment_does(dtype: torch.dtype) -> None:
+    model = Unary(assigned(0.1)).eval()
+    x = values(4, 3).to(dtype)
+
+    fast = optimized(model, x)
+
+    assert torch.where in targets(fast)
+    assert_equivalent(model, fast, (x,), exact=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.int64, -7),
+        (torch.int64, True),
+        (torch.int32, 2**31 - 1),
+        (torch.uint8, 255),
+        (torch.bool, True),
+    ],
+)
+def test_fires_on_integers_and_booleans(dtype: torch.dtype, value: int) -> None:
+    model = Unary(assigned(value, lambda y: y == 1)).eval()
+    x = torch.tensor([[0, 1], [1, 2]]).to(dtype)
+
+    fast = optimized(model, x)
+
+    assert torch.where in targets(fast)
+    assert_equivalent(model, fast, (x,), exact=True)
+
+
+def several(module: Any, x: Tensor) -> Tensor:
+    y = x.clone()
+    y[x < 0] = 0.0
+    y[y > 1] = 1.0
+    y[y == 0.5] = torch.nan
+    return y * 2
+
+
+def test_a_run_of_assignments_becomes_a_run_of_wheres() -> None:
+    model = Unary(several).eval()
+    inputs = (values(4, 3),)
+
+    fast = optimized(model, *inputs)
+
+    assert targets(fast).count(torch.where) == 3
+    assert_equivalent(model, fast, inputs, exact=True)
+
+
+def read_before(module: Any, x: Tensor) -> Any:
+    y = x * 2
+    before = y.sum()
+    y[y > 0] = 0.0
+    return before, y.sum(), y
+
+
+def test_readers_before_the_assignment_read_the_old_value() -> None:
+    model = Unary(read_before).eval()
+    x = torch.arange(-3.0, 3.0, dtype=torch.float64)
+
+    fast = optimized(model, x)
+
+    assert torch.where in targets(fast)
+    assert_equivalent(model, fast, (x,), exact=True)
+
+
+def source_written_later(module: Any, x: Tensor) -> Any:
+    a = x * 2
+    y = a.clone()
+    mask = a > 0
+    a.add_(5.0)
+    y[mask] = 0.0
+    return y, a
+
+
+def source_written_after(module: Any, x: Tensor) -> Any:
+    a = x * 2
+    y = a.clone()
+    y[a > 0] = 0.0
+    a.add_(5.0)
+    return y, a
+
+
+def copy_read_before(module: Any, x: Tensor) -> Any:
+    y = x.clone()
+    z = y.exp()
+    y[x > 0] = 0.0
+    return y, z, y is x
+
+
+def copy_kept(module: Any, x: Tensor) -> Any:
+    y = x.clone()
+    mask = y > 0
+    y[mask] = 0.0
+    return y, mask
+
+
+def transposed_copy(module: Any, x: Tensor) -> Any:
+    y = x.t().clone(memory_format=torch.contiguous_format)
+    y[y > 0] = 0.0
+    return y
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [source_written_later, source_written_after, copy_read_before, copy_kept, transposed_copy],
+)
+def test_the_copy_is_saved_only_where_its_source_stays_the_same(
+    forward: Callable[..., Any],
+) -> None:
+    model = Unary(forward).eval()
+    inputs = (values(4, 3),)
+
+    fast = optimized(model, *inputs)
+
+    assert torch.where in targets(fast)
+    assert fast(*inputs)[0].stride() == model(*inputs)[0].stride()
+    assert_equivalent(model, fast, inputs, exact=True)
+
+
+def other_input_written(module: Any, x: Tensor, z: Tensor) -> Any:
+    y = x.clone()
+    mask = x > 0
+    z.add_(1.0)
+    y[mask] = 0.0
+    return y
+
+
+def test_two_inputs_may_be_the_same_tensor_later() -> None:
+    model = Binary(other_input_written).eval()
+    fast = optimized(model, values(4, 3), values(4, 3))
+    one, other = values(4, 3), values(4, 3)
+
+    assert torch.equal(fast(one, one).nan_to_num(7), model(other, other).nan_to_num(7))
+
+
+def tensor_value(module: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y[x > 0] = x.new_tensor(3.0).exp()
+    return y
+
+
+def rows(module: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y[x[:, 0] > 0] = 0.0
+    return y
+
+
+def the_input(module: Any, x: Tensor) -> Any:
+    x[x > 0] = 0.0
+    return x + 1
+
+
+def a_view_of_the_input(module: Any, x: Tensor) -> Any:
+    y = x.t()
+    y[y > 0] = 0.0
+    return y + 1
+
+
+def a_buffer(module: Any, x: Tensor) -> Any:
+    module.seen[x > 0] = 0.0
+    return module.seen + x
+
+
+def a_view_read_later(module: Any, x: Tensor) -> Any:
+    y = x * 2
+    view = y[0]
+    y[y > 0] = 0.0
+    return view + 1
+
+
+def through_a_view(module: Any, x: Tensor) -> Any:
+    y = x * 2
+    view = y.t()
+    view[view > 0] = 0.0
+    return y
+
+
+def two_devices(module: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y[x > 0] = 0.0
+    return y.exp().view(torch.zeros(x.numel(), device=torch.device("meta")).shape)
+
+
+def other_layout(module: Any, x: Tensor) -> Any:
+    y = x.t().clone()
+    y[(x > 0).t().contiguous()] = 0.0
+    return y
+
+
+EXTERNAL = "it writes an input or an attribute of the model"
+SHARED = "another value shares the storage and would see the write"
+CAST = "the value would be cast by the assignment"
+REFUSALS: dict[str, tuple[Callable[..., Any], torch.dtype, str]] = {
+    "a tensor": (tensor_value, torch.float64, "the assigned value is a tensor"),
+    "a mask of rows": (rows, torch.float64, "the mask has another shape"),
+    "the input": (the_input, torch.float64, EXTERNAL),
+    "a view of the input": (a_view_of_the_input, torch.float64, EXTERNAL),
+    "a buffer": (a_buffer, torch.float64, EXTERNAL),
+    "a view that is read later": (a_view_read_later, torch.float64, SHARED),
+    "a view that is written": (through_a_view, torch.float64, SHARED),
+    "a fraction into integers": (assigned(0.5), torch.int64, CAST),
+    "a number into booleans": (assigned(3, lambda y: y), torch.bool, CAST),
+    "a number into complex ones": (
+        assigned(2.0, lambda y: y.real > 0), torch.complex128, CAST,
+    ),
+    "a number beyond float16": (assigned(1e5), torch.float16, CAST),
+    "two devices": (two_devices, torch.float64, "the tensors may live on different devices"),
+    "another layout": (
+        other_layout, torch.float64, "where would lay the result out differently in memory",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refuses(case: str) -> None:
+    forward, dtype, reason = REFUSALS[case]
+    model = Unary(forward).eval()
+    x = torch.arange(-5, 7).reshape(4, 3).to(dtype)
+
+    fast = optimized(model, x)
+
+    assert reasons(fast) == [reason]
+    assert fast.report.fired == ()
+    assert_same_outcome(model, fast, x)
+
+
+def assert_same_outcome(model: Any, fast: Any, x: Tensor) -> None:
+    """As eager: the answer, its strides and dtype, or the error; and what is left in the input."""
+    one, other = x.clone(), x.clone()
+    try:
+        expected = model(one)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=str(error)[:20]):
+            fast(other)
+        return
+    actual = fast(other)
+    assert (actual.dtype, actual.stride()) == (expected.dtype, expected.stride())
+    assert torch.equal(actual, expected)
+    assert torch.equal(other, one)
+
+
+def test_refuses_without_example_inputs() -> None:
+    model = Unary(assigned(0.0)).eval()
+
+    fast = optimized(model)
+
+    assert reasons(fast) == ["the graph was captured without example inputs"]
+    assert_equivalent(model, fast, (values(4, 3),), exact=True)
+
+
+def by_row_number(module: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y[x[:, 1].argsort()] = 0.0
+    y[0] = 1.0
+    y[1:2, :] = 2.0
+    y[:, None] = 3.0
+    return y
+
+
+def test_another_assignment_than_a_masked_one_is_none_of_its_business() -> None:
+    model = Unary(by_row_number).eval()
+    inputs = (values(4, 3),)
+
+    fast = optimized(model, *inputs)
+
+    assert fast.report.fired == fast.report.refused == ()
+    assert_equivalent(model, fast, inputs, exact=True)
+
+
+def given_mask(module: Any, x: Tensor, mask: Tensor) -> Any:
+    y = x * 2
+    y[mask] = 0.0
+    return y
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.tensor([True, False, True]), torch.tensor([[0, 1, 2], [0, 0, 1], [1, 1, 1]])]
+)
+def test_another_kind_of_mask_than_the_example_is_an_error(mask: Tensor) -> None:
+    model = Binary(given_mask).eval()
+    x = values(3, 3)
+
+    fast = optimized(model, x, x > 0)
+
+    assert_equivalent(model, fast, (x, x < 0), exact=True)
+    with pytest.raises(optimizer.InputError):
+        fast(x, mask)
+
+
+def test_other_values_and_sizes_than_the_example_are_right() -> None:
+    model = Unary(several).eval()
+    fast = optimized(model, values(4, 3))
+
+    for shape in ((1, 3), (9, 2), (0, 3)):
+        assert_equivalent(model, fast, (values(*shape) * -3,), exact=True)
+
+
+def test_another_dtype_than_the_example_is_an_error() -> None:
+    fast = optimized(Unary(assigned(0.5)).eval(), values(4, 3))
+
+    with pytest.raises(optimizer.InputError, match="float64 and got"):
+        fast(torch.arange(12).reshape(4, 3))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch import fx, nn
 
 from optimizer._copy import structural_copy
 from optimizer._errors import CaptureError
 from optimizer._graph import clean, is_plain
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
-from optimizer._observation import Facts
+from optimizer._observation import Fact, Facts, storages_in
 from optimizer._spelling import spell
-from optimizer._tracer import FACTORIES, Tracer
+from optimizer._state import python_state, random_fingerprint, random_state_kept
+from optimizer._tracer import Tracer
+from optimizer._vocabulary import FACTORIES
 
 
 def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx.GraphModule:
@@ -32,25 +33,47 @@ def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx
 
 def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
     """`capture` for arguments that are known to be usable."""
-    copied, graph = _trace(model, call)
-    module = fx.GraphModule(copied, graph, type(model).__name__)
-    if call is not None:
-        _observe(module, call)
-    spell(module)
-    clean(module)
+    try:
+        module = _captured(model, call, record_factories=False)
+        if call is not None and _writes_a_constant(module):
+            module = _captured(model, call, record_factories=True)
+        _require(not _writes_a_constant(module), "it writes a tensor that it makes itself")
+        spell(module)
+        clean(module)
+    except CaptureError:
+        raise
+    except Exception as error:  # whatever a user's forward does with traced values
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise CaptureError(f"its forward cannot be recorded: {reason}") from error
     return module
 
 
-def _trace(model: nn.Module, call: Call | None) -> tuple[nn.Module, fx.Graph]:
+def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) -> fx.GraphModule:
+    copied, graph = _trace(model, call, record_factories=record_factories)
+    for node in graph.nodes:
+        if node.target in FACTORIES:
+            node.meta.pop("is_wrapped", None)  # torch.zeros needs no mark to be traced again
+    module = fx.GraphModule(copied, graph, type(model).__name__)
+    if call is not None:
+        _observe(module, call)
+        _own_what_is_written(module)
+    return module
+
+
+def _trace(
+    model: nn.Module, call: Call | None, *, record_factories: bool
+) -> tuple[nn.Module, fx.Graph]:
     """Trace a copy; where a submodule keeps state in Python, once more around it."""
     opaque: frozenset[str] = frozenset()
     while True:
         copied = structural_copy(model)
-        if not is_plain(copied):
-            raise CaptureError("the model itself has hooks or parametrizations")
-        before = _python_state(copied)
-        graph = _traced(copied, call, opaque)
-        after = _python_state(copied)
+        _require(is_plain(copied), "the model itself has hooks, parametrizations or a __call__")
+        before, drawn = python_state(copied), random_fingerprint()
+        with random_state_kept(), torch.enable_grad():
+            tracer = Tracer(call, opaque, record_factories=record_factories)
+            graph = tracer.trace(copied)
+            _require(random_fingerprint() == drawn, "it draws or seeds random numbers in Python")
+        after = python_state(copied)
         stateful = {name for name, state in before.items() if after.get(name) != state}
         if "" in stateful or stateful <= opaque:
             _require(not stateful, "its forward keeps state in attributes of the model")
@@ -58,41 +81,32 @@ def _trace(model: nn.Module, call: Call | None) -> tuple[nn.Module, fx.Graph]:
         opaque |= stateful
 
 
-def _traced(copied: nn.Module, call: Call | None, opaque: frozenset[str]) -> fx.Graph:
-    try:
-        graph = Tracer(call, opaque).trace(copied)
-    except CaptureError:
-        raise
-    except Exception as error:  # whatever a user's forward raises on traced values
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise CaptureError(f"its forward cannot be recorded: {reason}") from error
-    for node in graph.nodes:
-        if node.target in FACTORIES:
-            node.meta.pop("is_wrapped", None)  # torch.zeros needs no mark to be traced again
-    return graph
-
-
 def _require(condition: bool, reason: str) -> None:
     if not condition:
         raise CaptureError(reason)
 
 
-def _python_state(model: nn.Module) -> dict[str, Any]:
-    """The identities of what each module holds, containers one level deep."""
-    return {name: _state_of(module) for name, module in model.named_modules()}
+def _writes_a_constant(module: fx.GraphModule) -> bool:
+    """Whether a tensor that was made while tracing is written or returned by a call.
+
+    It would be made once and not once a call. Without facts, none is let through.
+    """
+    nodes = module.graph.nodes
+    made = [n for n in nodes if n.op == "get_attr" and "_tensor_constant" in str(n.target)]
+    facts: Facts | None = module.meta.get("facts")
+    if facts is None:
+        return bool(made)
+    output: Fact = next(iter(reversed(nodes))).meta["fact"]
+    lasting = facts.writes | output.storages | output.writes
+    return any(not lasting.isdisjoint(node.meta["fact"].storages) for node in made)
 
 
-def _state_of(module: nn.Module) -> dict[str, Any]:
-    held = {k: v for k, v in vars(module).items() if not k.startswith("_tensor_constant")}
-    return {name: _identity(value) for name, value in held.items()}
-
-
-def _identity(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: id(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [id(item) for item in value]
-    return id(value)
+def _own_what_is_written(module: fx.GraphModule) -> None:
+    """A parameter that the forward writes is not shared with the caller's model."""
+    facts: Facts = module.meta["facts"]
+    for parameter in module.parameters():
+        if not facts.writes.isdisjoint(storages_in(facts.to_meta(parameter))):
+            parameter.data = parameter.data.clone()
 
 
 def _observe(module: fx.GraphModule, call: Call) -> None:
@@ -117,3 +131,9 @@ def has_unknown_facts(module: fx.GraphModule) -> bool:
     """Whether a node could not be run on meta tensors."""
     facts: Facts | None = module.meta.get("facts")
     return facts is not None and bool(facts.failures)
+
+
+def writes_nothing_lasting(module: fx.GraphModule) -> bool:
+    """Whether a call is sure to leave inputs, parameters and buffers as they are."""
+    facts: Facts | None = module.meta.get("facts")
+    return facts is not None and facts.writes.isdisjoint(facts.external)

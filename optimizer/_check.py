@@ -16,6 +16,7 @@ from optimizer._copy import structural_copy
 from optimizer._device import device_of
 from optimizer._errors import CaptureError, DeviceError, EquivalenceError, InputError
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
+from optimizer._state import random_state_kept
 
 # Largest difference, relative to the largest value of the output, that passes without a
 # second look. Rounding in a deep network stays a hundredfold below; a wrong formula does not.
@@ -49,13 +50,15 @@ class Difference:
         return f"{self.place}: {self.reason}"
 
 
-def answer(module: nn.Module, call: Call) -> Answer:
+def answer(module: nn.Module, call: Call, *, share: bool = False) -> Answer:
     """Call a copy of a module on copies of its inputs; neither is changed.
+
+    Parameters are copied as well, for a forward may write them, unless `share` says otherwise.
 
     Random numbers start from the same seed in every call, so that two modules which draw the
     same ones can be compared, and the caller's random state is left where it was.
     """
-    copied = structural_copy(module)
+    copied = structural_copy(module, share=share)
     own = call.map(torch.clone)
     with torch.no_grad(), _seeded(call):
         output = copied(*own.args, **own.kwargs)
@@ -65,19 +68,19 @@ def answer(module: nn.Module, call: Call) -> Answer:
 @contextmanager
 def _seeded(call: Call) -> Iterator[None]:
     tensors = (leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor))
-    with device_of(tensors).keep_random_state():
+    with random_state_kept(), device_of(tensors).keep_random_state():
         torch.manual_seed(0)
         yield
 
 
-def reference(model: nn.Module, call: Call) -> Answer:
+def reference(model: nn.Module, call: Call, *, share: bool = False) -> Answer:
     """The original's answer.
 
     Raises:
         InputError: the model itself rejects the inputs.
     """
     try:
-        return answer(model, call)
+        return answer(model, call, share=share)
     except (CaptureError, DeviceError):
         raise
     except Exception as error:  # whatever a user's forward raises

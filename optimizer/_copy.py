@@ -13,7 +13,7 @@ from optimizer._errors import CaptureError
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
-def structural_copy(model: ModuleType) -> ModuleType:
+def structural_copy(model: ModuleType, *, share: bool = True) -> ModuleType:
     """Copy all of a model but the data of its parameters.
 
     Every module, hook table and plain attribute is new. Parameters are new objects over the
@@ -21,22 +21,33 @@ def structural_copy(model: ModuleType) -> ModuleType:
     and other tensors, which a forward may write, are cloned; those that share storage with one
     another still do.
 
+    Args:
+        model: the module to copy.
+        share: False clones the data of parameters too, for a forward that writes them.
+
     Raises:
         CaptureError: an attribute of the model cannot be copied.
     """
+    try:
+        return copy.deepcopy(model, _memo(model, share=share))
+    except Exception as error:  # locks, handles, sparse tensors: whatever a model may hold
+        raise CaptureError(f"the model cannot be copied: {error}") from error
+
+
+def _memo(model: nn.Module, *, share: bool) -> dict[int, Any]:
+    """What deepcopy takes for the tensors of a model instead of copying them."""
     memo: dict[int, Any] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
-        storages[parameter.untyped_storage()._cdata] = parameter.untyped_storage()
+        if share:
+            storages[parameter.untyped_storage()._cdata] = parameter.untyped_storage()
+        data = _clone(parameter.detach(), storages)
+        memo[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
     for module in model.modules():
         for value in [*module._buffers.values(), *vars(module).values()]:
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _clone(value, storages)
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:  # locks, handles, generators: whatever a model may hold
-        raise CaptureError(f"the model cannot be copied: {error}") from error
+    return memo
 
 
 def _clone(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:

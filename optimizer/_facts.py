@@ -6,6 +6,7 @@ argument needs it does not fire and the report says why.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from optimizer._graph import attribute, callee, is_plain, module_of, owner, tensors_of
 from optimizer._guards import GUARDS
+from optimizer._inplace import INPLACE_OPERATORS
 from optimizer._observation import Fact, Facts, storages_in
 
 
@@ -79,7 +81,12 @@ def dtype(node: fx.Node) -> torch.dtype:
 def _use(node: fx.Node, kind: str) -> None:
     facts = facts_of(node.graph)
     assert facts is not None
-    facts.asked |= {(kind, given) for given in fact(node).inputs}
+    for given in fact(node).inputs:
+        value = given.meta["fact"].value
+        if isinstance(value, torch.Tensor):
+            facts.asked.add((kind, given))
+        elif isinstance(value, list | tuple | dict):
+            raise Refused(f"it rests on the {kind} of tensors inside the input '{given.name}'")
 
 
 def forget_asked(graph: fx.Graph) -> None:
@@ -97,12 +104,13 @@ def rely_on_asked(graph: fx.Graph) -> None:
 
 
 def aliases(node: fx.Node) -> Iterator[fx.Node]:
-    """The other nodes whose values share storage with this one's."""
+    """The other nodes whose values share storage with this one's, or may do so."""
     facts = facts_of(node.graph)
     for storage in fact(node).storages:
         for holder in facts.holders[storage] if facts else ():
             if holder is not node and not holder._erased:
                 yield holder
+            yield from (user for user in holder.users if user.meta["fact"].error)
 
 
 def is_external(node: fx.Node) -> bool:
@@ -142,7 +150,13 @@ _PURE_BY_DEFINITION = (
     torch.permute, torch.transpose, torch.t, torch.movedim, nn.Linear, nn.Conv1d, nn.Conv2d,
     nn.Conv3d, nn.Identity,
 )  # fmt: skip
-_EFFECTS_OF_PYTHON = (*GUARDS, torch._assert)
+_EFFECTS_OF_PYTHON = (*GUARDS, *INPLACE_OPERATORS, operator.setitem, torch._assert)
+
+
+def _on_a_tensor(node: fx.Node) -> bool:
+    """A method of a list or dict may change it, and no ATen operator tells."""
+    receiver = node.args[0]
+    return isinstance(receiver, fx.Node) and isinstance(fact(receiver).value, torch.Tensor)
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -158,4 +172,4 @@ def is_pure(node: fx.Node) -> bool:
     if node.op == "call_function":
         trusted = str(getattr(node.target, "__module__", "")).startswith(_TRUSTED)
         return (trusted or node.target is getattr) and node.target not in _EFFECTS_OF_PYTHON
-    return node.op in ("call_method", "get_attr")
+    return node.op == "get_attr" or (node.op == "call_method" and _on_a_tensor(node))

@@ -51,11 +51,20 @@ def is_plain(module: nn.Module) -> bool:
     """Whether calling `module` runs the forward of its class and nothing else.
 
     Hooks and parametrizations run code of their own, and so does a forward that was set on
-    the instance: none of them may be matched as the class they decorate.
+    the instance or a `__call__` of the class: none may be matched as the class they decorate.
     """
     hooked = any(getattr(module, name, None) for name in _HOOKS)
     parametrized = "parametrizations" in module._modules
-    return not (hooked or parametrized or "forward" in vars(module))
+    return not (hooked or parametrized or "forward" in vars(module) or overrides_call(module))
+
+
+def overrides_call(module: nn.Module) -> bool:
+    """Whether a class that is not torch's has a `__call__` of its own."""
+    return any(
+        "__call__" in vars(kind) and not kind.__module__.startswith("torch.")
+        for kind in type(module).__mro__
+        if issubclass(kind, nn.Module)
+    )
 
 
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -25,43 +25,34 @@ def expect_value(value: Any, expected: object, name: str) -> None:
     if has_torch_function((value,)):
         handle_torch_function(expect_value, (value,), value, expected, name)
         return
-    if value is not expected and value != expected:
+    if type(value) is not type(expected) or value != expected:
         raise InputError(
             f"this model was optimized for {name}={expected!r}: optimize it again with example"
             f" inputs that pass the {name} you need."
         )
 
 
-def expect_rank(value: torch.Tensor, rank: int, name: str) -> None:
-    """Require the number of dimensions that a rewrite was proved for.
+def expect_tensor(
+    value: torch.Tensor, rank: int | None, dtype: torch.dtype | None, name: str
+) -> None:
+    """Require the number of dimensions and the dtype that rewrites were proved for, if any.
 
     Raises:
-        InputError: `value` has another number of dimensions.
+        InputError: `value` has others.
     """
     if has_torch_function((value,)):
-        handle_torch_function(expect_rank, (value,), value, rank, name)
+        handle_torch_function(expect_tensor, (value,), value, rank, dtype, name)
         return
-    if value.dim() != rank:
+    if rank is not None and value.dim() != rank:
         raise InputError(
             f"this model was optimized for {name} of {rank} dimensions and got {value.dim()}:"
             " optimize it again with example inputs of that rank."
         )
-
-
-def expect_dtype(value: torch.Tensor, dtype: torch.dtype, name: str) -> None:
-    """Require the dtype that a rewrite was proved for.
-
-    Raises:
-        InputError: `value` has another dtype.
-    """
-    if has_torch_function((value,)):
-        handle_torch_function(expect_dtype, (value,), value, dtype, name)
-        return
-    if value.dtype != dtype:
+    if dtype is not None and value.dtype != dtype:
         raise InputError(
             f"this model was optimized for {name} of {dtype} and got {value.dtype}:"
             " optimize it again with example inputs of that dtype."
         )
 
 
-GUARDS = (expect_value, expect_rank, expect_dtype)
+GUARDS = (expect_value, expect_tensor)

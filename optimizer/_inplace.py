@@ -26,15 +26,17 @@ def _recordable(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
 iadd = _recordable(operator.iadd)
 iand = _recordable(operator.iand)
 ifloordiv = _recordable(operator.ifloordiv)
+ilshift = _recordable(operator.ilshift)
 imatmul = _recordable(operator.imatmul)
 imod = _recordable(operator.imod)
 imul = _recordable(operator.imul)
 ior = _recordable(operator.ior)
 ipow = _recordable(operator.ipow)
+irshift = _recordable(operator.irshift)
 isub = _recordable(operator.isub)
 itruediv = _recordable(operator.itruediv)
 ixor = _recordable(operator.ixor)
 
 INPLACE_OPERATORS = (
-    iadd, iand, ifloordiv, imatmul, imod, imul, ior, ipow, isub, itruediv, ixor,
+    iadd, iand, ifloordiv, ilshift, imatmul, imod, imul, ior, ipow, irshift, isub, itruediv, ixor,
 )  # fmt: skip

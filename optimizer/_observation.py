@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer._copy import on_storage
 from optimizer._graph import attribute, is_plain, module_of, owner, tensors_of
-from optimizer._tracer import FACTORIES
+from optimizer._known_results import known_result
+from optimizer._vocabulary import FACTORIES
 
 
 class Unobserved(Exception):  # noqa: N818 - becomes the `error` of a Fact, is never seen
@@ -117,15 +118,24 @@ class Facts:
                 value = self._call(node)
         except Exception as error:  # an operator that needs data, or a bug of the model
             self.failures.append(node)
-            self._record(node, Fact(error=str(error).split("\n")[0] or type(error).__name__))
+            reason = str(error).split("\n")[0] or type(error).__name__
+            # It may write all that it is given and, if it is a user's own code, all that it holds.
+            held = list(tensors_of(module_of(node))) if _is_users_module(node) else []
+            writes = _given(node) | frozenset(storages_in(self.to_meta(held)))
+            self._record(node, Fact(writes=writes, error=reason))
             return
         lasting = (self.holders, self.external)
-        writes = {each for each in self._effects.writes if any(each in kept for kept in lasting)}
+        lasting_writes = {
+            each for each in self._effects.writes if any(each in kept for kept in lasting)
+        }
         given: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
-        varies = "squeeze" in _name(node).split("_") or any(each.rank_varies for each in given)
+        varies = _may_vary_rank(node) or any(each.rank_varies for each in given)
         inputs = frozenset[fx.Node]().union(*(each.inputs for each in given))
         self._record(
-            node, Fact(*_snapshot(value), frozenset(writes), self._effects.random, varies, inputs)
+            node,
+            Fact(
+                *_snapshot(value), frozenset(lasting_writes), self._effects.random, varies, inputs
+            ),
         )
 
     def _call(self, node: fx.Node) -> Any:
@@ -136,7 +146,7 @@ class Facts:
             module = module_of(node)
             if not is_plain(module):
                 raise Unobserved("it has hooks or parametrizations, which are left alone")
-            known = _known_result(module, *args) if not kwargs else None
+            known = known_result(module, *args) if not kwargs else None
             return self.to_meta(module)(*args, **kwargs) if known is None else known
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -161,40 +171,31 @@ class Facts:
             self.holders.setdefault(storage, []).append(node)
 
 
-def _known_result(module: Any, *args: Any) -> torch.Tensor | None:
-    """The result of the layers that graphs are full of, whose meta kernels are slow.
-
-    A call that is not certain to be accepted, or to be laid out densely, is left to the layer.
-    """
-    value = args[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else None
-    if value is None or value.dim() < 2 or not value.is_contiguous():
-        return None
-    if _is_linear(module):
-        fits = (module.in_features, module.weight.dtype) == (value.shape[-1], value.dtype)
-        return value.new_empty((*value.shape[:-1], module.out_features)) if fits else None
-    return value.new_empty(value.shape) if _keeps_shape(module, value) else None
-
-
-def _keeps_shape(module: Any, value: torch.Tensor) -> bool:
-    if type(module) is nn.ReLU:
-        return not module.inplace
-    if value.dim() not in _RANKS.get(type(module), ()) or module.training:
-        return False
-    return bool(module.track_running_stats) and module.num_features == value.shape[1]
-
-
-def _is_linear(module: Any) -> bool:
-    fused = isinstance(module, nn.Linear) and type(module).__module__.startswith("optimizer.")
-    return fused or type(module) is nn.Linear
-
-
-_RANKS: dict[type, tuple[int, ...]] = {
-    nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
-}  # fmt: skip
-
-
 def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
+
+
+def _given(node: fx.Node) -> frozenset[int]:
+    """The storages of everything that a node is given."""
+    facts: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
+    return frozenset[int]().union(*(fact.storages | fact.writes for fact in facts))
+
+
+def _is_users_module(node: fx.Node) -> bool:
+    if node.op != "call_module":
+        return False
+    return not type(module_of(node)).__module__.startswith(("torch.", "optimizer."))
+
+
+def _may_vary_rank(node: fx.Node) -> bool:
+    """Whether a result's rank may depend on sizes: a squeeze, or code that is not torch's."""
+    if _is_users_module(node):
+        return True
+    if "squeeze" in _name(node).split("_"):
+        return True
+    home = str(getattr(node.target, "__module__", None) or "torch")
+    ours = home.split(".")[0] in ("torch", "_operator", "builtins", "math", "optimizer")
+    return node.op == "call_function" and not ours
 
 
 def _value(node: fx.Node) -> Any:

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import fx, nn
 
-from optimizer._capture import capture_call, has_unknown_facts
+from optimizer._capture import capture_call, has_unknown_facts, writes_nothing_lasting
 from optimizer._check import Answer, Difference, answer, compare_answers, reference
 from optimizer._copy import structural_copy
 from optimizer._errors import CaptureError, InputError
@@ -90,7 +90,8 @@ class _Run:
         self.model, self.call, self.level, self.check = model, call, level, check
         self.passes = list(passes)
         self.remarks = list(_remarks(model, call))
-        self.expected = self._reference() if check else None
+        self.expected: Answer | None = None
+        self.share = False
 
     def result(self) -> OptimizedModule | Unchanged:
         """The optimized module, or the model as it is where nothing else is right."""
@@ -107,8 +108,9 @@ class _Run:
 
     def _attempt(self) -> OptimizedModule | Unchanged:
         module = capture_call(self.model, self.call)
-        if self.call is not None and has_unknown_facts(module) and self.expected is None:
-            self._reference()  # was it an operator that needs data, or inputs that are wrong?
+        self.share = writes_nothing_lasting(module)
+        if self.call and self.expected is None and (self.check or has_unknown_facts(module)):
+            self.expected = self._reference()  # facts are unknown also where inputs are wrong
         before = Size.of(module)
         if self.check == "each":
             self._require_same(module)
@@ -135,7 +137,7 @@ class _Run:
         """The model's own answer; None where it cannot be copied, and so not be asked."""
         assert self.call is not None
         try:
-            return reference(self.model, self.call)
+            return reference(self.model, self.call, share=self.share)
         except CaptureError:
             return None
 
@@ -145,11 +147,11 @@ class _Run:
             raise CaptureError(f"the captured graph gives another answer ({found})")
 
     def _difference(self, module: nn.Module) -> Difference | None:
-        if self.expected is None or self.call is None:
+        if self.check is None or self.expected is None or self.call is None:
             return None
         exact = all(each.numerics == "exact" for each in self.passes)
         try:
-            actual = answer(module, self.call)
+            actual = answer(module, self.call, share=self.share)
         except Exception as error:  # a broken graph may raise anything
             return Difference("output", float("inf"), f"raised {type(error).__name__}: {error}")
         return compare_answers(self.model, self.call, self.expected, actual, exact=exact)

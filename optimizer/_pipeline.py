@@ -9,7 +9,7 @@ from torch import fx
 
 from optimizer._facts import Refused, facts_of, forget_asked, is_pure, rely_on_asked
 from optimizer._graph import clean, source_of
-from optimizer._guards import expect_dtype, expect_rank
+from optimizer._guards import expect_tensor
 from optimizer._match import Captured
 from optimizer._pass import PHASES, Pass, Phase
 from optimizer._report import Refusal, Rewrite
@@ -132,10 +132,10 @@ def _guard(graph: fx.Graph) -> None:
     if facts is None or not facts.relied:
         return
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    for node in inputs:
+    for node in reversed(inputs):
         value = node.meta["fact"].value
-        with graph.inserting_after(inputs[-1]):
-            if ("rank", node) in facts.relied:
-                graph.call_function(expect_rank, (node, value.dim(), node.name))
-            if ("dtype", node) in facts.relied:
-                graph.call_function(expect_dtype, (node, value.dtype, node.name))
+        rank = value.dim() if ("rank", node) in facts.relied else None
+        dtype = value.dtype if ("dtype", node) in facts.relied else None
+        if rank is not None or dtype is not None:
+            with graph.inserting_after(inputs[-1]):
+                graph.call_function(expect_tensor, (node, rank, dtype, node.name))

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import operator
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from optimizer._errors import CaptureError
 from optimizer._inplace import INPLACE_OPERATORS
 
-NOT_USER_CODE = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
-
-_A_TENSOR = torch.empty(0)
+_OF_AUTOGRAD = ("grad", "grad_fn", "names")
 
 
 class Value(fx.Proxy):
     """A traced value that also records item assignment and in-place operators."""
 
+    tracer: Any
+
     def __setattr__(self, name: str, value: object) -> None:
         if name not in ("node", "tracer"):
-            raise CaptureError(f"it sets the attribute '{name}' of a tensor")
+            raise self.tracer.fail(f"it sets the attribute '{name}' of a tensor")
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Member:  # type: ignore[override]
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in _OF_AUTOGRAD or not hasattr(torch.Tensor, name):
+            raise self.tracer.fail(f"it asks a value for its attribute '{name}'")
         return Member(self, name)
+
+    def __hash__(self) -> int:
+        raise self.tracer.fail("it looks a traced value up in a set or dict")
+
+    def __len__(self) -> int:
+        raise self.tracer.fail("it takes the len() of a traced value")
+
+    def __index__(self) -> int:
+        raise self.tracer.fail("it needs a traced value as a number")
+
+    __int__ = __float__ = __complex__ = __index__
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
@@ -37,7 +48,8 @@ class Value(fx.Proxy):
 
 def _record_operator(function: Callable[[Any, Any], Any]) -> Callable[[Value, Any], fx.Proxy]:
     def method(self: Value, other: Any) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", function, (self, other), {})
+        proxy: fx.Proxy = self.tracer.create_proxy("call_function", function, (self, other), {})
+        return proxy
 
     return method
 
@@ -55,7 +67,7 @@ class Member(Value):
     @property
     def node(self) -> fx.Node:  # type: ignore[override]
         """The node that reads the attribute, made on first use."""
-        if self._recorded is None:
+        if self._recorded is None or self._recorded._erased:
             read = self.tracer.create_proxy(
                 "call_function", getattr, (self._holder, self._member), {}
             )
@@ -64,8 +76,9 @@ class Member(Value):
         return recorded  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
-        name: Any = self._member
-        return self.tracer.create_proxy("call_method", name, (self._holder, *args), kwargs)
+        given = (self._holder, *args)
+        proxy: fx.Proxy = self.tracer.create_proxy("call_method", self._member, given, kwargs)
+        return proxy
 
 
 class Attribute(Value):
@@ -93,37 +106,3 @@ class Attribute(Value):
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
-
-
-@contextmanager
-def answering_isinstance(root: nn.Module, is_tensor: Callable[[fx.Node], bool]) -> Iterator[None]:
-    """Let the code of the modules in `root` see traced tensors as tensors.
-
-    A traced value is no torch.Tensor, so `isinstance(x, torch.Tensor)` would trace a branch that
-    eager never takes. A `__class__` that says otherwise is no way out: the argument parser of
-    torch believes it and crashes. So the name is shadowed where the forwards look it up.
-    """
-
-    def answer(value: Any, kinds: Any) -> bool:
-        if not isinstance(value, fx.Proxy) or isinstance(value, kinds):
-            return isinstance(value, kinds)
-        if isinstance(value, Attribute):
-            return isinstance(value.tensor, kinds)
-        if isinstance(value, Value) and is_tensor(value.node):
-            return isinstance(_A_TENSOR, kinds)
-        raise CaptureError("it asks for the type of an intermediate value")
-
-    forwards = (type(module).forward for module in root.modules())
-    spaces = {id(space): space for f in forwards if (space := getattr(f, "__globals__", {}))}
-    shadowed = [s for s in spaces.values() if _is_users(s) and "isinstance" not in s]
-    for space in shadowed:
-        space["isinstance"] = answer
-    try:
-        yield
-    finally:
-        for space in shadowed:
-            del space["isinstance"]
-
-
-def _is_users(space: dict[str, Any]) -> bool:
-    return not str(space.get("__file__", "")).startswith(NOT_USER_CODE)

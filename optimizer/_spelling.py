@@ -144,9 +144,16 @@ def _permute(node: fx.Node) -> None:
     source, *order = node.args
     if len(order) == 1 and isinstance(order[0], list | tuple):
         order = list(order[0])
+    if len(order) == 1 and isinstance(order[0], fx.Node):
+        return  # a list of axes that is computed, or one axis: torch.permute takes both
     axes = [axis for axis in order if isinstance(axis, int)]
-    if len(axes) == len(order):
-        _call(node, torch.permute, source, tuple(axis % len(axes) for axis in axes))
+    constant = len(axes) == len(order)
+    _call(
+        node,
+        torch.permute,
+        source,
+        tuple(axis % len(axes) for axis in axes) if constant else tuple(order),
+    )
 
 
 def _stochastic_depth(node: fx.Node) -> None:
@@ -169,6 +176,8 @@ def _affine(node: fx.Node) -> None:
         return
     if any(isinstance(leaf, fx.Node) for leaf in torch.utils._pytree.tree_leaves(settings)):
         return
+    if attribute(owner(node), str(weight.target)).dim() < 2:
+        return  # F.linear takes a vector for a weight, nn.Linear does not
     _call_module(node, _affine_module(function, settings, weight), source, weight=weight, bias=bias)
 
 
@@ -186,7 +195,8 @@ def _norm(node: fx.Node) -> None:
     source, mean, variance, weight, bias, training, momentum, eps = node.args
     tensors = {"running_mean": mean, "running_var": variance, "weight": weight, "bias": bias}
     attributes = all(t is None or _is_attribute(t) for t in tensors.values())
-    if training is not False or mean is None or variance is None or not attributes:
+    inference = training is False and mean is not None and variance is not None
+    if not (inference and attributes and isinstance(eps, float)):
         return
     try:
         kind = _NORMS[rank(source)]  # type: ignore[arg-type]

@@ -9,48 +9,37 @@ three as what they are and binds the last to the example's value, behind a guard
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils._pytree import tree_leaves
 
 from optimizer._errors import CaptureError
-from optimizer._graph import is_plain
+from optimizer._graph import is_plain, overrides_call
 from optimizer._guards import expect_value
 from optimizer._inputs import Call
-from optimizer._proxy import NOT_USER_CODE, Attribute, Value, answering_isinstance
+from optimizer._isinstance import answering_isinstance
+from optimizer._proxy import Attribute, Value
+from optimizer._source import user_line
+from optimizer._vocabulary import (
+    CHANGES_SHAPE,
+    FACTORIES,
+    METADATA,
+    RANDOM,
+    READS_DATA,
+    RETURN_A_TENSOR,
+    writes,
+)
 
-# These change the shape of a tensor that earlier nodes already hold.
-_CHANGES_SHAPE = frozenset((
-    "as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_",
-    "transpose_", "unsqueeze_",
-))  # fmt: skip
-# What a tensor says of itself without its data being read.
-_METADATA = frozenset((
-    "__get__", "__len__", "__repr__", "__format__", "__hash__", "data_ptr", "detach", "dim",
-    "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point",
-    "is_same_size", "ndimension", "nelement", "numel", "requires_grad_", "size",
-    "storage_offset", "stride", "type", "untyped_storage",
-))  # fmt: skip
-_READS_DATA = frozenset((
-    "__array__", "__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist",
-))  # fmt: skip
-FACTORIES: frozenset[Callable[..., Any]] = frozenset((
-    torch.arange, torch.as_tensor, torch.asarray, torch.empty, torch.empty_strided, torch.eye,
-    torch.full, torch.linspace, torch.logspace, torch.normal, torch.ones, torch.rand,
-    torch.randint, torch.randn, torch.randperm, torch.scalar_tensor, torch.tensor,
-    torch.tril_indices, torch.triu_indices, torch.zeros,
-))  # fmt: skip
-_RETURN_A_TENSOR = (
-    nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm,
-    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid, nn.Tanh, nn.Identity,
-    nn.modules.dropout._DropoutNd, nn.modules.pooling._AvgPoolNd, nn.Flatten,
-)  # fmt: skip
+# Tracing patches nn.Module for the whole process: two at once would undo each other's patches
+# in the wrong order.
+_TRACING = threading.RLock()
 
 
 class _RecordConstants(TorchFunctionMode):
@@ -62,15 +51,16 @@ class _RecordConstants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         name = getattr(func, "__name__", "")
-        constant = any(isinstance(leaf, torch.Tensor) for leaf in leaves) or func in FACTORIES
-        if any(isinstance(leaf, fx.Proxy) for leaf in leaves) and func not in FACTORIES:
+        traced = any(isinstance(leaf, fx.Proxy) for leaf in leaves)
+        constant = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        if func in FACTORIES:
+            constant, traced = traced or self.tracer.records(func), False
+        if traced or not constant or name in METADATA or self.tracer.is_foreign_thread():
             return func(*args, **kwargs)
-        if not constant or name in _METADATA or self.tracer.is_foreign_thread():
-            return func(*args, **kwargs)
-        if name in _READS_DATA:
-            raise CaptureError("it reads the value of a tensor")
+        if name in READS_DATA:
+            raise self.tracer.fail("it reads the value of a tensor")
         if is_tensor_method_or_property(func):
             return self.tracer.create_proxy("call_method", name, args, kwargs)
         return self.tracer.create_proxy("call_function", func, args, kwargs)
@@ -83,15 +73,25 @@ class Tracer(fx.Tracer):
         call: the example inputs; they decide optional arguments and flags. Without them,
             defaults do.
         opaque: qualified names of submodules that must not be traced into.
+        record_factories: record tensors that are made of nothing. Else they are made now and
+            become constants, as caches in the model's code expect; random ones never do.
     """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, call: Call | None = None, opaque: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        call: Call | None = None,
+        opaque: frozenset[str] = frozenset(),
+        *,
+        record_factories: bool = True,
+    ) -> None:
         super().__init__(autowrap_functions=tuple(FACTORIES))
         self._autowrap_search.append(torch)  # a factory whose size is traced, torch.zeros(n)
         self.call = call
         self.opaque = opaque
+        self.record_factories = record_factories
+        self.failure: CaptureError | None = None
         self._thread = threading.get_ident()
         self._attributes: dict[int, fx.Proxy] = {}
         self._names: dict[int, str] = {}
@@ -102,8 +102,29 @@ class Tracer(fx.Tracer):
         self._names = {
             id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]
         }
-        with _RecordConstants(self), answering_isinstance(root, self.is_tensor):
-            return super().trace(root, concrete_args)
+        with _TRACING, _RecordConstants(self), answering_isinstance(root, self.is_tensor):
+            graph = super().trace(root, concrete_args)
+        if self.failure is not None:  # a try statement of the forward swallowed it
+            raise self.failure
+        return graph
+
+    def fail(self, reason: str) -> CaptureError:
+        """An error that is remembered, should the code that is traced swallow it."""
+        self.failure = CaptureError(reason)
+        return self.failure
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        raise self.fail("its control flow depends on a traced value")
+
+    def iter(self, obj: fx.Proxy) -> Any:
+        raise self.fail("it iterates over a traced value")
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        raise self.fail("it asks a traced value for its keys")
+
+    def records(self, factory: Callable[..., Any]) -> bool:
+        """Whether a factory is recorded although all its arguments are constants."""
+        return self.record_factories or factory in RANDOM
 
     def is_foreign_thread(self) -> bool:
         """Tracing patches nn.Module for the whole process; other threads must not notice."""
@@ -112,23 +133,29 @@ class Tracer(fx.Tracer):
     def is_tensor(self, node: fx.Node) -> bool:
         """Whether a traced value is sure to be a tensor."""
         if node.op == "call_module":
-            return isinstance(self.root.get_submodule(str(node.target)), _RETURN_A_TENSOR)
+            return isinstance(self.root.get_submodule(str(node.target)), RETURN_A_TENSOR)
         return node.op == "get_attr" or node in self._tensors
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Value(node, self)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if kind == "call_method" and target in _CHANGES_SHAPE:
-            raise CaptureError(f"it changes the shape of a tensor in place ({target})")
+        if kind == "call_method" and target in CHANGES_SHAPE:
+            raise self.fail(f"it changes the shape of a tensor in place ({target})")
+        if target in (torch.autograd.grad, "backward", "requires_grad_"):
+            raise self.fail("it uses autograd")
         if _autocast_state() != self._autocast:
-            raise CaptureError("it enters autocast inside its forward")
+            raise self.fail("it enters autocast inside its forward")
+        if not torch.is_grad_enabled() and writes(kind, target):
+            raise self.fail("it writes a tensor under no_grad")
         node = super().create_node(kind, target, *args, **kwargs)
-        node.meta["source"] = _user_line()
+        node.meta["source"] = user_line()
         return node
 
     def create_arg(self, a: Any) -> Any:
-        if isinstance(a, dict) and type(a) is not dict and not isinstance(a, fx.Proxy):
+        if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
+            if type(a) is not OrderedDict:
+                raise self.fail(f"it makes a {type(a).__name__}, which a graph cannot hold")
             items = [(key, self.create_arg(value)) for key, value in a.items()]
             return self.create_node("call_function", type(a), (items,), {})
         return super().create_arg(a)
@@ -153,13 +180,19 @@ class Tracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.is_foreign_thread():
             return forward(*args, **kwargs)
+        if overrides_call(m):
+            raise self.fail("it calls a module whose class has a __call__ of its own")
         last = next(iter(reversed(self.graph.nodes)))
         try:
-            return super().call_module(m, forward, args, kwargs)
+            result = super().call_module(m, forward, args, kwargs)
+            if self.failure is None:
+                return result
         except Exception:  # whatever a user's forward raises on traced values
-            name = self.path_of_module(m)
-            self._forget_after(last)
-            return self.create_proxy("call_module", name, args, kwargs)
+            pass
+        self.failure = None
+        name = self.path_of_module(m)
+        self._forget_after(last)
+        return self.create_proxy("call_module", name, args, kwargs)
 
     def _forget_after(self, last: fx.Node) -> None:
         for node in reversed(self.graph.nodes):
@@ -177,7 +210,7 @@ class Tracer(fx.Tracer):
         for parameter in list(signature.parameters.values())[1:]:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 if given.get(parameter.name):
-                    raise CaptureError(f"its forward takes any number of '{parameter.name}'")
+                    raise self.fail(f"its forward takes any number of '{parameter.name}'")
             elif parameter.kind is parameter.KEYWORD_ONLY:
                 keyword[parameter.name] = self._argument(parameter, given)
             else:
@@ -192,6 +225,8 @@ class Tracer(fx.Tracer):
 
     def _argument(self, parameter: inspect.Parameter, given: dict[str, Any]) -> Any:
         name, optional = parameter.name, parameter.default is not parameter.empty
+        if isinstance(parameter.default, torch.Tensor):
+            raise self.fail(f"the default of '{name}' is a tensor")
         default = (parameter.default,) if optional else ()
         proxy = self.create_proxy("placeholder", name, default, {})
         value = given.get(name, parameter.default)
@@ -200,18 +235,10 @@ class Tracer(fx.Tracer):
             return value
         if isinstance(value, torch.Tensor):
             self._tensors.add(proxy.node)
+        elif any(leaf is None or isinstance(leaf, bool | str) for leaf in tree_leaves(value)):
+            raise self.fail(f"'{name}' holds what may choose a branch")
         return proxy
 
 
 def _autocast_state() -> tuple[bool, ...]:
     return tuple(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-
-
-def _user_line() -> str:
-    frame = sys._getframe(2)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((*NOT_USER_CODE, "<")):
-            return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -9,7 +9,7 @@ from optimizer._edit import insert_function
 from optimizer._facts import rank
 from optimizer._graph import arg, callee
 from optimizer._match import call
-from optimizer._pass import rewrite
+from optimizer._pass import require, rewrite
 
 LAYOUTS = (torch.permute, torch.transpose, torch.t, torch.movedim)
 
@@ -27,6 +27,7 @@ def compose_transposes(outer: fx.Node) -> fx.Node | None:
         return _source(inner)
     if callee(inner) not in LAYOUTS:
         return _without_identity(outer)
+    require(_has_constant_axes(inner) and _has_constant_axes(outer), "its axes are computed")
     dimensions = _dimensions(inner, outer)
     outer_order, inner_order = order_of(outer, dimensions), order_of(inner, dimensions)
     order = [inner_order[axis] for axis in outer_order]
@@ -68,10 +69,14 @@ def _without_identity(node: fx.Node) -> fx.Node | None:
     swap = _swap(node)
     if swap is not None:
         return _source(node) if len(swap) == 1 else None
-    if node.target is not torch.permute:
+    if node.target is not torch.permute or not _has_constant_axes(node):
         return None
     order = order_of(node, len(arg(node, 1)))
     return _source(node) if order == sorted(order) else None
+
+
+def _has_constant_axes(node: fx.Node) -> bool:
+    return node.all_input_nodes == [arg(node, 0)]
 
 
 def _dimensions(inner: fx.Node, outer: fx.Node) -> int:

@@ -17,6 +17,7 @@ from optimizer._facts import (
     facts_of,
     is_external,
     on_one_device,
+    rank,
     tensor,
 )
 from optimizer._graph import arg
@@ -37,7 +38,9 @@ def lower_masked_assignment(assignment: fx.Node) -> fx.Node | None:
     if not (isinstance(target, fx.Node) and isinstance(mask, fx.Node) and _is_mask(mask)):
         return None
     require(isinstance(value, bool | int | float), "the assigned value is a tensor")
-    require(tensor(mask).shape == tensor(target).shape, "the mask has another shape")
+    same_kind = rank(mask) == rank(target) and dtype(mask) == torch.bool  # at later calls too
+    same_shape = same_kind and tensor(mask).shape == tensor(target).shape
+    require(same_shape, "the mask has another shape")
     require(not is_external(target), "it writes an input or an attribute of the model")
     require(not any(aliases(target)), "another value shares the storage and would see the write")
     require(_fits(value, dtype(target)), "the value would be cast by the assignment")
@@ -78,7 +81,10 @@ def _unwritten(target: fx.Node, assignment: fx.Node) -> fx.Node:
     if not (copied and isinstance(source, fx.Node)) or any(u < assignment for u in target.users):
         return target
     facts = facts_of(target.graph)
-    written = facts is None or not facts.writes.isdisjoint(fact(source).storages)
+    # Two inputs may be one tensor in a later call, so that a write of either is one of both.
+    if facts is None or (is_external(source) and facts.writes & facts.external):
+        return target
+    written = not facts.writes.isdisjoint(fact(source).storages)
     return target if written or _geometry(source) != _geometry(target) else source
 
 

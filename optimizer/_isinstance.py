@@ -1,0 +1,57 @@
+"""Letting the code that is traced see traced tensors as tensors.
+
+A traced value is no torch.Tensor, so `isinstance(x, torch.Tensor)` would trace a branch that
+eager never takes. A `__class__` that says otherwise is no way out: the argument parser of torch
+believes it and crashes. So the names are shadowed where the forwards look them up.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from optimizer._proxy import Attribute, Value
+from optimizer._source import NOT_USER_CODE
+
+_A_TENSOR = torch.empty(0)
+
+
+@contextmanager
+def answering_isinstance(root: nn.Module, is_tensor: Callable[[fx.Node], bool]) -> Iterator[None]:
+    """Answer isinstance() and torch.is_tensor() for traced values in the code of `root`."""
+
+    def answer(value: Any, kinds: Any) -> bool:
+        if not isinstance(value, fx.Proxy) or isinstance(value, kinds):
+            return isinstance(value, kinds)
+        if isinstance(value, Attribute):
+            return isinstance(value.tensor, kinds)
+        if isinstance(value, Value) and is_tensor(value.node):
+            return isinstance(_A_TENSOR, kinds)
+        raise value.tracer.fail("it asks for the type of an intermediate value")  # type: ignore[attr-defined]
+
+    spaces = {id(space): space for module in root.modules() for space in _namespaces(module)}
+    shadowed = [space for space in spaces.values() if "isinstance" not in space]
+    is_tensor_of_torch = torch.is_tensor
+    for space in shadowed:
+        space["isinstance"] = answer
+    torch.is_tensor = lambda value: answer(value, torch.Tensor)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.is_tensor = is_tensor_of_torch
+        for space in shadowed:
+            del space["isinstance"]
+
+
+def _namespaces(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """The globals of a forward, and of what it decorates, unless they are torch's or ours."""
+    forward = type(module).forward
+    for function in (forward, inspect.unwrap(forward)):
+        space = getattr(function, "__globals__", {})
+        if space and not str(space.get("__file__", "")).startswith(NOT_USER_CODE):
+            yield space

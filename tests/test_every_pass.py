@@ -1,0 +1,199 @@
+"""What holds of every pass: a new one is held to it by being there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optimizer
+from optimizer._graph import callee
+from optimizer._guards import GUARDS
+from optimizer._registry import select
+from optimizer.testing import assert_equivalent, randomize, untouched
+
+PASSES = {each.name: each for each in optimizer.all_passes()}
+each_pass = pytest.mark.parametrize("name", PASSES)
+
+
+def example(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The pass's own example, with nothing left as its initialization made it."""
+    model, inputs = PASSES[name].apply.__globals__["example"]()
+    return randomize(model.to(dtype)), tuple(tensor.to(dtype) for tensor in inputs)
+
+
+def alone(name: str, model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    with untouched(model):
+        return optimizer.optimize(model, inputs, only=[name], check=None)
+
+
+def size(module: Any) -> int:
+    """The number of nodes but for the guards of the inputs."""
+    return sum(callee(node) not in GUARDS for node in module.graph.nodes)
+
+
+def test_the_passes_run_in_the_order_of_their_phases() -> None:
+    phases = [each.phase for each in PASSES.values()]
+
+    assert phases == sorted(phases, key=("simplify", "fold", "fuse").index)
+    assert len(PASSES) == len(optimizer.all_passes()) >= 6
+
+
+@each_pass
+def test_it_fires_on_its_own_example_and_keeps_the_answer(name: str) -> None:
+    model, inputs = example(name)
+
+    fast = alone(name, model, inputs)
+
+    assert set(fast.report.counts()) == {name}
+    assert_equivalent(model, fast, inputs, exact=PASSES[name].numerics == "exact")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_pass
+def test_it_keeps_its_promise_in_low_precision(name: str, dtype: torch.dtype) -> None:
+    model, inputs = example(name, dtype)
+
+    fast = alone(name, model, inputs)
+
+    assert set(fast.report.counts()) == {name}
+    if PASSES[name].numerics == "exact":
+        assert_equivalent(model, fast, inputs, exact=True)
+    optimizer.check(model, fast, inputs)
+
+
+@each_pass
+def test_its_example_comes_in_any_width(name: str) -> None:
+    model, inputs = PASSES[name].apply.__globals__["example"](32)
+
+    assert any(32 in tensor.shape for tensor in (*inputs, *model.parameters()))
+    assert set(alone(name, model, inputs).report.counts()) == {name}
+
+
+@each_pass
+def test_it_leaves_no_more_nodes_than_there_were(name: str) -> None:
+    model, inputs = example(name)
+
+    fast = alone(name, model, inputs)
+
+    assert size(fast) <= size(optimizer.capture(model, inputs))
+
+
+@each_pass
+def test_it_finds_nothing_to_do_the_second_time(name: str) -> None:
+    model, inputs = example(name)
+    fast = alone(name, model, inputs)
+
+    again = alone(name, fast, inputs)
+
+    assert again.report.fired == ()
+    assert size(again) == size(fast)
+
+
+@each_pass
+def test_it_does_nothing_where_it_is_disabled(name: str) -> None:
+    model, inputs = example(name)
+
+    fast = optimizer.optimize(model, inputs, disable=[name], check=None)
+
+    assert name not in fast.report.counts()
+
+
+@each_pass
+def test_every_rewrite_is_reported_with_the_line_it_comes_from(name: str) -> None:
+    fast = alone(name, *example(name))
+
+    assert all(rewrite.node for rewrite in fast.report.fired)
+    assert {rewrite.name for rewrite in fast.report.fired} == {name}
+
+
+@each_pass
+def test_its_level_follows_from_its_numerics(name: str) -> None:
+    at_level_0 = {each.name for each in select(0, None, ())}
+    at_level_1 = {each.name for each in select(1, None, ())}
+
+    assert (name in at_level_0) == (PASSES[name].numerics == "exact")
+    assert name in at_level_1
+
+
+@each_pass
+def test_its_summary_is_one_sentence(name: str) -> None:
+    summary = PASSES[name].summary
+
+    assert re.fullmatch(r"[A-Z].*[^.\s]\.", summary)
+    assert not re.search(r"[.;!?]\s", summary)
+    assert len(summary) <= 100
+
+
+@each_pass
+def test_it_is_explained_with_its_equation_and_its_argument(name: str) -> None:
+    explanation = optimizer.explain(name)
+    module = PASSES[name].apply.__globals__["__doc__"]
+
+    assert module.strip() in explanation
+    assert PASSES[name].summary in explanation
+    assert PASSES[name].numerics in explanation
+    assert len((PASSES[name].apply.__doc__ or "").strip().splitlines()) > 2
+
+
+class OneOfEach(nn.Module):
+    """Something for every pass, where one pass makes work for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4, eps=0.125)
+        self.drop, self.skip = nn.Dropout(), nn.Identity()
+        self.linear, self.relu = nn.Linear(4, 4), nn.ReLU()
+        self.last, self.last_norm = nn.Linear(4, 5), nn.BatchNorm1d(5, eps=0.125)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.drop(self.conv(x)))
+        x = self.skip(x.transpose(1, 2)).transpose(2, 1)
+        x.exp()
+        x = self.relu(self.skip(self.linear(x.mean(-1))))
+        y = x.clone()
+        y[x > 1] = 0.5
+        return torch.relu(self.last_norm(self.last(y)))
+
+
+def subject() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return randomize(OneOfEach().double().eval()), (torch.randn(2, 3, 8).double(),)
+
+
+def test_all_together_leave_only_what_has_to_be_computed() -> None:
+    model, inputs = subject()
+
+    fast = optimizer.optimize(model, inputs)
+
+    called = [callee(node) or node.target for node in fast.graph.nodes if node.op[:4] == "call"]
+    assert set(fast.report.counts()) == set(PASSES)
+    assert len([each for each in called if each not in GUARDS]) == 6
+    assert_equivalent(model, fast, inputs)
+
+
+# Every nineteenth order of the passes, one call of optimize for each pass.
+@pytest.mark.parametrize("order", list(permutations(PASSES))[::19], ids="-".join)
+def test_any_order_gives_the_same_answer(order: tuple[str, ...]) -> None:
+    model, inputs = subject()
+
+    fast: nn.Module = model
+    for name in order:
+        fast = optimizer.optimize(fast, inputs, only=[name], check=None)
+
+    assert_equivalent(model, fast, inputs)
+
+
+def test_a_pass_cannot_do_without_an_argument_for_its_safety() -> None:
+    from optimizer._pass import whole_graph
+
+    def silent(graph: object) -> list[Any]:
+        return []
+
+    declare: Callable[..., Any] = whole_graph(numerics="exact", phase="simplify")
+    with pytest.raises(optimizer.PassError, match="silent has no docstring"):
+        declare(silent)

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 import optimizer
 from optimizer._module import Unchanged
-from tests.trap_models import TRAPS, Trap
+from tests.trap_models import Trap
+from tests.trap_models_capture import TRAPS
 
 
 @pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])

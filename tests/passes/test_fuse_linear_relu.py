@@ -181,11 +181,18 @@ def hooked() -> nn.Module:
     return linear
 
 
+def overridden() -> nn.Module:
+    linear = nn.Linear(3, 4)
+    linear.forward = lambda x: F.linear(x, linear.weight) - 1  # type: ignore[method-assign]
+    return linear
+
+
 @pytest.mark.parametrize(
     "build",
     [
         lambda: Doubled(3, 4),
         hooked,
+        overridden,
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)),
     ],
 )

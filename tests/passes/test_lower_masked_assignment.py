@@ -204,6 +204,13 @@ def copy_read_before(module: Any, x: Tensor) -> Any:
     return y, z, y is x
 
 
+def copy_written_before(module: Any, x: Tensor) -> Any:
+    y, mask = x.clone(), x > 0
+    y[0] = 5.0
+    y[mask] = 0.0
+    return y, mask
+
+
 def copy_kept(module: Any, x: Tensor) -> Any:
     y = x.clone()
     mask = y > 0
@@ -213,13 +220,20 @@ def copy_kept(module: Any, x: Tensor) -> Any:
 
 def transposed_copy(module: Any, x: Tensor) -> Any:
     y = x.t().clone(memory_format=torch.contiguous_format)
-    y[y > 0] = 0.0
-    return y
+    y[x.t().contiguous() > 0] = 0.0
+    return y, x
 
 
 @pytest.mark.parametrize(
     "forward",
-    [source_written_later, source_written_after, copy_read_before, copy_kept, transposed_copy],
+    [
+        source_written_later,
+        source_written_after,
+        copy_read_before,
+        copy_written_before,
+        copy_kept,
+        transposed_copy,
+    ],
 )
 def test_the_copy_is_saved_only_where_its_source_stays_the_same(
     forward: Callable[..., Any],
@@ -319,6 +333,9 @@ REFUSALS: dict[str, tuple[Callable[..., Any], torch.dtype, str]] = {
     "a number into booleans": (assigned(3, lambda y: y), torch.bool, CAST),
     "a number into complex ones": (
         assigned(2.0, lambda y: y.real > 0), torch.complex128, CAST,
+    ),
+    "an integer into complex ones": (
+        assigned(2, lambda y: y.real > 0), torch.complex128, CAST,
     ),
     "a number beyond float16": (assigned(1e5), torch.float16, CAST),
     "two devices": (two_devices, torch.float64, "the tensors may live on different devices"),

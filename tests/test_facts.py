@@ -1,0 +1,311 @@
+"""What the facts must know for no rewrite to rest on a guess, one case for each way to be wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+
+import optimizer
+
+ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
+torch.fx.wrap("noted")
+torch.fx.wrap("first_if_alone")
+
+NOTES: list[int] = []
+
+
+def noted(x: Tensor) -> Tensor:
+    NOTES.append(1)
+    return x * 2
+
+
+def first_if_alone(x: Tensor) -> Tensor:
+    return x[0] if x.shape[0] == 1 else x
+
+
+class Case(NamedTuple):
+    """A model, its example and later inputs, and words of the only refusal, if there is one."""
+
+    build: Callable[[], nn.Module]
+    calls: tuple[tuple[Any, ...], ...]
+    refusal: str = ""
+
+
+class Layers(nn.Module):
+    """A linear layer with its BatchNorm, and whatever else a case needs."""
+
+    def __init__(self, function: Callable[..., Any], **members: Any) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4, eps=0.125)
+        self.conv, self.image_norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, eps=0.125)
+        for norm in (self.norm, self.image_norm):
+            nn.init.normal_(norm.running_mean)
+            nn.init.uniform_(norm.running_var, 0.5, 2.0)
+        self.register_buffer("kernel", torch.randn(4, 3, 3, 3))
+        self.function = function
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+class Unary(Layers):
+    def forward(self, x: Any) -> Any:
+        return self.function(self, x)
+
+
+class Binary(Layers):
+    def forward(self, x: Any, other: Any) -> Any:
+        return self.function(self, x, other)
+
+
+class Opaque(nn.Module):
+    """Runs a function where neither tracing nor meta tensors reach, for it reads a value."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any], *held: nn.Module) -> None:
+        super().__init__()
+        self.function, self.held = function, nn.ModuleList(held)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x) if float(x.sum()) > -1e9 else x
+
+
+class FirstIfAlone(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[0] if x.shape[0] == 1 else x
+
+
+class Log(nn.Module):
+    """Keeps a list, so that it is called as it is, and runs on meta tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)
+        return x * len(self.calls)
+
+
+def hooked_linear() -> nn.Module:
+    linear = nn.Linear(4, 4)
+    linear.register_forward_hook(lambda m, given, y: y[0] if y.shape[0] == 1 else y)
+    return linear
+
+
+def unary(
+    function: Callable[..., Any], refusal: str, *inputs: Any, **members: Callable[[], Any]
+) -> Case:
+    def build() -> nn.Module:
+        return Unary(function, **{name: make() for name, make in members.items()})
+
+    return Case(build, tuple((each,) for each in inputs or (ROWS, ROWS * 2)), refusal)
+
+
+def view_by_an_opaque_child(m: Any, x: Any) -> Any:
+    y = x * 2
+    view = m.child(y)
+    y[y < 0] = 0.0
+    return view
+
+
+def source_written_by_an_opaque_child(m: Any, x: Any) -> Any:
+    y, mask = x.clone(), x > 0
+    m.child(x)
+    y[mask] = 0.0
+    return y
+
+
+def row_number(m: Any, x: Any) -> Any:
+    y = x * 2
+    y[x.shape[0] - 1] = 0.0
+    return y
+
+
+def zeros_then_view(m: Any, x: Any) -> Any:
+    y = m.linear(x).relu()
+    view = y.transpose(0, 1)
+    view[view > 0.5] = 0.0
+    return view.transpose(0, 1), y
+
+
+def write_before(m: Any, x: Any) -> Any:
+    y, mask = x.clone(), x > 0
+    y[0] = 5.0
+    y[mask] = 0.0
+    return y
+
+
+def filled_cache(m: Any, x: Any, cache: Any) -> Any:
+    cache["x"] = x * 2
+    return x.exp()
+
+
+def longer_cache(m: Any, x: Any, cache: Any) -> Any:
+    cache.append(x * 2)
+    return x.exp()
+
+
+def masked_by_a_number(m: Any, x: Any, number: Any) -> Any:
+    y = x * number + 1
+    y[x < 0] = 0.0
+    return y
+
+
+SINGLE, SEVERAL = torch.randn(1, 4, 4), torch.randn(3, 4, 4)
+IN_CONTAINER = "of tensors inside the input 'x'"
+VARIES = "its rank depends on sizes"
+CASES: dict[str, Case] = {
+    "a view that only an opaque child knows of": unary(
+        view_by_an_opaque_child,
+        "would see the write",
+        child=lambda: Opaque(lambda m, y: y[:2]),
+    ),
+    "a copy whose source an opaque child writes": unary(
+        source_written_by_an_opaque_child, "", child=lambda: Opaque(lambda m, x: x.add_(1.0))
+    ),
+    "a copy that was written before": unary(write_before, ""),
+    "a view of what a pass replaced": unary(zeros_then_view, "would see the write"),
+    "a row number": unary(row_number, "is not a tensor"),
+    "a rank that an opaque child may change": unary(
+        lambda m, x: m.norm(m.linear(m.child(x))), VARIES, SINGLE, SEVERAL, child=FirstIfAlone
+    ),
+    "a rank that a wrapped function may change": unary(
+        lambda m, x: m.norm(m.linear(first_if_alone(x))), VARIES, SINGLE, SEVERAL
+    ),
+    "a rank that a hook may change": unary(
+        lambda m, x: m.norm(m.linear(m.child(x))),
+        "has no known shape",
+        *(SINGLE, SEVERAL),
+        child=hooked_linear,
+    ),
+    "a rank inside a dict": unary(
+        lambda m, x: m.norm(m.linear(x["x"])), IN_CONTAINER, {"x": ROWS}, {"x": SEVERAL}
+    ),
+    "a rank inside a list": unary(
+        lambda m, x: m.norm(m.linear(x[0])) + x[1], IN_CONTAINER, [ROWS, ROWS], [SEVERAL, SEVERAL]
+    ),
+    "a dict that is filled": Case(
+        lambda: Binary(filled_cache), ((ROWS, {}), (ROWS, {"x": ROWS})), ""
+    ),
+    "a list that is appended to": Case(
+        lambda: Binary(longer_cache), ((ROWS, []), (ROWS, [ROWS])), ""
+    ),
+    "a number among the inputs": Case(
+        lambda: Binary(masked_by_a_number), ((ROWS, 2), (ROWS * 2, -3)), ""
+    ),
+    "a buffer for a weight, written before": unary(
+        lambda m, x: (m.kernel.mul_(2), m.image_norm(F.conv2d(x, m.kernel)))[1],
+        "",
+        torch.randn(2, 3, 5, 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("example", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_the_answer_is_right_at_later_calls_too(name: str, example: bool) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.build().eval()
+    eager = copy.deepcopy(model)
+
+    fast = optimizer.optimize(model, copy.deepcopy(case.calls[0]) if example else None, check=None)
+
+    for call in case.calls:
+        one, other = copy.deepcopy(call), copy.deepcopy(call)
+        with torch.no_grad():
+            expected, actual = (eager(*one), one), (fast(*other), other)
+        assert pytree.tree_structure(actual) == pytree.tree_structure(expected)
+        torch.testing.assert_close(pytree.tree_leaves(actual), pytree.tree_leaves(expected))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.refusal])
+def test_the_report_says_what_is_not_known(name: str) -> None:
+    case = CASES[name]
+
+    fast = optimizer.optimize(case.build().eval(), copy.deepcopy(case.calls[0]), check=None)
+
+    assert any(case.refusal in refused.reason for refused in fast.report.refused)
+
+
+def test_a_layer_that_an_opaque_child_may_write_is_not_folded() -> None:
+    model = (
+        Unary(lambda m, x: (m.child(x), m.image_norm(m.conv(x)))[1]).eval().requires_grad_(False)
+    )
+    model.child = Opaque(lambda m, x: m.held[0].weight.mul_(2.0), model.conv)
+    eager, x = copy.deepcopy(model), torch.randn(2, 3, 5, 5)
+
+    fast = optimizer.optimize(model, x, check=None)
+
+    assert [refused.reason for refused in fast.report.refused] == [
+        "the forward writes their tensors"
+    ]
+    torch.testing.assert_close(fast(x), eager(x))
+
+
+def test_a_tensor_made_on_another_default_device_counts() -> None:
+    def masked(m: Any, x: Any) -> Any:
+        y, other = x * 2, torch.zeros(x.shape[0])
+        y[x > 0] = 0.0
+        return y + other.numel()
+
+    with torch.device("meta"):
+        fast = optimizer.optimize(Unary(masked).to_empty(device="cpu").eval(), ROWS, check=None)
+
+    assert [refused.reason for refused in fast.report.refused] == [
+        "the tensors may live on different devices"
+    ]
+
+
+def dead(function: Callable[..., Any], **members: Any) -> nn.Module:
+    return Unary(lambda m, x: (function(m, x), x.exp())[1], **members).eval()
+
+
+class Scaled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        NOTES.append(1)
+        return weight * 2
+
+
+def parametrized() -> nn.Module:
+    linear = nn.Linear(4, 4)
+    parametrize.register_parametrization(linear, "weight", Scaled())
+    return linear
+
+
+DEAD: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
+    "a wrapped function": (lambda m, x: noted(x), nn.Identity),
+    "a parametrization": (lambda m, x: m.child(x), parametrized),
+}
+
+
+@pytest.mark.parametrize("name", DEAD)
+def test_python_code_of_unknown_effect_runs_though_nobody_reads_its_value(name: str) -> None:
+    function, make = DEAD[name]
+    fast = optimizer.optimize(dead(function, child=make()), ROWS, check=None)
+    NOTES.clear()
+
+    fast(ROWS)
+
+    assert NOTES == [1]
+
+
+def test_a_child_that_keeps_a_list_is_called_though_nobody_reads_its_value() -> None:
+    model = dead(lambda m, x: m.child(x), child=Log())
+    fast = optimizer.optimize(model, ROWS, check=None)
+
+    fast(ROWS)
+    fast(ROWS)
+
+    assert fast.child.calls == [1, 1]
+    assert model.child.calls == []

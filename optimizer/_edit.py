@@ -17,23 +17,43 @@ def insert_function(before: fx.Node, target: Callable[..., Any], args: tuple[Any
         return _described(before.graph.call_function(target, args), before)
 
 
-def insert_module(before: fx.Node, module: nn.Module, args: tuple[Any, ...], stem: str) -> fx.Node:
-    """Call a new module just before a node, under a fresh name close to `stem`."""
+def insert_module(
+    before: fx.Node,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    stem: str,
+    *,
+    like: fx.Node | None = None,
+) -> fx.Node:
+    """Call a new module just before a node, under a fresh name close to `stem`.
+
+    Args:
+        before: where to insert the call.
+        module: what to call.
+        args: its positional arguments.
+        stem: a name, made fresh if it is taken.
+        like: a node whose result has the same shape, dtype and strides, if there is one; else
+            the call is run on meta tensors to find out.
+    """
     name = fresh_name(owner(before), stem)
     owner(before).add_submodule(name, module)
-    return insert_call(before, name, args)
+    return insert_call(before, name, args, like=like)
 
 
-def insert_call(before: fx.Node, name: str, args: tuple[Any, ...]) -> fx.Node:
+def insert_call(
+    before: fx.Node, name: str, args: tuple[Any, ...], *, like: fx.Node | None = None
+) -> fx.Node:
     """Call the module that the graph's owner has under `name`, just before a node."""
     with before.graph.inserting_before(before):
-        return _described(before.graph.call_module(name, args), before)
+        return _described(before.graph.call_module(name, args), before, like)
 
 
-def _described(node: fx.Node, origin: fx.Node) -> fx.Node:
+def _described(node: fx.Node, origin: fx.Node, like: fx.Node | None = None) -> fx.Node:
     node.meta.update(new=True, source=origin.meta.get("source", ""))
     facts = facts_of(node.graph)
-    if facts is not None:
+    if facts is not None and like is not None:
+        facts.copy(like, node)
+    elif facts is not None:
         facts.evaluate(node)
     return node
 

@@ -146,11 +146,25 @@ class Facts:
             module = module_of(node)
             if not is_plain(module):
                 raise Unobserved("it has hooks or parametrizations, which are left alone")
-            known = known_result(module, *args) if not kwargs else None
-            return self.to_meta(module)(*args, **kwargs) if known is None else known
+            return self._call_module(module, args, kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs) if callable(node.target) else args
+
+    def _call_module(self, module: Any, args: Any, kwargs: Any) -> Any:
+        known = known_result(module, *args) if not kwargs else None
+        if known is not None:
+            return known
+        if type(module) is nn.ReLU and module.inplace and len(args) == 1 and not kwargs:
+            self._effects.writes |= storages_in(args)  # its meta kernel is slow
+            return args[0]
+        if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and len(args) == 1 and not kwargs:
+            return module._conv_forward(args[0], *self.to_meta((module.weight, module.bias)))
+        return self.to_meta(module)(*args, **kwargs)
+
+    def copy(self, node: fx.Node, other: fx.Node) -> None:
+        """Record for another node what is known of this one."""
+        self._record(other, node.meta["fact"])
 
     def stand_in(self, node: fx.Node, replacement: fx.Node) -> None:
         """Let a replacement hold the storages of the node that it replaces.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -61,11 +62,13 @@ def _call_folded(layer: fx.Node, norm: fx.Node, linear: Any, bn: Any) -> fx.Node
     folded_pairs = owner(layer).meta.setdefault("folded_pairs", {})
     pair = (layer.target, norm.target)
     if pair in folded_pairs:
-        return insert_call(layer, folded_pairs[pair], layer.args)
+        return insert_call(layer, folded_pairs[pair], layer.args, like=layer)
     folded = fold(linear, bn)
-    finite = all(bool(torch.isfinite(tensor).all()) for tensor in folded.parameters())
-    require(finite, "the folded weights overflow")
-    node = insert_module(layer, folded, layer.args, f"{layer.target}_folded".replace(".", "_"))
+    # In float64 a sum of finite numbers is finite, and one that is not makes the sum so.
+    sums = [_on_float64_device(tensor).sum(dtype=torch.float64) for tensor in folded.parameters()]
+    require(all(math.isfinite(each) for each in sums), "the folded weights overflow")
+    stem = f"{layer.target}_folded".replace(".", "_")
+    node = insert_module(layer, folded, layer.args, stem, like=layer)
     folded_pairs[pair] = node.target
     return node
 
@@ -86,9 +89,12 @@ def fold(layer: Any, bn: Any) -> Any:
     return folded
 
 
+def _on_float64_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu() if tensor.is_mps else tensor  # MPS has no float64
+
+
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    device = "cpu" if tensor.device.type == "mps" else tensor.device  # MPS has no float64
-    return tensor.to(device, torch.float64)
+    return _on_float64_device(tensor).double()
 
 
 def _parameter_like(weight: torch.Tensor, value: torch.Tensor) -> nn.Parameter:

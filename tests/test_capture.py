@@ -7,6 +7,7 @@ import copy
 import functools
 import random
 from collections.abc import Callable
+from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
@@ -253,7 +254,9 @@ CAPTURED: dict[str, Case] = {
     "isinstance under a decorator": unary(kept_for_gradients(asked_for_its_type)),
     "a vector for a weight": unary(lambda m, x: F.linear(x, m.scale)),
     "axes that are computed": unary(lambda m, x: x.permute(x.dim() - 1, 0).permute(1, 0)),
-    ".T of three axes": unary(lambda m, x: x.permute(0, 2, 1).mT, "", torch.randn(2, 3, 4)),
+    "axes in a list that is given": unary(
+        lambda m, x: x[0].permute(x[1]), "", (torch.randn(2, 3, 4), [2, 0, 1])
+    ),
     "statistics of the batch": unary(
         lambda m, x: F.batch_norm(m.linear(x), m.flag, m.scale.detach(), training=True)
     ),
@@ -345,3 +348,55 @@ def test_a_parameter_that_is_written_is_not_the_callers(check: Any) -> None:
     assert torch.equal(model.scale, torch.full((4,), 2.0))
     assert torch.equal(results[0], ROWS * 4)
     assert torch.equal(results[1], ROWS * 8)
+
+
+def test_a_batch_norm_function_keeps_to_the_rank_it_was_captured_with() -> None:
+    model = Model(lambda m, x: F.batch_norm(x, m.mean, m.var), mean=nn.Buffer(torch.ones(4)))
+    model.var = nn.Buffer(torch.full((4,), 2.0))
+
+    fast = optimizer.optimize(model.eval(), ROWS, check=None)
+
+    torch.testing.assert_close(fast(ROWS[:2]), model(ROWS[:2]))
+    with pytest.raises(optimizer.InputError, match="2 dimensions and got 4"):
+        fast(torch.ones(2, 4, 3, 3))
+
+
+@pytest.mark.parametrize(("flag", "other"), [(True, 1), (False, 0), (None, False)])
+def test_an_equal_argument_of_another_type_is_another_argument(flag: Any, other: Any) -> None:
+    class Flagged(nn.Module):
+        def forward(self, x: Tensor, flag: Any) -> Tensor:
+            return x * 2 if flag is None or flag is True else x * 3
+
+    fast = optimizer.optimize(Flagged().eval(), (ROWS, flag), check=None)
+
+    assert torch.equal(fast(ROWS, flag), Flagged()(ROWS, flag))
+    with pytest.raises(optimizer.InputError, match=f"optimized for flag={flag}"):
+        fast(ROWS, other)
+
+
+def test_other_threads_do_not_notice_that_a_model_is_traced() -> None:
+    seen: list[Any] = []
+
+    def spawning(m: Any, x: Any) -> Any:
+        thread = Thread(target=lambda: seen.append((m.linear(ROWS), m.linear.weight)))
+        thread.start()
+        thread.join()
+        return m.linear(x)
+
+    model = Model(spawning).eval()
+
+    fast = optimizer.optimize(model, ROWS, check=None)
+
+    assert all(isinstance(tensor, Tensor) for pair in seen for tensor in pair)
+    torch.testing.assert_close(seen[0], (model.linear(ROWS), model.linear.weight))
+    assert sum(node.op == "call_module" for node in fast.graph.nodes) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The use of `x.T` on tensors of dimension other than 2")
+def test_T_of_three_axes_reverses_them() -> None:  # noqa: N802 - it is called T
+    model, x = Model(lambda m, x: x.T.exp()).eval(), torch.randn(2, 3, 4)
+
+    fast = optimizer.optimize(model, x)
+
+    assert isinstance(fast, optimizer.OptimizedModule)
+    assert torch.equal(fast(x), model(x))

@@ -253,6 +253,15 @@ def test_a_layer_that_an_opaque_child_may_write_is_not_folded() -> None:
     torch.testing.assert_close(fast(x), eager(x))
 
 
+def test_what_a_refused_rewrite_asked_binds_nobody() -> None:
+    model = Unary(lambda m, x: m.norm(m.linear(x)) + m.linear(-x).relu()).eval()
+
+    fast = optimizer.optimize(model, SEVERAL, check=None)
+
+    assert set(fast.report.counts()) == {"fuse_linear_relu"}
+    torch.testing.assert_close(fast(ROWS), model(ROWS))
+
+
 def test_a_tensor_made_on_another_default_device_counts() -> None:
     def masked(m: Any, x: Any) -> Any:
         y, other = x * 2, torch.zeros(x.shape[0])

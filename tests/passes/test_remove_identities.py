@@ -113,6 +113,17 @@ def test_removes_stochastic_depth(mode: str) -> None:
     assert_equivalent(model, fast, inputs, exact=True)
 
 
+def test_stochastic_depth_in_training_mode_stays() -> None:
+    model = nn.Sequential(import_torchvision().ops.StochasticDepth(0.5, "row"), nn.ReLU()).eval()
+    model[0].train()
+    inputs = inputs_like([(16, 3)], "random", 0)
+
+    fast = optimized(model, *inputs)
+
+    assert fast.report.fired == ()
+    assert_equivalent(model, fast, inputs, exact=True)
+
+
 def test_a_run_of_many_vanishes() -> None:
     layers = [build() for _ in range(5) for build in (nn.Identity, nn.Dropout, nn.AlphaDropout)]
     model = nn.Sequential(*layers).eval()

@@ -400,3 +400,16 @@ def test_T_of_three_axes_reverses_them() -> None:  # noqa: N802 - it is called T
 
     assert isinstance(fast, optimizer.OptimizedModule)
     assert torch.equal(fast(x), model(x))
+
+
+def test_a_hook_of_a_child_runs_at_each_call() -> None:
+    calls: list[int] = []
+    model = Model(lambda m, x: m.child(m.linear(x)), child=Shift()).eval()
+    model.child.register_forward_hook(lambda m, given, y: y * len(calls.append(1) or calls))
+
+    fast = optimizer.optimize(model, ROWS, check=None)
+    calls.clear()
+    first, second = fast(ROWS), fast(ROWS)
+
+    assert isinstance(fast, optimizer.OptimizedModule)
+    torch.testing.assert_close(second, 2 * first)

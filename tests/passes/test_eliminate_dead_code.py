@@ -158,3 +158,17 @@ def test_an_argument_that_is_not_read_stays_an_argument() -> None:
     assert_equivalent(Ignores(), fast, inputs, exact=True)
     with pytest.raises(TypeError):
         fast(inputs[0])
+
+
+def test_a_set_that_is_given_is_added_to_though_tensors_have_an_add_too() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: Tensor, seen: set[int]) -> Tensor:
+            seen.add(7)
+            return x.exp()
+
+    seen: set[int] = set()
+    fast = optimizer.optimize(Adds().eval(), (torch.ones(2), {1}), only=[NAME], check=None)
+
+    fast(torch.ones(2), seen)
+
+    assert seen == {7}

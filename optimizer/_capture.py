@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx, nn
 
@@ -9,6 +11,7 @@ from optimizer._copy import structural_copy
 from optimizer._errors import CaptureError
 from optimizer._graph import clean, is_plain
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
+from optimizer._none_tests import tests_for_none
 from optimizer._observation import Fact, Facts, storages_in
 from optimizer._spelling import spell
 from optimizer._state import python_state, random_fingerprint, random_state_kept
@@ -28,7 +31,9 @@ def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx
         CaptureError: the model's own forward cannot be recorded; the message says why.
     """
     call = None if example_inputs is None else as_call(example_inputs)
-    return capture_call(require_module(model), call)
+    module = capture_call(require_module(model), call)
+    clean(module)
+    return module
 
 
 def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
@@ -39,7 +44,7 @@ def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
             module = _captured(model, call, record_factories=True)
         _require(not _writes_a_constant(module), "it writes a tensor that it makes itself")
         spell(module)
-        clean(module)
+        module.graph.lint()
     except CaptureError:
         raise
     except Exception as error:  # whatever a user's forward does with traced values
@@ -56,6 +61,7 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
     module = fx.GraphModule(copied, graph, type(model).__name__)
     if call is not None:
         _observe(module, call)
+        _require(not _hides_none(module, copied), "it may test a value inside it that is None")
         _own_what_is_written(module)
     return module
 
@@ -63,22 +69,35 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
 def _trace(
     model: nn.Module, call: Call | None, *, record_factories: bool
 ) -> tuple[nn.Module, fx.Graph]:
-    """Trace a copy; where a submodule keeps state in Python, once more around it."""
+    """Trace a copy; once more around each submodule that turns out not to let it."""
     opaque: frozenset[str] = frozenset()
     while True:
+        tracer = Tracer(call, opaque, record_factories=record_factories)
         copied = structural_copy(model)
         _require(is_plain(copied), "the model itself has hooks, parametrizations or a __call__")
-        before, drawn = python_state(copied), random_fingerprint()
-        with random_state_kept(), torch.enable_grad():
-            tracer = Tracer(call, opaque, record_factories=record_factories)
-            graph = tracer.trace(copied)
-            _require(random_fingerprint() == drawn, "it draws or seeds random numbers in Python")
+        before = python_state(copied)
+        try:
+            graph = _recorded(tracer, copied)
+        except CaptureError:
+            if tracer.opaque == opaque:
+                raise
+            opaque = tracer.opaque
+            continue
         after = python_state(copied)
         stateful = {name for name, state in before.items() if after.get(name) != state}
-        if "" in stateful or stateful <= opaque:
-            _require(not stateful, "its forward keeps state in attributes of the model")
+        if not stateful:
             return copied, graph
+        known = "" in stateful or stateful <= opaque
+        _require(not known, "its forward keeps state in attributes of the model")
         opaque |= stateful
+
+
+def _recorded(tracer: Tracer, model: nn.Module) -> fx.Graph:
+    with random_state_kept(), torch.enable_grad():
+        drawn = random_fingerprint()
+        graph = tracer.trace(model)
+        _require(random_fingerprint() == drawn, "it draws or seeds random numbers in Python")
+    return graph
 
 
 def _require(condition: bool, reason: str) -> None:
@@ -99,6 +118,13 @@ def _writes_a_constant(module: fx.GraphModule) -> bool:
     output: Fact = next(iter(reversed(nodes))).meta["fact"]
     lasting = facts.writes | output.storages | output.writes
     return any(not lasting.isdisjoint(node.meta["fact"].storages) for node in made)
+
+
+def _hides_none(module: fx.GraphModule, model: nn.Module) -> bool:
+    """Whether an opaque call gave a None, and the model's code may have looked for one."""
+    given = [n for n in module.graph.nodes if n.op == "call_module" or n.target is operator.getitem]
+    facts: list[Fact] = [node.meta["fact"] for node in given]
+    return any(f.value is None and not f.error for f in facts) and tests_for_none(model)
 
 
 def _own_what_is_written(module: fx.GraphModule) -> None:

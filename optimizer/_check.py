@@ -17,6 +17,7 @@ from optimizer._device import device_of
 from optimizer._errors import CaptureError, DeviceError, EquivalenceError, InputError
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
 from optimizer._state import random_state_kept
+from optimizer._trees import map_tensors, tensors_in
 
 # Largest difference, relative to the largest value of the output, that passes without a
 # second look. Rounding in a deep network stays a hundredfold below; a wrong formula does not.
@@ -67,8 +68,7 @@ def answer(module: nn.Module, call: Call, *, share: bool = False) -> Answer:
 
 @contextmanager
 def _seeded(call: Call) -> Iterator[None]:
-    tensors = (leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor))
-    with random_state_kept(), device_of(tensors).keep_random_state():
+    with random_state_kept(), device_of(tensors_in(call)).keep_random_state():
         torch.manual_seed(0)
         yield
 
@@ -227,8 +227,7 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        kept = pytree.tree_map_only(torch.Tensor, torch.clone, value)
-        self.values[n.meta.get("stands_for", n.name)] = kept
+        self.values[n.meta.get("stands_for", n.name)] = map_tensors(torch.clone, value)
         return value
 
 

@@ -127,8 +127,10 @@ def on_one_device(graph: fx.Graph) -> bool:
 
 def is_written(node: fx.Node) -> bool:
     """Whether any node writes the tensors of the module that this one calls."""
-    tensors = list(tensors_of(module_of(node)))
     facts = facts_of(node.graph)
+    if facts is not None and facts.writes.isdisjoint(facts.external):
+        return False
+    tensors = list(tensors_of(module_of(node)))
     if facts is not None:
         return not facts.writes.isdisjoint(storages_in(facts.to_meta(tensors)))
     read = (n for n in node.graph.nodes if n.op == "get_attr")

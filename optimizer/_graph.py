@@ -34,7 +34,10 @@ def attribute(root: nn.Module, path: str) -> Any:
 def module_of(node: fx.Node) -> Any:
     """The module that a call_module node calls (typed Any: a pattern has fixed its class)."""
     assert node.op == "call_module", node.op
-    return owner(node).get_submodule(str(node.target))
+    module: Any = owner(node)
+    for name in str(node.target).split("."):
+        module = module._modules[name]
+    return module
 
 
 def callee(node: fx.Node) -> Any:
@@ -53,17 +56,18 @@ def is_plain(module: nn.Module) -> bool:
     Hooks and parametrizations run code of their own, and so does a forward that was set on
     the instance or a `__call__` of the class: none may be matched as the class they decorate.
     """
-    hooked = any(getattr(module, name, None) for name in _HOOKS)
+    held = vars(module)
+    hooked = any(held.get(name) for name in _HOOKS)
     parametrized = "parametrizations" in module._modules
-    return not (hooked or parametrized or "forward" in vars(module) or overrides_call(module))
+    return not (hooked or parametrized or "forward" in held or overrides_call(type(module)))
 
 
-def overrides_call(module: nn.Module) -> bool:
+def overrides_call(kind: type[nn.Module]) -> bool:
     """Whether a class that is not torch's has a `__call__` of its own."""
-    return any(
-        "__call__" in vars(kind) and not kind.__module__.startswith("torch.")
-        for kind in type(module).__mro__
-        if issubclass(kind, nn.Module)
+    return kind.__call__ is not nn.Module.__call__ and any(
+        "__call__" in vars(base) and not base.__module__.startswith("torch.")
+        for base in kind.__mro__
+        if issubclass(base, nn.Module)
     )
 
 

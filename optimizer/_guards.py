@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._pytree import tree_leaves
 
 from optimizer._errors import InputError
 
@@ -35,14 +36,19 @@ def expect_value(value: Any, expected: object, name: str) -> None:
 def expect_tensor(
     value: torch.Tensor, rank: int | None, dtype: torch.dtype | None, name: str
 ) -> None:
-    """Require the number of dimensions and the dtype that rewrites were proved for, if any.
+    """Require a tensor, with the rank and dtype that rewrites were proved for, if any.
 
     Raises:
-        InputError: `value` has others.
+        InputError: `value` is something else.
     """
     if has_torch_function((value,)):
         handle_torch_function(expect_tensor, (value,), value, rank, dtype, name)
         return
+    if not isinstance(value, torch.Tensor):
+        raise InputError(
+            f"this model was optimized for a tensor {name} and got {value!r}:"
+            " optimize it again with example inputs of that type."
+        )
     if rank is not None and value.dim() != rank:
         raise InputError(
             f"this model was optimized for {name} of {rank} dimensions and got {value.dim()}:"
@@ -55,4 +61,25 @@ def expect_tensor(
         )
 
 
-GUARDS = (expect_value, expect_tensor)
+def expect_given(value: Any, name: str) -> None:
+    """Require that nothing in an argument chooses another branch than a tensor does.
+
+    Raises:
+        InputError: there is a None, a flag or a string in `value`.
+    """
+    if has_torch_function((value,)):
+        handle_torch_function(expect_given, (value,), value, name)
+        return
+    if any(chooses_a_branch(leaf) for leaf in tree_leaves(value)):
+        raise InputError(
+            f"this model was optimized for an argument {name} that holds no None, flag or string:"
+            " optimize it again with example inputs that do."
+        )
+
+
+def chooses_a_branch(value: Any) -> bool:
+    """Whether the code of a model can test a value where tracing cannot see it."""
+    return value is None or isinstance(value, bool | str)
+
+
+GUARDS = (expect_value, expect_tensor, expect_given)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from optimizer._errors import InputError
+from optimizer._trees import map_tensors, tensors_in
 
 ExampleInputs: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -22,7 +22,7 @@ class Call(NamedTuple):
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         """The same call with every tensor in it replaced by `function(tensor)`."""
-        args, kwargs = pytree.tree_map_only(torch.Tensor, function, (self.args, self.kwargs))
+        args, kwargs = map_tensors(function, (self.args, self.kwargs))
         return Call(args, kwargs)
 
 
@@ -45,7 +45,7 @@ def as_call(example_inputs: ExampleInputs) -> Call:
 
 
 def _with_data(call: Call) -> Call:
-    if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(call)):
+    if any(tensor.is_meta for tensor in tensors_in(call)):
         raise InputError(
             "an example input is on the meta device and holds no data: pass a tensor that does."
         )

@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from optimizer._device import Device, device_of
 from optimizer._errors import InputError
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
+from optimizer._trees import tensors_in
 
 _WARMUP = 3
 _FEWEST_ROUNDS = 6  # of fewer, not even the whole range holds the median with 95 % confidence
@@ -166,9 +166,8 @@ def _require_at_least(fewest: int, **counts: int) -> None:
 
 
 def _device_of(call: Call, *modules: nn.Module) -> Device:
-    inputs = (leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor))
     weights = (tensor for module in modules for tensor in module.parameters())
-    return device_of(itertools.chain(inputs, weights))
+    return device_of(itertools.chain(tensors_in(call), weights))
 
 
 @contextlib.contextmanager

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer._copy import on_storage
 from optimizer._graph import attribute, is_plain, module_of, owner, tensors_of
 from optimizer._known_results import known_result
+from optimizer._trees import map_tensors, tensors_in
 from optimizer._vocabulary import FACTORIES
 
 
@@ -84,13 +84,16 @@ class Facts:
 
     def to_meta(self, value: Any) -> Any:
         """A copy of a tensor, a module or a pytree of them whose tensors hold no data."""
-        leaves = tensors_of(value) if isinstance(value, nn.Module) else pytree.tree_leaves(value)
-        for tensor in leaves:
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in self._meta:
-                self._remember(tensor)
         if isinstance(value, nn.Module):
+            for tensor in tensors_of(value):
+                self._to_meta(tensor)
             return copy.deepcopy(value, self._meta)
-        return pytree.tree_map_only(torch.Tensor, lambda t: self._meta[id(t)], value)
+        return map_tensors(self._to_meta, value)
+
+    def _to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._meta:
+            self._remember(tensor)
+        return self._meta[id(tensor)]  # type: ignore[no-any-return]
 
     def _remember(self, tensor: torch.Tensor) -> None:
         real = tensor.untyped_storage()
@@ -221,14 +224,13 @@ def _value(node: fx.Node) -> Any:
 
 def _snapshot(value: Any) -> tuple[Any, frozenset[int]]:
     """A result as it is now: later in-place changes of its shape are not seen through it."""
-    kept = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("meta"), value)
+    kept = map_tensors(lambda tensor: tensor.detach().to("meta"), value)
     return kept, frozenset(storages_in(value))
 
 
 def storages_in(value: Any) -> set[int]:
     """The identities of all storages that the tensors in a pytree are views of."""
-    leaves = pytree.tree_leaves(value)
-    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value)}
 
 
 def _devices_named_by(node: fx.Node) -> set[torch.device]:

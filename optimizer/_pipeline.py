@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 from optimizer._facts import Refused, facts_of, forget_asked, is_pure, rely_on_asked
-from optimizer._graph import clean, source_of
-from optimizer._guards import expect_tensor
+from optimizer._graph import arg, callee, source_of
+from optimizer._guards import expect_given, expect_tensor
 from optimizer._match import Captured
 from optimizer._pass import PHASES, Pass, Phase
 from optimizer._report import Refusal, Rewrite
@@ -58,7 +62,7 @@ class Pipeline:
             if not any(changed):
                 break
         _guard(self.module.graph)
-        clean(self.module)
+        self.module.graph.lint()
 
     def _phase(self, passes: Sequence[Pass], phase: Phase) -> bool:
         active = [each for each in passes if each.phase == phase]
@@ -127,15 +131,34 @@ def _erase(root: fx.Node) -> None:
 
 
 def _guard(graph: fx.Graph) -> None:
-    """Begin the graph with a check of each kind of fact that a rewrite relied on."""
-    facts = facts_of(graph)
-    if facts is None or not facts.relied:
-        return
+    """Begin the graph with a check of what a rewrite or a branch of the model relied on."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node in reversed(inputs):
-        value = node.meta["fact"].value
-        rank = value.dim() if ("rank", node) in facts.relied else None
-        dtype = value.dtype if ("dtype", node) in facts.relied else None
-        if rank is not None or dtype is not None:
+        guard = _guard_of(node)
+        if guard is not None:
             with graph.inserting_after(inputs[-1]):
-                graph.call_function(expect_tensor, (node, rank, dtype, node.name))
+                graph.call_function(*guard)
+
+
+def _guard_of(node: fx.Node) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+    facts = facts_of(node.graph)
+    value = node.meta["fact"].value if facts else None
+    tested = bool(node.meta.get("tested")) and _may_be_none(node)
+    if not facts or not isinstance(value, torch.Tensor):
+        return (expect_given, (node, node.name)) if tested else None
+    rank = value.dim() if ("rank", node) in facts.relied else None
+    dtype = value.dtype if ("dtype", node) in facts.relied else None
+    if rank is None and dtype is None and not tested:
+        return None
+    return expect_tensor, (node, rank, dtype, node.name)
+
+
+def _may_be_none(node: fx.Node) -> bool:
+    """Whether no reader of an input is sure to raise an error on None."""
+    return not any(arg(user, 0) is node and _needs_a_tensor(user) for user in node.users)
+
+
+def _needs_a_tensor(user: fx.Node) -> bool:
+    if user.op == "call_module":
+        return issubclass(callee(user) or object, (nn.Linear, _ConvNd, _NormBase))
+    return user.op == "call_method" or user.target is getattr

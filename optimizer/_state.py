@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
+_CONTAINERS = frozenset((dict, OrderedDict, set, list, tuple))
+_BY_IDENTITY = (torch.Tensor, nn.Module, type)
 _DEPTH = 5
 
 
@@ -25,15 +27,27 @@ def python_state(model: nn.Module) -> dict[str, Any]:
     return {name: _state_of(module) for name, module in modules}
 
 
+def held(module: nn.Module) -> list[Any]:
+    """The objects that a module holds, to be compared by identity: a cheap look at its state."""
+    tables = (vars(module), module._parameters, module._buffers, module._modules)
+    return [value for table in tables for value in table.values()]
+
+
 def _state_of(module: nn.Module) -> dict[str, Any]:
-    held = {k: v for k, v in vars(module).items() if not k.startswith("_tensor_constant")}
-    return {name: _state(value, _DEPTH) for name, value in held.items()}
+    return {
+        name: _state(value, _DEPTH)
+        for name, value in vars(module).items()
+        if not name.startswith("_tensor_constant")
+    }
 
 
 def _state(value: Any, depth: int) -> Any:
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if depth == 0 or isinstance(value, torch.Tensor | nn.Module | type):
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind in _CONTAINERS and not value:
+        return kind
+    if depth == 0 or isinstance(value, _BY_IDENTITY):
         return id(value)
     if isinstance(value, dict):
         return [(_state(k, depth - 1), _state(v, depth - 1)) for k, v in value.items()]

@@ -9,6 +9,7 @@ three as what they are and binds the last to the example's value, behind a guard
 from __future__ import annotations
 
 import inspect
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,22 +18,22 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict
-from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_leaves
 
+from optimizer._constants import RecordConstants
 from optimizer._errors import CaptureError
 from optimizer._graph import is_plain, overrides_call
-from optimizer._guards import expect_value
+from optimizer._guards import chooses_a_branch, expect_value
 from optimizer._inputs import Call
 from optimizer._isinstance import answering_isinstance
+from optimizer._none_tests import tests_for_none
 from optimizer._proxy import Attribute, Value
 from optimizer._source import user_line
+from optimizer._state import held
 from optimizer._vocabulary import (
     CHANGES_SHAPE,
     FACTORIES,
-    METADATA,
     RANDOM,
-    READS_DATA,
     RETURN_A_TENSOR,
     writes,
 )
@@ -40,30 +41,6 @@ from optimizer._vocabulary import (
 # Tracing patches nn.Module for the whole process: two at once would undo each other's patches
 # in the wrong order.
 _TRACING = threading.RLock()
-
-
-class _RecordConstants(TorchFunctionMode):
-    """Record also what depends on no input: factories, random numbers, plain tensors."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
-        name = getattr(func, "__name__", "")
-        traced = any(isinstance(leaf, fx.Proxy) for leaf in leaves)
-        constant = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        if func in FACTORIES:
-            constant, traced = traced or self.tracer.records(func), False
-        if traced or not constant or name in METADATA or self.tracer.is_foreign_thread():
-            return func(*args, **kwargs)
-        if name in READS_DATA:
-            raise self.tracer.fail("it reads the value of a tensor")
-        if is_tensor_method_or_property(func):
-            return self.tracer.create_proxy("call_method", name, args, kwargs)
-        return self.tracer.create_proxy("call_function", func, args, kwargs)
 
 
 class Tracer(fx.Tracer):
@@ -97,12 +74,16 @@ class Tracer(fx.Tracer):
         self._names: dict[int, str] = {}
         self._tensors: set[fx.Node] = set()
         self._autocast = _autocast_state()
+        self._tests_for_none = False
+        self._held: dict[int, list[Any]] = {}
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self._names = {
             id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]
         }
-        with _TRACING, _RecordConstants(self), answering_isinstance(root, self.is_tensor):
+        self._tests_for_none = tests_for_none(root)
+        self._held = {id(module): held(module) for module in root.modules()}
+        with _TRACING, RecordConstants(self), answering_isinstance(root, self.is_tensor):
             graph = super().trace(root, concrete_args)
         if self.failure is not None:  # a try statement of the forward swallowed it
             raise self.failure
@@ -142,6 +123,8 @@ class Tracer(fx.Tracer):
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if kind == "call_method" and target in CHANGES_SHAPE:
             raise self.fail(f"it changes the shape of a tensor in place ({target})")
+        if kind == "call_module" and not self._is_as_it_was(target):
+            raise self.fail("it changes a submodule before it calls it")
         if target in (torch.autograd.grad, "backward", "requires_grad_"):
             raise self.fail("it uses autograd")
         if _autocast_state() != self._autocast:
@@ -151,6 +134,10 @@ class Tracer(fx.Tracer):
         node = super().create_node(kind, target, *args, **kwargs)
         node.meta["source"] = user_line()
         return node
+
+    def _is_as_it_was(self, name: str) -> bool:
+        pairs = ((held(m), self._held[id(m)]) for m in self.root.get_submodule(name).modules())
+        return all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in pairs)
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
@@ -180,7 +167,7 @@ class Tracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.is_foreign_thread():
             return forward(*args, **kwargs)
-        if overrides_call(m):
+        if overrides_call(type(m)):
             raise self.fail("it calls a module whose class has a __call__ of its own")
         last = next(iter(reversed(self.graph.nodes)))
         try:
@@ -191,6 +178,7 @@ class Tracer(fx.Tracer):
             pass
         self.failure = None
         name = self.path_of_module(m)
+        self.opaque |= {name}  # the next try does not begin it, and so leaves no half of it done
         self._forget_after(last)
         return self.create_proxy("call_module", name, args, kwargs)
 
@@ -230,12 +218,13 @@ class Tracer(fx.Tracer):
         default = (parameter.default,) if optional else ()
         proxy = self.create_proxy("placeholder", name, default, {})
         value = given.get(name, parameter.default)
-        if value is None or isinstance(value, bool | str):
+        if chooses_a_branch(value):
             self.create_proxy("call_function", expect_value, (proxy, value, name), {})
             return value
+        proxy.node.meta["tested"] = self._tests_for_none
         if isinstance(value, torch.Tensor):
             self._tensors.add(proxy.node)
-        elif any(leaf is None or isinstance(leaf, bool | str) for leaf in tree_leaves(value)):
+        elif any(map(chooses_a_branch, tree_leaves(value))):
             raise self.fail(f"'{name}' holds what may choose a branch")
         return proxy
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from optimizer._affine import fold, is_finite
 from optimizer._edit import insert_call, insert_module
 from optimizer._facts import is_written, rank
 from optimizer._graph import module_of, owner
@@ -64,52 +64,11 @@ def _call_folded(layer: fx.Node, norm: fx.Node, linear: Any, bn: Any) -> fx.Node
     if pair in folded_pairs:
         return insert_call(layer, folded_pairs[pair], layer.args, like=layer)
     folded = fold(linear, bn)
-    # In float64 a sum of finite numbers is finite, and one that is not makes the sum so.
-    sums = [_on_float64_device(tensor).sum(dtype=torch.float64) for tensor in folded.parameters()]
-    require(all(math.isfinite(each) for each in sums), "the folded weights overflow")
+    require(is_finite(folded), "the folded weights overflow")
     stem = f"{layer.target}_folded".replace(".", "_")
     node = insert_module(layer, folded, layer.args, stem, like=layer)
     folded_pairs[pair] = node.target
     return node
-
-
-@torch.no_grad()
-def fold(layer: Any, bn: Any) -> Any:
-    """A new layer that computes `bn(layer(x))`; neither argument is changed."""
-    weight, mean, variance = _wide(layer.weight), _wide(bn.running_mean), _wide(bn.running_var)
-    gain = torch.ones_like(mean) if bn.weight is None else _wide(bn.weight)
-    scale = gain / (variance + bn.eps).sqrt()
-    bias = -mean if layer.bias is None else _wide(layer.bias) - mean
-    bias = scale * bias if bn.bias is None else scale * bias + _wide(bn.bias)
-    weight = weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
-
-    folded = _shell(layer)
-    folded.weight = _parameter_like(layer.weight, weight)
-    folded.bias = _parameter_like(layer.weight, bias)
-    return folded
-
-
-def _on_float64_device(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu() if tensor.is_mps else tensor  # MPS has no float64
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return _on_float64_device(tensor).double()
-
-
-def _parameter_like(weight: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(value.to(weight.device, weight.dtype), weight.requires_grad)
-
-
-def _shell(layer: nn.Module) -> nn.Module:
-    """A module with the layer's settings and none of its tensors."""
-    shell = type(layer).__new__(type(layer))
-    nn.Module.__init__(shell)
-    settings = {k: v for k, v in vars(layer).items() if k not in vars(shell)}
-    vars(shell).update(settings, training=layer.training)
-    shell.register_parameter("weight", None)
-    shell.register_parameter("bias", None)
-    return shell
 
 
 def example(width: int = 8) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

@@ -50,7 +50,7 @@ def answering_isinstance(root: nn.Module, is_tensor: Callable[[fx.Node], bool]) 
 
 def _namespaces(module: nn.Module) -> Iterator[dict[str, Any]]:
     """The globals of a forward, and of what it decorates, unless they are torch's or ours."""
-    forward = type(module).forward
+    forward: Any = getattr(type(module), "forward", None)  # a scripted module has none
     for function in (forward, inspect.unwrap(forward)):
         space = getattr(function, "__globals__", {})
         if space and not str(space.get("__file__", "")).startswith(NOT_USER_CODE):

@@ -29,7 +29,7 @@ def tests_for_none(root: nn.Module) -> bool:
 
 
 def _asks(module: nn.Module) -> bool:
-    pending: list[Any] = [type(module).forward]
+    pending: list[Any] = [getattr(type(module), "forward", None)]  # a scripted one has none
     seen: set[int] = set()
     while pending:
         function = pending.pop()

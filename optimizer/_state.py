@@ -24,11 +24,14 @@ def python_state(model: nn.Module) -> dict[str, Any]:
     Containers and objects are looked into; tensors, modules and functions count by identity.
     """
     modules = model.named_modules()
-    return {name: _state_of(module) for name, module in modules}
+    scripted = torch.jit.ScriptModule
+    return {name: _state_of(m) for name, m in modules if not isinstance(m, scripted)}
 
 
 def held(module: nn.Module) -> list[Any]:
     """The objects that a module holds, to be compared by identity: a cheap look at its state."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return []  # its state is not Python's; asked for it, it makes new objects
     tables = (vars(module), module._parameters, module._buffers, module._modules)
     return [value for table in tables for value in table.values()]
 

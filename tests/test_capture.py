@@ -413,3 +413,15 @@ def test_a_hook_of_a_child_runs_at_each_call() -> None:
 
     assert isinstance(fast, optimizer.OptimizedModule)
     torch.testing.assert_close(second, 2 * first)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_scripted_child_is_called_as_it_is() -> None:
+    child = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval())
+    model = Model(lambda m, x: m.child(m.linear(x)))
+    model.child = child
+
+    fast = optimizer.optimize(model.eval(), ROWS)
+
+    assert isinstance(fast, optimizer.OptimizedModule)
+    torch.testing.assert_close(fast(ROWS), model(ROWS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -22,12 +23,36 @@ def known_result(module: Any, *args: Any) -> torch.Tensor | None:
     return value.new_empty(value.shape) if _keeps_shape(module, value) else None
 
 
+def known_sum(function: Any, *args: Any) -> torch.Tensor | None:
+    """The same for a sum, difference or product of two tensors that are alike."""
+    if function not in _ARITHMETIC or len(args) != 2:
+        return None
+    one, other = args
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return None
+    alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+    dense = one.is_contiguous() and other.is_contiguous() and one.dim() > 0
+    numbers = one.is_floating_point()
+    return one.new_empty(one.shape) if alike and dense and numbers else None
+
+
+def writes_its_input(module: Any) -> bool:
+    """Whether a layer is an activation that computes in place."""
+    return type(module) in _ACTIVATIONS and getattr(module, "inplace", False)
+
+
 def _keeps_shape(module: Any, value: torch.Tensor) -> bool:
-    if type(module) is nn.ReLU:
-        return not module.inplace
+    if type(module) in _ACTIVATIONS:
+        return value.is_floating_point() and not getattr(module, "inplace", False)
+    if type(module) is nn.LayerNorm:
+        normalized = value.shape[value.dim() - len(module.normalized_shape) :]
+        kept = module.weight is None or module.weight.dtype == value.dtype
+        return kept and normalized == module.normalized_shape and value.is_floating_point()
     if value.dim() not in _RANKS.get(type(module), ()) or module.training:
         return False
-    return bool(module.track_running_stats) and module.num_features == value.shape[1]
+    if module.running_var is None or module.running_var.dtype != value.dtype:
+        return False
+    return bool(module.num_features == value.shape[1])
 
 
 def _is_linear(module: Any) -> bool:
@@ -35,6 +60,10 @@ def _is_linear(module: Any) -> bool:
     return fused or type(module) is nn.Linear
 
 
+_ACTIVATIONS = (
+    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh,
+)  # fmt: skip
+_ARITHMETIC = frozenset((operator.add, operator.sub, operator.mul, torch.add, torch.mul))
 _RANKS: dict[type, tuple[int, ...]] = {
     nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer._copy import on_storage
 from optimizer._graph import attribute, is_plain, module_of, owner, tensors_of
-from optimizer._known_results import known_result
+from optimizer._known_results import known_result, known_sum, writes_its_input
 from optimizer._trees import map_tensors, tensors_in
 from optimizer._vocabulary import FACTORIES
 
@@ -152,13 +152,16 @@ class Facts:
             return self._call_module(module, args, kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs) if callable(node.target) else args
+        if not callable(node.target):
+            return args
+        known = None if kwargs else known_sum(node.target, *args)
+        return node.target(*args, **kwargs) if known is None else known
 
     def _call_module(self, module: Any, args: Any, kwargs: Any) -> Any:
         known = known_result(module, *args) if not kwargs else None
         if known is not None:
             return known
-        if type(module) is nn.ReLU and module.inplace and len(args) == 1 and not kwargs:
+        if writes_its_input(module) and len(args) == 1 and not kwargs:
             self._effects.writes |= storages_in(args)  # its meta kernel is slow
             return args[0]
         if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and len(args) == 1 and not kwargs:

@@ -1,0 +1,91 @@
+"""The shape rules that stand in for a run on meta tensors agree with a run, or say nothing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optimizer._known_results import known_result, known_sum, writes_its_input
+from optimizer.passes.fuse_linear_relu import LinearReLU
+
+ACTIVATIONS = (
+    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh,
+)  # fmt: skip
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    **{kind.__name__: kind for kind in ACTIVATIONS},
+    "in place": lambda: nn.ReLU(inplace=True),
+    "LayerNorm": lambda: nn.LayerNorm(4),
+    "LayerNorm of two": lambda: nn.LayerNorm((3, 4)),
+    "LayerNorm without weights": lambda: nn.LayerNorm(4, elementwise_affine=False),
+    "LayerNorm in float64": lambda: nn.LayerNorm(4).double(),
+    "Linear": lambda: nn.Linear(4, 5),
+    "LinearReLU": lambda: LinearReLU.of(nn.Linear(4, 5)),
+    "Linear in float64": lambda: nn.Linear(4, 5).double(),
+    "BatchNorm1d": lambda: nn.BatchNorm1d(3).eval(),
+    "BatchNorm2d": lambda: nn.BatchNorm2d(3).eval(),
+    "BatchNorm1d in training": lambda: nn.BatchNorm1d(3),
+    "BatchNorm1d without statistics": lambda: nn.BatchNorm1d(3, track_running_stats=False).eval(),
+}
+INPUTS: dict[str, Callable[[], Tensor]] = {
+    "a matrix": lambda: torch.randn(2, 4),
+    "rows": lambda: torch.randn(2, 3),
+    "three axes": lambda: torch.randn(2, 3, 4),
+    "an image": lambda: torch.randn(2, 3, 5, 4),
+    "a vector": lambda: torch.randn(4),
+    "a number": lambda: torch.tensor(1.0),
+    "nothing": lambda: torch.randn(0, 3, 4),
+    "transposed": lambda: torch.randn(4, 3, 2).transpose(0, 2),
+    "channels last": lambda: torch.randn(2, 3, 5, 4).to(memory_format=torch.channels_last),
+    "expanded": lambda: torch.randn(1, 3, 4).expand(2, 3, 4),
+    "integers": lambda: torch.ones(2, 3, 4, dtype=torch.int64),
+    "flags": lambda: torch.ones(2, 3, 4, dtype=torch.bool),
+    "float64": lambda: torch.randn(2, 3, 4, dtype=torch.float64),
+    "bfloat16": lambda: torch.randn(2, 3, 4, dtype=torch.bfloat16),
+    "complex": lambda: torch.randn(2, 3, 4, dtype=torch.complex64),
+}
+
+
+def agrees(known: Tensor | None, run: Callable[[], Any]) -> bool:
+    """Whether there is a rule, and then it must be right."""
+    if known is None:
+        return False
+    real = run()
+    assert known.is_meta
+    assert (known.shape, known.dtype, known.stride()) == (real.shape, real.dtype, real.stride())
+    return True
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_rule_for_a_layer_is_what_the_layer_gives(name: str, kind: str) -> None:
+    layer, value = LAYERS[name](), INPUTS[kind]()
+
+    ruled = agrees(known_result(layer, value.to("meta")), lambda: layer(value))
+
+    assert not (ruled and writes_its_input(layer))
+    assert ruled or not (kind == "three axes" and name in {kind.__name__ for kind in ACTIVATIONS})
+
+
+@pytest.mark.parametrize("other", INPUTS)
+@pytest.mark.parametrize("one", INPUTS)
+@pytest.mark.parametrize("function", [operator.add, torch.mul, operator.sub, torch.sub, torch.dot])
+def test_a_rule_for_a_sum_is_what_the_sum_gives(
+    function: Callable[..., Any], one: str, other: str
+) -> None:
+    values = INPUTS[one](), INPUTS[other]()
+
+    ruled = agrees(known_sum(function, *(v.to("meta") for v in values)), lambda: function(*values))
+
+    assert ruled or not (one == other == "an image" and function is torch.mul)
+
+
+def test_a_sum_with_a_number_or_of_three_has_no_rule() -> None:
+    value = torch.ones(2, 3, device="meta")
+
+    assert known_sum(torch.add, value, 1) is None
+    assert known_sum(torch.add, value, value, value) is None

@@ -50,6 +50,23 @@ def callee(node: fx.Node) -> Any:
     return type(module) if is_plain(module) else None
 
 
+def describe(node: fx.Node) -> str:
+    """What a node calls, or the input or attribute that it reads, as text."""
+    if node.op == "call_module":
+        return type(module_of(node)).__name__
+    if node.op == "call_method":
+        return f".{node.target}"
+    return node._pretty_print_target(node.target).replace("torch.nn.functional", "F")
+
+
+def shape_text(node: fx.Node) -> str:
+    """The shape of a node's value, as `2x3`; empty where it is not known or no tensor."""
+    value = getattr(node.meta.get("fact"), "value", None)
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return "x".join(map(str, value.shape)) or "scalar"
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether calling `module` runs the forward of its class and nothing else.
 

@@ -70,6 +70,14 @@ def spell(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
 
 
+def spelled(target: Any) -> Any:
+    """What a captured graph calls instead of a function, a module's class or a method's name."""
+    target = _METHODS.get(target, target)
+    target = _FUNCTIONS.get(target, target)
+    is_relu = target in _RELUS or target is nn.ReLU
+    return F.relu if is_relu else _DROPOUTS.get(target, target)
+
+
 def _call(node: fx.Node, target: Function, *args: Any) -> None:
     """Turn a node, in place, into a call of a function with positional arguments."""
     node.op, node.target = "call_function", target

@@ -1,0 +1,250 @@
+"""Verbs for people who rewrite graphs by hand: find, replace, insert, remove, decompose.
+
+They work on what `optimizer.capture` returns. A verb that takes a module gives back a new one,
+which shares its weights; one that takes a node edits the graph that the node is in. Either way
+the graph is checked and its code is generated. What passes are written with is here too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+from torch import fx, nn
+
+from optimizer._calls import insert_call, is_module_class, operands, take_place
+from optimizer._edit import insert_function, insert_module
+from optimizer._errors import InputError
+from optimizer._facts import Refused, dtype, rank
+from optimizer._graph import arg, callee, clean, describe, module_of, owner, shape_text
+from optimizer._match import call
+from optimizer._pass import Pass, require, rewrite, whole_graph
+from optimizer._replace import replace_matches
+from optimizer._spelling import spelled
+from optimizer._subgraph import inline, paths_of, record
+
+__all__ = [
+    "Pass", "Refused", "arg", "call", "decompose", "dtype", "find", "insert_after",
+    "insert_function", "insert_module", "module_of", "rank", "remove_node", "replace_op",
+    "replace_pattern", "require", "rewrite", "table", "whole_graph",
+]  # fmt: skip
+
+Target: TypeAlias = Callable[..., Any] | str  # a function, a module's class, a method's name
+
+
+def find(module: fx.GraphModule, target: Target | tuple[Target, ...]) -> list[fx.Node]:
+    """The calls of a function, of plain modules of a class, or of a method, in order.
+
+    Each spelling finds what the capture makes of it: `torch.relu`, `nn.ReLU` and `"relu"` find
+    the same. A node has its inputs in `all_input_nodes` and its readers in `users`.
+    """
+    named = target if isinstance(target, tuple) else (target,)
+    for each in named:
+        if isinstance(each, nn.Module) or not (callable(each) or isinstance(each, str)):
+            raise InputError(
+                f"{each!r} cannot be looked for: pass a function, a module's class or the name"
+                " of a method."
+            )
+    wanted = {spelled(each) for each in named}
+    return [node for node in _graph_of(module).nodes if _operation(node) in wanted]
+
+
+def table(nodes: fx.GraphModule | Iterable[fx.Node]) -> str:
+    """Nodes as text: what each calls, what it reads, who reads it, its shape where known."""
+    listed = nodes.graph.nodes if isinstance(nodes, fx.GraphModule) else nodes
+    rows = [("name", "calls", "reads", "read by", "shape")]
+    for node in listed:
+        reads = " ".join(each.name for each in node.all_input_nodes)
+        readers = " ".join(each.name for each in node.users)
+        rows.append((node.name, describe(node), reads, readers, shape_text(node)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def replace_op(
+    module: fx.GraphModule, target: Target | tuple[Target, ...], replacement: Target | nn.Module
+) -> fx.GraphModule:
+    """Call something else wherever `target` is called, as `find` finds it.
+
+    A function or method is given the arguments that differ from their defaults; a module, or a
+    new one of a class for each call, is given the values alone. What was done in place still is.
+
+    Raises:
+        InputError: the replacement does not take the arguments.
+    """
+    edited = _copy(module)
+    for node in find(edited, target):
+        args, kwargs = operands(node)
+        if isinstance(replacement, nn.Module) or is_module_class(replacement):
+            args, kwargs = tuple(node.all_input_nodes), {}
+        with node.graph.inserting_before(node):
+            value = insert_call(edited, replacement, args, kwargs)
+        take_place(node, value)
+    return _rebuilt(edited)
+
+
+def insert_after(
+    node: fx.Node,
+    target: Target | nn.Module,
+    *args: Any,
+    readers: Iterable[fx.Node] | None = None,
+    **kwargs: Any,
+) -> fx.Node:
+    """Call something on a node's value, and let the node's readers read the result instead.
+
+    Args:
+        node: whose value is the first argument.
+        target: a function, the name of a method, a module or the class of one.
+        args: further arguments.
+        readers: which of the readers; all if None.
+        kwargs: keyword arguments.
+
+    Raises:
+        InputError: `node` is the output, or an argument is computed later than it.
+    """
+    if node.op == "output":
+        raise InputError("nothing comes after the output: insert after the node that it returns.")
+    last = node
+    if node.op == "placeholder":
+        last = [each for each in node.graph.nodes if each.op == "placeholder"][-1]
+    given = [each for each in (*args, *kwargs.values()) if isinstance(each, fx.Node)]
+    if any(last < each for each in given):
+        raise InputError(f"an argument is computed after '{node.name}': insert after that one.")
+    reading = list(node.users if readers is None else readers)
+    with node.graph.inserting_after(last):
+        added = insert_call(owner(node), target, (node, *args), kwargs)
+    for reader in reading:
+        reader.replace_input_with(node, added)
+    _tidy(owner(node))
+    return added
+
+
+def remove_node(node: fx.Node, instead: fx.Node | None = None) -> fx.GraphModule:
+    """Erase a node; its readers read its input instead, or the node that is named.
+
+    Raises:
+        InputError: the node is an argument or the output of the model; or it is read, and there
+            is no one input that could be read in its place.
+    """
+    if node.op in ("placeholder", "output"):
+        raise InputError(f"'{node.name}' belongs to the model's signature: it cannot be removed.")
+    if node.users and instead is None:
+        if len(node.all_input_nodes) != 1:
+            names = ", ".join(each.name for each in node.all_input_nodes) or "nothing"
+            raise InputError(f"'{node.name}' reads {names}: name with instead= what to read now.")
+        instead = node.all_input_nodes[0]
+    if instead is not None:
+        if not instead < node:
+            raise InputError(f"'{instead.name}' is not computed before '{node.name}'.")
+        node.replace_all_uses_with(instead)
+    node.graph.erase_node(node)
+    return _tidy(owner(node))
+
+
+def decompose(module: fx.GraphModule, rules: Mapping[Target, Callable[..., Any]]) -> fx.GraphModule:
+    """Replace operations by what rules compute, until none is left that has a rule.
+
+    A rule is Python code on the values and on the arguments that differ from their defaults:
+    `{torch.relu: lambda x: (x > 0) * x}`. The rule of a module's class is given the module
+    first. What a rule calls may have a rule itself.
+
+    Raises:
+        CaptureError: a rule cannot be recorded.
+        InputError: a rule leads back to itself, or returns no single value.
+    """
+    edited = _copy(module)
+    named = {spelled(target): rule for target, rule in rules.items()}
+    inside: tuple[Any, ...] = ()  # the operations whose rules a node comes from
+    pending = [(node, inside) for node in edited.graph.nodes]
+    while pending:
+        node, inside = pending.pop()
+        operation = _operation(node)
+        if operation not in named:
+            continue
+        if operation in inside:
+            raise InputError(f"the rules never end: what replaces '{describe(node)}' calls it.")
+        pending += [(each, (*inside, operation)) for each in _expand(node, named[operation])]
+    return _rebuilt(edited)
+
+
+def replace_pattern(
+    module: fx.GraphModule,
+    pattern: nn.Module | Callable[..., Any],
+    replacement: nn.Module | Callable[..., Any],
+) -> fx.GraphModule:
+    """Replace what computes a pattern, keeping the weights of what was matched.
+
+    Args:
+        module: where to look.
+        pattern: a module or function that returns one value. Its modules match plain modules of
+            the same class; a value inside that is read elsewhere is no match.
+        replacement: of as many inputs as the pattern. A submodule or tensor of the pattern's
+            name *is* the one that was matched. Where the pattern has modules, it may be a
+            function too: its parameters name them, and it returns the module to call, or None
+            to leave this match alone.
+
+    Raises:
+        CaptureError: the pattern or the replacement cannot be recorded.
+        InputError: the replacement has no place for a tensor of the pattern.
+    """
+    edited = _copy(module)
+    replace_matches(edited, pattern, replacement)
+    return _rebuilt(edited)
+
+
+def _graph_of(module: object) -> fx.Graph:
+    if not isinstance(module, fx.GraphModule):
+        raise InputError(
+            f"module is of type {type(module).__name__}, no graph: pass optimizer.capture(model)."
+        )
+    return module.graph
+
+
+def _operation(node: fx.Node) -> Any:
+    return str(node.target) if node.op == "call_method" else callee(node)
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph = copy.deepcopy(_graph_of(module))
+    for node in graph.nodes:
+        node.meta.pop("fact", None)  # they would not hold after an edit
+    return fx.GraphModule(module, graph, type(module).__name__)
+
+
+def _rebuilt(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with only the modules that it calls."""
+    module.graph.lint()
+    return fx.GraphModule(module, module.graph, type(module).__name__)
+
+
+def _tidy(module: fx.GraphModule) -> fx.GraphModule:
+    module.meta.pop("facts", None)
+    for node in module.graph.nodes:
+        node.meta.pop("fact", None)
+    module.delete_all_unused_submodules()
+    clean(module)
+    return module
+
+
+def _expand(node: fx.Node, rule: Callable[..., Any]) -> list[fx.Node]:
+    """Put what a rule computes in the place of a node; returns the new nodes."""
+    args, kwargs = operands(node)
+    read = node.all_input_nodes
+    held = {"held": module_of(node)} if node.op == "call_module" else {}
+
+    def traced(*values: Any) -> Any:
+        given = dict(zip(read, values, strict=True))
+        filled = fx.node.map_arg((args, kwargs), given.__getitem__)
+        return rule(*held.values(), *filled[0], **filled[1])
+
+    traced.__name__ = f"the rule for {describe(node)}"
+    part = record(traced, [f"operand_{index}" for index in range(len(read))], held)
+    inner = [path for path in paths_of(part) if path.partition(".")[0] == "held"]
+    paths = {path: f"{node.target}{path.removeprefix('held')}" for path in inner}
+    value, added = inline(node, part, read, paths)
+    if not isinstance(value, fx.Node):
+        raise InputError(f"the rule for '{describe(node)}' has to return one value.")
+    take_place(node, value)
+    return added

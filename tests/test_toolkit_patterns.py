@@ -1,0 +1,310 @@
+"""Patterns that are replaced keep the weights of what they matched; errors say what to do."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import fuse_conv_bn_eval
+
+import optimizer
+from optimizer import CaptureError, InputError, toolkit
+from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
+
+Forward = Callable[[Any, Tensor], Any]
+
+
+class Layers(nn.Module):
+    """Runs a forward of a case over layers of its own."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, eps=0.125)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4, eps=0.5)
+        self.pool, self.pool3 = nn.MaxPool2d(2), nn.MaxPool2d(3)
+        self.relu, self.drop = nn.ReLU(), nn.Dropout(0.25)
+        self.function = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+X = inputs_like([(2, 3, 5, 5)], "random", 0)
+
+
+def model_of(forward: Forward) -> nn.Module:
+    return randomize(Layers(forward).double().eval())
+
+
+def captured(forward: Forward) -> Any:
+    return optimizer.capture(model_of(forward))
+
+
+def computes(module: nn.Module, forward: Forward) -> None:
+    """Assert that an edited module computes what another forward does, on any data."""
+    assert_equivalent(model_of(forward), module, X)
+
+
+class ConvNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x))
+
+
+class ConvOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+class NormFirst(ConvNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.bn(x))
+
+
+TWO_BLOCKS: Forward = lambda m, x: m.bn2(m.conv2(m.bn(m.conv(x)).relu()))  # noqa: E731
+
+
+def test_a_pattern_keeps_the_weights_of_what_it_matched() -> None:
+    module = captured(TWO_BLOCKS)
+
+    edited = toolkit.replace_pattern(module, ConvNorm(), fuse_conv_bn_eval_of)
+
+    assert toolkit.find(edited, nn.BatchNorm2d) == []
+    computes(edited, TWO_BLOCKS)
+
+
+def fuse_conv_bn_eval_of(conv: nn.Conv2d, bn: nn.BatchNorm2d) -> nn.Module:
+    return fuse_conv_bn_eval(conv, bn)
+
+
+def test_modules_of_one_name_are_the_ones_that_were_matched() -> None:
+    edited = toolkit.replace_pattern(captured(TWO_BLOCKS), ReluBlock(), HalvedBlock())
+
+    computes(edited, lambda m, x: m.bn2(m.conv2(m.bn(m.conv(x)) * 0.5)))
+
+
+class ReluBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ConvNorm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).relu()
+
+
+class HalvedBlock(ReluBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 0.5
+
+
+def test_a_function_may_leave_a_match_alone() -> None:
+    edited = toolkit.replace_pattern(
+        captured(TWO_BLOCKS), ConvNorm(), lambda bn: nn.Identity() if bn.eps == 0.5 else None
+    )
+
+    computes(edited, lambda m, x: m.bn(m.conv(x)).relu())
+
+
+class Pool(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.drop = nn.MaxPool2d(2), nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(self.drop(x))
+
+
+PATTERNS: dict[str, tuple[Forward, Any, Any, Forward]] = {
+    "functions of values": (
+        lambda m, x: (x + 1).relu() * 2 + F.relu(x + 1),
+        lambda a: torch.relu(a + 1),
+        lambda a: F.gelu(a - 1),
+        lambda m, x: F.gelu(x - 1) * 2 + F.gelu(x - 1),
+    ),
+    "one input twice": (
+        lambda m, x: (x * x) + (x * (x + 1)),
+        lambda a: a * a,
+        torch.square,
+        lambda m, x: x.square() + x * (x + 1),
+    ),
+    "a pattern inside its own replacement": (
+        lambda m, x: torch.exp(torch.exp(x)),
+        torch.exp,
+        lambda a: torch.exp(a * 0.5),
+        lambda m, x: torch.exp(torch.exp(x * 0.5) * 0.5),
+    ),
+    "settings agree": (
+        lambda m, x: m.pool3(m.drop(x)) + m.pool(m.drop(x)).sum(),
+        Pool(),
+        nn.Identity(),
+        lambda m, x: m.pool3(x) + x.sum(),
+    ),
+    "slices and lists": (
+        lambda m, x: torch.cat([x[:, 1:], x[:, :1]], 1),
+        lambda a: torch.cat([a[:, 1:], a[:, :1]], 1),
+        lambda a: a.roll(-1, 1),
+        lambda m, x: x.roll(-1, 1),
+    ),
+    "in place": (
+        lambda m, x: (y := x * 2, F.relu(y, inplace=True), y)[2],
+        lambda a: F.relu(a, inplace=True),
+        torch.neg,
+        lambda m, x: x * -2,
+    ),
+    "another constant": (
+        lambda m, x: (x + 2).relu(), lambda a: torch.relu(a + 1), torch.neg,
+        lambda m, x: (x + 2).relu(),
+    ),
+    "a slice of another kind": (
+        lambda m, x: x[:, 1:], lambda a: a[:, :1], torch.neg, lambda m, x: x[:, 1:],
+    ),
+    "the inside is read elsewhere": (
+        lambda m, x: (y := x + 1).relu() + y,
+        lambda a: torch.relu(a + 1),
+        torch.neg,
+        lambda m, x: (x + 1).relu() + x + 1,
+    ),
+    "an input is written meanwhile": (
+        lambda m, x: (y := x * 2, z := y + 1, y.mul_(3), z.relu() + y)[3],
+        lambda a: torch.relu(a + 1),
+        lambda a: torch.relu(a) + 1,
+        lambda m, x: (x * 2 + 1).relu() + x * 6,
+    ),
+    "the inside writes an input": (
+        lambda m, x: (y := x * 2, z := torch.exp(y.relu_()), y + z)[2],
+        lambda a: torch.exp(F.relu(a, inplace=True)),
+        torch.exp,
+        lambda m, x: (y := (x * 2).relu()).exp() + y,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PATTERNS)
+def test_replaces_a_pattern_where_that_is_right(case: str) -> None:
+    forward, pattern, replacement, expected = PATTERNS[case]
+    module = captured(forward)
+    with untouched(module):
+        edited = toolkit.replace_pattern(module, pattern, replacement)
+
+    computes(edited, expected)
+
+
+def two_values(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, -x
+
+
+def never_ending(x: Tensor) -> Tensor:
+    return torch.relu(x) + 0
+
+
+def steered(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
+    "no graph": (lambda g: toolkit.find(nn.ReLU(), nn.ReLU), InputError, "optimizer.capture"),
+    "a module to find": (lambda g: toolkit.find(g, nn.ReLU()), InputError, "a module's class"),
+    "a function with other arguments": (
+        lambda g: toolkit.replace_op(g, nn.ReLU, F.nll_loss), InputError, "does not take (conv)",
+    ),
+    "a builtin with other arguments": (
+        lambda g: toolkit.replace_op(g, nn.ReLU, torch.mul), InputError, "does not take (conv)",
+    ),
+    "a class that needs arguments": (
+        lambda g: toolkit.replace_op(g, nn.ReLU, nn.Linear), InputError, "pass a module",
+    ),
+    "no method": (lambda g: toolkit.replace_op(g, nn.ReLU, "gelu"), InputError, "no method 'gelu'"),
+    "after the output": (
+        lambda g: toolkit.insert_after(list(g.graph.nodes)[-1], torch.neg), InputError, "output",
+    ),
+    "an argument from later": (
+        lambda g: toolkit.insert_after(list(g.graph.nodes)[1], torch.add, list(g.graph.nodes)[2]),
+        InputError,
+        "computed after 'conv'",
+    ),
+    "an input removed": (
+        lambda g: toolkit.remove_node(next(iter(g.graph.nodes))), InputError, "signature",
+    ),
+    "which input": (
+        lambda g: toolkit.remove_node(toolkit.find(g, operator.add)[0]),
+        InputError,
+        "reads relu, conv: name with instead=",
+    ),
+    "instead of itself": (
+        lambda g: toolkit.remove_node(list(g.graph.nodes)[1], instead=list(g.graph.nodes)[2]),
+        InputError,
+        "not computed before",
+    ),
+    "a rule that never ends": (
+        lambda g: toolkit.decompose(g, {nn.ReLU: never_ending}), InputError, "never end",
+    ),
+    "a rule of two values": (
+        lambda g: toolkit.decompose(g, {nn.ReLU: two_values}), InputError, "one value",
+    ),
+    "a rule with branches": (
+        lambda g: toolkit.decompose(g, {nn.ReLU: steered}), CaptureError, "the rule for F.relu",
+    ),
+    "weights that would be lost": (
+        lambda g: toolkit.replace_pattern(g, ConvNorm(), ConvOnly()), InputError, "has no 'bn'",
+    ),
+    "a module of another class": (
+        lambda g: toolkit.replace_pattern(g, nn.Sequential(nn.ReLU(), nn.Conv2d(1, 1, 1)),
+                                          nn.Sequential(nn.ReLU(), nn.Linear(1, 1))),
+        InputError,
+        "'1' is a Conv2d in the pattern",
+    ),
+    "an unknown module": (
+        lambda g: toolkit.replace_pattern(g, ConvNorm(), lambda norm: None), InputError, "'norm'",
+    ),
+    "no module": (
+        lambda g: toolkit.replace_pattern(g, ConvOnly(), lambda conv: 3), InputError, "made a int",
+    ),
+    "a pattern of two values": (
+        lambda g: toolkit.replace_pattern(g, two_values, torch.neg), InputError, "one value",
+    ),
+    "a pattern of nothing": (
+        lambda g: toolkit.replace_pattern(g, lambda x: x, torch.neg), InputError, "one value",
+    ),
+    "a pattern with an effect": (
+        lambda g: toolkit.replace_pattern(g, lambda x: (x.neg(), torch.exp(x))[1], torch.neg),
+        InputError,
+        "nothing that this does not need",
+    ),
+    "another number of inputs": (
+        lambda g: toolkit.replace_pattern(g, lambda x: torch.relu(x), lambda x, y: x + y),
+        InputError,
+        "another number of inputs",
+    ),
+    "a replacement of two values": (
+        lambda g: toolkit.replace_pattern(g, lambda x: torch.relu(x), two_values),
+        InputError,
+        "one value",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_and_says_what_to_do(case: str) -> None:
+    verb, kind, message = REFUSED[case]
+    module = captured(lambda m, x: m.relu(y := m.conv(x)) + y)
+    code = module.code
+
+    with pytest.raises(kind) as raised:
+        verb(module)
+
+    assert message in str(raised.value)
+    assert str(raised.value).endswith(".") or kind is CaptureError
+    module.recompile()
+    assert module.code == code

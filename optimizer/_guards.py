@@ -33,6 +33,22 @@ def expect_value(value: Any, expected: object, name: str) -> None:
         )
 
 
+def expect_shape(value: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
+    """Require the sizes that the shapes of the graph were specialized for.
+
+    Raises:
+        InputError: `value` has others.
+    """
+    if has_torch_function((value,)):
+        handle_torch_function(expect_shape, (value,), value, shape, name)
+        return
+    if value.shape != shape:
+        raise InputError(
+            f"this model was optimized for {name} of shape {shape} and got {tuple(value.shape)}:"
+            " optimize it again without static_shapes."
+        )
+
+
 def expect_tensor(
     value: torch.Tensor, rank: int | None, dtype: torch.dtype | None, name: str
 ) -> None:
@@ -82,4 +98,4 @@ def chooses_a_branch(value: Any) -> bool:
     return value is None or isinstance(value, bool | str)
 
 
-GUARDS = (expect_value, expect_tensor, expect_given)
+GUARDS = (expect_value, expect_tensor, expect_given, expect_shape)

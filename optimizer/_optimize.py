@@ -34,6 +34,7 @@ def optimize(
     check: Check = "final",
     only: Iterable[str] | None = None,
     disable: Iterable[str] = (),
+    static_shapes: bool = False,
 ) -> OptimizedModule | Unchanged:
     """A faster module that computes what `model` computes; `model` itself is not changed.
 
@@ -50,12 +51,14 @@ def optimize(
             after every pass; None does not. A pass that changes the answer is rolled back.
         only: names of the passes to run; all if None.
         disable: names of passes not to run.
+        static_shapes: compute now what follows from the sizes of the example inputs. Calls with
+            other sizes are then errors.
 
     Raises:
         InputError: an argument cannot be used, or the model rejects the example inputs.
         PassError: there is no pass of a given name.
     """
-    passes = select(level, only, disable)
+    passes = select(level, only, disable, ("specialize_shapes",) if static_shapes else ())
     require_module(model)
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")

@@ -53,6 +53,7 @@ class Pass:
         apply: the function that was decorated.
         numerics: `exact` yields the same bits, `rounding` the same function up to rounding.
         phase: phases run in order, each until nothing changes.
+        opt_in: whether it runs only where it is asked for.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Pass:
     apply: Callable[..., Any]
     numerics: Numerics
     phase: Phase
+    opt_in: bool = False
 
     @property
     def summary(self) -> str:
@@ -75,15 +77,19 @@ def rewrite(
 
 
 def whole_graph(
-    *, numerics: Numerics, phase: Phase
+    *, numerics: Numerics, phase: Phase, opt_in: bool = False
 ) -> Callable[[Callable[[fx.Graph], list[fx.Node]]], Pass]:
     """Make a pass of a function that edits a graph and returns the nodes it removed."""
-    return lambda function: _declared(function, None, numerics, phase)
+    return lambda function: _declared(function, None, numerics, phase, opt_in)
 
 
 def _declared(
-    function: Callable[..., Any], pattern: Pattern | None, numerics: Numerics, phase: Phase
+    function: Callable[..., Any],
+    pattern: Pattern | None,
+    numerics: Numerics,
+    phase: Phase,
+    opt_in: bool = False,
 ) -> Pass:
     if not function.__doc__:
         raise PassError(f"pass {function.__name__} has no docstring: state its safety argument.")
-    return Pass(function.__name__, pattern, function, numerics, phase)
+    return Pass(function.__name__, pattern, function, numerics, phase, opt_in)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from optimizer._facts import Refused, facts_of, forget_asked, is_pure, rely_on_asked
 from optimizer._graph import arg, callee, source_of
-from optimizer._guards import expect_given, expect_tensor
+from optimizer._guards import expect_given, expect_shape, expect_tensor
 from optimizer._match import Captured
 from optimizer._pass import PHASES, Pass, Phase
 from optimizer._report import Refusal, Rewrite
@@ -90,8 +90,10 @@ class Pipeline:
 
     def _sweep(self, each: Pass) -> None:
         if each.pattern is None:
+            forget_asked(self.module.graph)
             for node in each.apply(self.module.graph):
                 self.fired.append(Rewrite(each.name, node.name, source_of(node)))
+            rely_on_asked(self.module.graph)
             return
         for node in list(self.module.graph.nodes):
             captured = None if node._erased else each.pattern.match(node)
@@ -134,23 +136,25 @@ def _guard(graph: fx.Graph) -> None:
     """Begin the graph with a check of what a rewrite or a branch of the model relied on."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node in reversed(inputs):
-        guard = _guard_of(node)
-        if guard is not None:
+        for guard in _guards_of(node):
             with graph.inserting_after(inputs[-1]):
                 graph.call_function(*guard)
 
 
-def _guard_of(node: fx.Node) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+def _guards_of(node: fx.Node) -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:
     facts = facts_of(node.graph)
     value = node.meta["fact"].value if facts else None
     tested = bool(node.meta.get("tested")) and _may_be_none(node)
     if not facts or not isinstance(value, torch.Tensor):
-        return (expect_given, (node, node.name)) if tested else None
+        if tested:
+            yield expect_given, (node, node.name)
+        return
+    if ("shape", node) in facts.relied:
+        yield expect_shape, (node, tuple(value.shape), node.name)
     rank = value.dim() if ("rank", node) in facts.relied else None
     dtype = value.dtype if ("dtype", node) in facts.relied else None
-    if rank is None and dtype is None and not tested:
-        return None
-    return expect_tensor, (node, rank, dtype, node.name)
+    if rank is not None or dtype is not None or tested:
+        yield expect_tensor, (node, rank, dtype, node.name)
 
 
 def _may_be_none(node: fx.Node) -> bool:

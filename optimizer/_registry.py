@@ -43,8 +43,13 @@ def explain(name: str) -> str:
     return f"{name}\n{'=' * len(name)}\n{equation}\n\n{proof}\n\n{settings}"
 
 
-def select(level: int, only: Iterable[str] | None, disable: Iterable[str]) -> tuple[Pass, ...]:
-    """The passes that a call of `optimize` runs.
+def select(
+    level: int,
+    only: Iterable[str] | None,
+    disable: Iterable[str],
+    include: Iterable[str] = (),
+) -> tuple[Pass, ...]:
+    """The passes that a call of `optimize` runs. Opt-in ones must be in `only` or `include`.
 
     Raises:
         InputError: there is no such level.
@@ -55,12 +60,12 @@ def select(level: int, only: Iterable[str] | None, disable: Iterable[str]) -> tu
             f"level {level!r} does not exist: use 0 (the same bits) or 1 (up to rounding)."
         )
     wanted = None if only is None else _names(only)
-    unwanted = _names(disable)
+    unwanted, included = _names(disable), _names(include)
     return tuple(
         each
         for each in all_passes()
         if each.numerics in LEVELS[level]
-        and (wanted is None or each.name in wanted)
+        and (not each.opt_in if wanted is None else each.name in wanted) | (each.name in included)
         and each.name not in unwanted
     )
 

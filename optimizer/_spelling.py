@@ -213,6 +213,7 @@ def _norm(node: fx.Node) -> None:
     rely_on_asked(node.graph)
     features = attribute(owner(node), str(mean.target)).shape[0]  # type: ignore[union-attr]
     module = kind(features, eps, momentum, device="meta").eval()
+    module.num_batches_tracked = torch.tensor(0)
     _call_module(node, module, source, **tensors)
 
 

@@ -425,3 +425,12 @@ def test_a_scripted_child_is_called_as_it_is() -> None:
 
     assert isinstance(fast, optimizer.OptimizedModule)
     torch.testing.assert_close(fast(ROWS), model(ROWS))
+
+
+def test_a_batch_norm_function_that_is_not_folded_becomes_a_layer_with_data() -> None:
+    model = Model(lambda m, x: F.batch_norm(x, m.flag, m.scale.detach())).eval()
+
+    fast = optimizer.optimize(model, ROWS)
+
+    assert not any(buffer.is_meta for buffer in fast.buffers())
+    torch.testing.assert_close(optimizer.optimize(fast, ROWS)(ROWS), model(ROWS))

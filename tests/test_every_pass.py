@@ -115,8 +115,8 @@ def test_every_rewrite_is_reported_with_the_line_it_comes_from(name: str) -> Non
 
 @each_pass
 def test_its_level_follows_from_its_numerics(name: str) -> None:
-    at_level_0 = {each.name for each in select(0, None, ())}
-    at_level_1 = {each.name for each in select(1, None, ())}
+    at_level_0 = {each.name for each in select(0, None, (), [name])}
+    at_level_1 = {each.name for each in select(1, None, (), [name])}
 
     assert (name in at_level_0) == (PASSES[name].numerics == "exact")
     assert name in at_level_1

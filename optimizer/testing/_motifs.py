@@ -138,6 +138,10 @@ MOTIFS: dict[str, Motif] = {
             "conv dropout bn",
         ),
     ),
+    "specialize_shapes": Motif(
+        fires=("merge relu", "add_size relu", "t01 merge"),
+        near=("merge mask", "dup merge drop", "add_size add_size", "merge linear bn"),
+    ),
     "eliminate_dead_code": Motif(
         fires=("dup linear drop", "dup relu_F drop", "dup t01 shift drop"),
         near=(

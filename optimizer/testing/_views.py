@@ -78,6 +78,15 @@ def unsqueeze(machine: Machine) -> None:
         machine.replace("{v}.unsqueeze(1)", shape)
 
 
+def merge(machine: Machine) -> None:
+    """The first two axes as one, by sizes that the forward reads."""
+    first, second, *rest = machine.top.shape
+    sizes = "{v}.shape[0] * {v}.size(1)"
+    machine.replace(
+        f"{{v}}.reshape({sizes}, {_listed(rest or [1])})", (first * second, *(rest or [1]))
+    )
+
+
 def assignment(text: str) -> Emit:
     """`text` overwrites part of the top `{v}`; `{w}` is the value below it, of the same shape."""
 
@@ -122,6 +131,8 @@ VIEWS: dict[str, Emit] = {
     "permute_same": permutation("{v}.permute({dims})", _same),
     "flatten": flatten,
     "unsqueeze": unsqueeze,
+    "merge": merge,
+    "add_size": lambda machine: machine.replace("{v} + ({v}.shape[-1] // 2 + {v}.dim())"),
 }
 
 ASSIGNMENTS: dict[str, Emit] = {

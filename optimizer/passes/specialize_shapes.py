@@ -55,6 +55,8 @@ def _is_shape(node: Any) -> bool:
         return False
     if node.op == "call_method":
         return node.target == "size"
+    if node.target is operator.getitem:
+        return isinstance(arg(node, 1), slice) and _is_shape(arg(node, 0))
     return node.target is getattr and bool(arg(node, 1) == "shape")
 
 

@@ -43,6 +43,7 @@ LITERAL: dict[str, Callable[..., Any]] = {
     "arithmetic": lambda x, n: (
         x.reshape((x.shape[0] * x.shape[1] + 2) // 4, -1) * x.shape[2] ** -0.5
     ),
+    "sizes of a slice": lambda x, n: x * (x.shape[1:][0] + x.shape[:-1][1]),
     "a comparison": lambda x, n: x * (x.shape[0] == 2),
     "the size of a result": lambda x, n: x.reshape(6, 4)[:3] * (x * 2).transpose(0, 1).shape[0],
     "an assertion": asserted,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from optimizer._facts import Refused, facts_of, forget_asked, is_pure, rely_on_asked
 from optimizer._graph import arg, callee, source_of
 from optimizer._guards import expect_given, expect_shape, expect_tensor
-from optimizer._match import Captured
+from optimizer._match import Captured, Pattern
 from optimizer._pass import PHASES, Pass, Phase
 from optimizer._report import Refusal, Rewrite
 
@@ -44,6 +45,7 @@ class Pipeline:
         self.verify = verify
         self.fired: list[Rewrite] = []
         self._refused: dict[str, list[Refusal]] = {}
+        self._calls: dict[Any, list[tuple[int, fx.Node]]] | None = None  # until the graph changes
 
     @property
     def refused(self) -> list[Refusal]:
@@ -80,6 +82,7 @@ class Pipeline:
             self._sweep(each)
             changed = len(self.fired) > before
             if changed:
+                self._calls = None
                 self.module.graph.lint()
         except Exception as error:  # a bug in a pass costs the user nothing
             log.debug("pass %s failed", each.name, exc_info=True)
@@ -95,10 +98,19 @@ class Pipeline:
                 self.fired.append(Rewrite(each.name, node.name, source_of(node)))
             rely_on_asked(self.module.graph)
             return
-        for node in list(self.module.graph.nodes):
+        for node in self._candidates(each.pattern):
             captured = None if node._erased else each.pattern.match(node)
             if captured is not None:
                 self._rewrite(each, node, captured)
+
+    def _candidates(self, pattern: Pattern) -> list[fx.Node]:
+        """The nodes that call what the pattern's root does, in order."""
+        if self._calls is None:
+            self._calls = {}
+            for place, node in enumerate(self.module.graph.nodes):
+                self._calls.setdefault(callee(node), []).append((place, node))
+        found = [call for target in pattern.targets for call in self._calls.get(target, ())]
+        return [node for _, node in sorted(found, key=itemgetter(0))]
 
     def _rewrite(self, each: Pass, root: fx.Node, captured: Captured) -> None:
         forget_asked(root.graph)

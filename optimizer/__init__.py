@@ -2,6 +2,7 @@
 
 from optimizer._capture import capture
 from optimizer._check import check
+from optimizer._draw import draw
 from optimizer._errors import (
     CaptureError,
     DeviceError,
@@ -35,6 +36,7 @@ __all__ = [
     "capture",
     "check",
     "compare",
+    "draw",
     "explain",
     "measure",
     "optimize",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+_SHORT = {"torch": "torch", "operator": "operator", "torch.nn.functional": "F", "torch._C._nn": "F"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -54,9 +55,10 @@ def describe(node: fx.Node) -> str:
     """What a node calls, or the input or attribute that it reads, as text."""
     if node.op == "call_module":
         return type(module_of(node)).__name__
-    if node.op == "call_method":
-        return f".{node.target}"
-    return node._pretty_print_target(node.target).replace("torch.nn.functional", "F")
+    if node.op != "call_function":
+        return f".{node.target}" if node.op == "call_method" else str(node.target)
+    home, _, name = node._pretty_print_target(node.target).rpartition(".")
+    return f"{_SHORT[home]}.{name}" if home in _SHORT else name
 
 
 def shape_text(node: fx.Node) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from optimizer._errors import InputError
 from optimizer._trees import map_tensors, tensors_in
@@ -70,3 +70,16 @@ def require_module(model: object) -> nn.Module:
                 " onto a real device first."
             )
     return model
+
+
+def require_graph(module: object) -> fx.Graph:
+    """The graph of a module that was captured.
+
+    Raises:
+        InputError: it is no GraphModule.
+    """
+    if not isinstance(module, fx.GraphModule):
+        raise InputError(
+            f"module is of type {type(module).__name__}, no graph: pass optimizer.capture(model)."
+        )
+    return module.graph

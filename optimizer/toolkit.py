@@ -18,6 +18,7 @@ from optimizer._edit import insert_function, insert_module
 from optimizer._errors import InputError
 from optimizer._facts import Refused, dtype, rank
 from optimizer._graph import arg, callee, clean, describe, module_of, owner, shape_text
+from optimizer._inputs import require_graph
 from optimizer._match import call
 from optimizer._pass import Pass, require, rewrite, whole_graph
 from optimizer._replace import replace_matches
@@ -47,7 +48,7 @@ def find(module: fx.GraphModule, target: Target | tuple[Target, ...]) -> list[fx
                 " of a method."
             )
     wanted = {spelled(each) for each in named}
-    return [node for node in _graph_of(module).nodes if _operation(node) in wanted]
+    return [node for node in require_graph(module).nodes if _operation(node) in wanted]
 
 
 def table(nodes: fx.GraphModule | Iterable[fx.Node]) -> str:
@@ -194,20 +195,12 @@ def replace_pattern(
     return _rebuilt(edited)
 
 
-def _graph_of(module: object) -> fx.Graph:
-    if not isinstance(module, fx.GraphModule):
-        raise InputError(
-            f"module is of type {type(module).__name__}, no graph: pass optimizer.capture(model)."
-        )
-    return module.graph
-
-
 def _operation(node: fx.Node) -> Any:
     return str(node.target) if node.op == "call_method" else callee(node)
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    graph = copy.deepcopy(_graph_of(module))
+    graph = copy.deepcopy(require_graph(module))
     for node in graph.nodes:
         node.meta.pop("fact", None)  # they would not hold after an edit
     return fx.GraphModule(module, graph, type(module).__name__)

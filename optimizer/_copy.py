@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -13,10 +14,13 @@ from optimizer._errors import CaptureError
 
 _IMMUTABLE = frozenset((bool, int, float, str, type(None)))
 _PROTOCOL = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
+Storages: TypeAlias = dict[int, torch.UntypedStorage]
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
-def structural_copy(model: ModuleType, *, share: bool = True) -> ModuleType:
+def structural_copy(
+    model: ModuleType, *, share: bool = True, onto: Storages | None = None
+) -> ModuleType:
     """Copy all of a model but the data of its parameters.
 
     Every module, hook table and plain attribute is new. Parameters are new objects over the
@@ -27,12 +31,13 @@ def structural_copy(model: ModuleType, *, share: bool = True) -> ModuleType:
     Args:
         model: the module to copy.
         share: False clones the data of parameters too, for a forward that writes them.
+        onto: what takes the place of a storage, by the `_cdata` of that one.
 
     Raises:
         CaptureError: an attribute of the model cannot be copied.
     """
     try:
-        return cast(ModuleType, _copied(model, _memo(model, share=share)))
+        return cast(ModuleType, _copied(model, _memo(model, dict(onto or {}), share=share)))
     except Exception as error:  # locks, handles, sparse tensors: whatever a model may hold
         raise CaptureError(f"the model cannot be copied: {error}") from error
 
@@ -63,23 +68,29 @@ def _says_how(kind: type) -> bool:
     return own or hasattr(kind, "__deepcopy__")
 
 
-def _memo(model: nn.Module, *, share: bool) -> dict[int, Any]:
+def _memo(model: nn.Module, storages: Storages, *, share: bool) -> dict[int, Any]:
     """What deepcopy takes for the tensors of a model instead of copying them."""
     memo: dict[int, Any] = {}
-    storages: dict[int, torch.UntypedStorage] = {}
     for parameter in model.parameters():
         if share:
-            storages[parameter.untyped_storage()._cdata] = parameter.untyped_storage()
+            storages.setdefault(parameter.untyped_storage()._cdata, parameter.untyped_storage())
         data = _clone(parameter.detach(), storages)
         memo[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
-    for module in model.modules():
-        for value in [*module._buffers.values(), *vars(module).values()]:
-            if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = _clone(value, storages)
+    for value in held_tensors(model):
+        if id(value) not in memo:
+            memo[id(value)] = _clone(value, storages)
     return memo
 
 
-def _clone(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+def held_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors of a model besides its parameters: buffers and plain attributes."""
+    for module in model.modules():
+        for value in [*module._buffers.values(), *vars(module).values()]:
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+def _clone(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
     storage = tensor.untyped_storage()
     if storage._cdata not in storages:
         storages[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 from torch.fx.graph_module import reduce_graph_module
 
+from optimizer._copy import structural_copy
+from optimizer._errors import CaptureError, InputError
+from optimizer._inputs import ExampleInputs
+from optimizer._refit import Recipe, loaded, packed, unpacked
 from optimizer._report import Report, Size
+from optimizer._tracer import Retracer
 
 
-class OptimizedModule(fx.GraphModule):
+class _Result(nn.Module):
+    """Takes no checkpoint but its own: that of the original would undo half of the rewrites."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+        if given and given != set(self.state_dict()):
+            raise InputError(
+                "this is no checkpoint of the optimized model, whose layers are not those of the"
+                " original: pass one of the original model to refit(state_dict)."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class OptimizedModule(_Result, fx.GraphModule):
     """An optimized model: a GraphModule that keeps its report when copied or pickled."""
 
     @classmethod
-    def of(cls, module: fx.GraphModule, report: Report) -> OptimizedModule:
+    def of(
+        cls, module: fx.GraphModule, report: Report, recipe: Recipe | bytes | None = None
+    ) -> OptimizedModule:
         """The same graph with the modules that it calls, and a report completed by its size."""
         optimized = cls(module, module.graph, type(module).__name__)
-        optimized.meta = {"report": replace(report, after=Size.of(optimized))}
+        report = replace(report, after=Size.of(optimized))
+        optimized.meta = {"report": report, "recipe": recipe}
         return optimized
 
     @property
@@ -26,6 +48,40 @@ class OptimizedModule(fx.GraphModule):
         """What was rewritten, what was refused, and why."""
         report: Report = self.meta["report"]
         return report
+
+    def refit(
+        self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
+    ) -> OptimizedModule:
+        """Take a checkpoint of the original model, by optimizing it again; return this module.
+
+        It is afterwards as `optimize` left it: on the devices and in the dtypes of the original.
+
+        Args:
+            state_dict: what `load_state_dict` of the original model takes.
+            example_inputs: what to check the answer with. Without them, it is not checked: only
+                the shapes of the first ones are remembered.
+
+        Raises:
+            InputError: the checkpoint does not fit, or the original is not known here.
+            CaptureError: nothing could be optimized with these weights.
+        """
+        from optimizer._optimize import optimize
+
+        recipe = unpacked(self.meta.get("recipe"))
+        model = recipe.model_with(state_dict)
+        inputs = recipe.example_inputs() if example_inputs is None else example_inputs
+        fresh = optimize(
+            model,
+            inputs,
+            level=recipe.level,
+            check=None if example_inputs is None else "final",
+            only=recipe.passes,
+        )
+        if not isinstance(fresh, OptimizedModule):
+            raise CaptureError("; ".join(fresh.report.remarks))
+        fx.GraphModule.__init__(self, fresh, fresh.graph, type(fresh).__name__)
+        self.meta = fresh.meta
+        return self
 
     def recompile(self) -> Any:
         """Generate the code, to be called as any module is.
@@ -40,16 +96,19 @@ class OptimizedModule(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         _, (body, imports) = super().__reduce__()
-        return _rebuild, (body, imports, self.report)
+        body |= {"meta": {}, "_tracer_cls": Retracer}
+        return _rebuild, (body, imports, self.report, packed(self.meta.get("recipe")))
 
 
-def _rebuild(body: dict[str, Any], imports: str, report: Report) -> OptimizedModule:
+def _rebuild(
+    body: dict[str, Any], imports: str, report: Report, recipe: bytes | None
+) -> OptimizedModule:
     rebuilt = reduce_graph_module(body, imports)
     assert isinstance(rebuilt, fx.GraphModule)
-    return OptimizedModule.of(rebuilt, report)
+    return OptimizedModule.of(rebuilt, report, recipe)
 
 
-class Unchanged(nn.Module):
+class Unchanged(_Result):
     """A model that could not be captured, run as it is; its report says why."""
 
     def __init__(self, model: nn.Module, report: Report) -> None:
@@ -61,3 +120,10 @@ class Unchanged(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         return self.model(*args, **kwargs)
+
+    def refit(
+        self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
+    ) -> Unchanged:
+        """Load a checkpoint of the original model; it reaches this copy only."""
+        self.model = loaded(structural_copy(self.model, share=False), state_dict)
+        return self

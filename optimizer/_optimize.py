@@ -20,6 +20,7 @@ from optimizer._inputs import Call, ExampleInputs, as_call, require_module
 from optimizer._module import OptimizedModule, Unchanged
 from optimizer._pass import Pass
 from optimizer._pipeline import FaultyPassError, Pipeline
+from optimizer._refit import Recipe
 from optimizer._registry import select
 from optimizer._report import Report, Size
 
@@ -120,7 +121,9 @@ class _Run:
             self._require_same(module)
         pipeline = Pipeline(module, self._verifier(module))
         pipeline.run(self.passes)
-        optimized = OptimizedModule.of(module, self._report(before, pipeline))
+        names = tuple(each.name for each in self.passes)
+        recipe = Recipe.of(self.model, self.call, self.level, names)
+        optimized = OptimizedModule.of(module, self._report(before, pipeline), recipe)
         if self.check == "final" and self._difference(optimized):
             self.check = "each"  # once more, to find out which pass it was
             return self._attempt()

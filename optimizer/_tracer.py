@@ -229,5 +229,13 @@ class Tracer(fx.Tracer):
         return proxy
 
 
+class Retracer(Tracer):
+    """Records code that was generated from a graph, where no argument chooses a branch."""
+
+    def _argument(self, parameter: inspect.Parameter, given: dict[str, Any]) -> Any:
+        default = () if parameter.default is parameter.empty else (parameter.default,)
+        return self.create_proxy("placeholder", parameter.name, default, {})
+
+
 def _autocast_state() -> tuple[bool, ...]:
     return tuple(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))

@@ -1,5 +1,6 @@
 """A compact torch.fx graph optimizer for inference."""
 
+from optimizer._bisect import Culprit, bisect
 from optimizer._capture import capture
 from optimizer._check import check
 from optimizer._draw import draw
@@ -22,6 +23,7 @@ from optimizer._report import Report
 __all__ = [
     "CaptureError",
     "Comparison",
+    "Culprit",
     "DeviceError",
     "EquivalenceError",
     "InputError",
@@ -33,6 +35,7 @@ __all__ = [
     "Refused",
     "Report",
     "all_passes",
+    "bisect",
     "capture",
     "check",
     "compare",

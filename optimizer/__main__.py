@@ -1,4 +1,4 @@
-"""The command line: `python -m optimizer passes | explain | optimize | check | compare`."""
+"""The command line: `python -m optimizer passes | explain | optimize | ...`."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, text in (
         ("optimize", _optimize, "optimize a model and print the report"),
         ("check", _check, "check that the optimized model gives the model's answers"),
+        ("bisect", _bisect, "find the single rewrite that changes the answer"),
         ("compare", _compare, "time the optimized model against the model, interleaved"),
     ):
         _add_model(_add(commands, name, run, text))
@@ -78,6 +79,12 @@ def _check(options: argparse.Namespace) -> str:
     model, fast, inputs = _optimized(options, check=None)
     optimizer.check(model, fast, inputs)
     return f"{options.model}: the optimized model gives the model's answers."
+
+
+def _bisect(options: argparse.Namespace) -> str:
+    model, inputs = _load(options.model, options.device)
+    found = optimizer.bisect(model, inputs, level=options.level, disable=options.disable)
+    return f"{options.model}: {found or 'no rewrite changes the answer.'}"
 
 
 def _compare(options: argparse.Namespace) -> str:

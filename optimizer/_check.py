@@ -96,6 +96,11 @@ def difference(expected: Answer, actual: Answer, *, exact: bool = False) -> Diff
     return next(_differences(expected, actual, exact=exact), None)
 
 
+def largest_error(expected: Answer, actual: Answer) -> float:
+    """The largest relative error of any output or input, be it rounding or not."""
+    return max((each.error for each in _differences(expected, actual, exact=True)), default=0.0)
+
+
 def _differences(expected: Answer, actual: Answer, *, exact: bool) -> Iterator[Difference]:
     pairs = (("output", expected.output, actual.output), ("input", expected.inputs, actual.inputs))
     for place, old, new in pairs:

@@ -64,12 +64,12 @@ def optimize(
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
     call = None if example_inputs is None else as_call(example_inputs)
-    with _undisturbed():
+    with undisturbed():
         return _Run(model, call, level, check if call else None, passes).result()
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Make tensors that outlive inference mode, and do not look for garbage meanwhile.
 
     A graph is one large cycle: searching it again and again takes a third of the time.

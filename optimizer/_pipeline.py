@@ -36,13 +36,21 @@ class Pipeline:
     Args:
         verify: called with each pass that changed the graph; it raises
             FaultyPassError if the answer is no longer the same.
+        budget: how many rewrites are made at most, where a pass over the whole graph makes one
+            at a time. All that are possible if None.
     """
 
     def __init__(
-        self, module: fx.GraphModule, verify: Callable[[Pass], None] | None = None
+        self,
+        module: fx.GraphModule,
+        verify: Callable[[Pass], None] | None = None,
+        *,
+        budget: int | None = None,
     ) -> None:
         self.module = module
         self.verify = verify
+        self.budget = budget
+        self.steps = 0
         self.fired: list[Rewrite] = []
         self._refused: dict[str, list[Refusal]] = {}
         self._calls: dict[Any, list[tuple[int, fx.Node]]] | None = None  # until the graph changes
@@ -93,10 +101,7 @@ class Pipeline:
 
     def _sweep(self, each: Pass) -> None:
         if each.pattern is None:
-            forget_asked(self.module.graph)
-            for node in each.apply(self.module.graph):
-                self.fired.append(Rewrite(each.name, node.name, source_of(node)))
-            rely_on_asked(self.module.graph)
+            self._edit(each)
             return
         for node in self._candidates(each.pattern):
             captured = None if node._erased else each.pattern.match(node)
@@ -112,7 +117,18 @@ class Pipeline:
         found = [call for target in pattern.targets for call in self._calls.get(target, ())]
         return [node for _, node in sorted(found, key=itemgetter(0))]
 
+    def _edit(self, each: Pass) -> None:
+        if self.steps == self.budget:
+            return
+        forget_asked(self.module.graph)
+        edited = [Rewrite(each.name, n.name, source_of(n)) for n in each.apply(self.module.graph)]
+        rely_on_asked(self.module.graph)
+        self.fired += edited
+        self.steps += bool(edited)
+
     def _rewrite(self, each: Pass, root: fx.Node, captured: Captured) -> None:
+        if self.steps == self.budget:
+            return
         forget_asked(root.graph)
         try:
             replacement = each.apply(**captured)
@@ -123,6 +139,7 @@ class Pipeline:
         if replacement is None:
             return
         rely_on_asked(root.graph)
+        self.steps += 1
         self.fired.append(Rewrite(each.name, root.name, source_of(root)))
         if replacement.meta.get("stands_for") is None and "new" in replacement.meta:
             replacement.meta["stands_for"] = root.meta.get("stands_for", root.name)

@@ -11,10 +11,12 @@ from optimizer._facts import facts_of
 from optimizer._graph import fresh_name, owner
 
 
-def insert_function(before: fx.Node, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+def insert_function(
+    before: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], **kwargs: Any
+) -> fx.Node:
     """Call a function just before a node. The new node stands for `before` in the report."""
     with before.graph.inserting_before(before):
-        return _described(before.graph.call_function(target, args), before)
+        return _described(before.graph.call_function(target, args, kwargs), before)
 
 
 def insert_module(

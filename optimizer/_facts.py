@@ -134,6 +134,39 @@ def is_external(node: fx.Node) -> bool:
     return facts is None or not facts.external.isdisjoint(fact(node).storages)
 
 
+def is_fresh(node: fx.Node) -> bool:
+    """Whether a value was made here: it is no view, no input and no part of the model."""
+    written = node.kwargs.get("out")  # the result is that very tensor
+    if isinstance(written, fx.Node):
+        return is_fresh(written)
+    return not is_external(node) and all(node < other for other in aliases(node))
+
+
+def is_private(node: fx.Node, write: fx.Node) -> bool:
+    """Whether nobody sees it if `write` makes a new tensor, which later readers then read.
+
+    A view that is taken later is taken of the new tensor; an earlier one must not be read after.
+    """
+    early = [other for other in aliases(node) if other < write]
+    return is_fresh(node) and not any(write < user for other in early for user in other.users)
+
+
+def shares(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two values are known to share storage."""
+    return not fact(node).storages.isdisjoint(fact(other).storages)
+
+
+def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node) -> bool:
+    """Whether nothing between two nodes writes a value; two inputs may be one tensor."""
+    facts, between = facts_of(node.graph), since.next
+    held = fact(node).storages | (facts.external if facts and is_external(node) else frozenset())
+    while between is not until:
+        if not held.isdisjoint(between.meta["fact"].writes):
+            return False
+        between = between.next
+    return True
+
+
 def on_one_device(graph: fx.Graph) -> bool:
     """Whether all tensors of the graph are known to live on the same device."""
     facts = facts_of(graph)

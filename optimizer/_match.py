@@ -10,7 +10,7 @@ from torch import fx
 
 from optimizer._graph import arg, callee
 
-Target: TypeAlias = Callable[..., Any]  # a function, or the class of a module
+Target: TypeAlias = Callable[..., Any] | str  # a function, the class of a module, or a method
 Captured: TypeAlias = dict[str, fx.Node]
 
 
@@ -24,7 +24,7 @@ class Pattern:
 
     def match(self, node: object) -> Captured | None:
         """The nodes that the pattern names, or None where it does not match."""
-        if not isinstance(node, fx.Node) or callee(node) not in self.targets:
+        if not isinstance(node, fx.Node) or called(node) not in self.targets:
             return None
         captured = {self.name: node}
         for index, pattern in enumerate(self.args):
@@ -33,6 +33,11 @@ class Pattern:
                 return None
             captured |= inner
         return captured
+
+
+def called(node: fx.Node) -> Any:
+    """What a node calls, as a pattern names it."""
+    return node.target if node.op == "call_method" else callee(node)
 
 
 def call(*targets: Target, args: tuple[Pattern, ...] = (), name: str) -> Pattern:

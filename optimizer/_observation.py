@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer._copy import on_storage
 from optimizer._graph import attribute, is_plain, module_of, owner, tensors_of
-from optimizer._known_results import known_result, known_sum, writes_its_input
+from optimizer._known_results import EVERY_MASK_IS_FULL, known_result, known_sum, writes_its_input
 from optimizer._trees import map_tensors, tensors_in
 from optimizer._vocabulary import FACTORIES
 
@@ -117,7 +117,7 @@ class Facts:
         self.devices |= _devices_named_by(node)
         self._effects.reset()
         try:
-            with torch.no_grad(), torch.device("meta"), self._effects:
+            with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, self._effects:
                 value = self._call(node)
         except Exception as error:  # an operator that needs data, or a bug of the model
             self.failures.append(node)

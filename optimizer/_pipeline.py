@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from optimizer._facts import Refused, facts_of, forget_asked, is_pure, rely_on_asked
 from optimizer._graph import arg, callee, source_of
 from optimizer._guards import expect_given, expect_shape, expect_tensor
-from optimizer._match import Captured, Pattern
+from optimizer._match import Captured, Pattern, called
 from optimizer._pass import PHASES, Pass, Phase
 from optimizer._report import Refusal, Rewrite
 
@@ -113,7 +113,7 @@ class Pipeline:
         if self._calls is None:
             self._calls = {}
             for place, node in enumerate(self.module.graph.nodes):
-                self._calls.setdefault(callee(node), []).append((place, node))
+                self._calls.setdefault(called(node), []).append((place, node))
         found = [call for target in pattern.targets for call in self._calls.get(target, ())]
         return [node for _, node in sorted(found, key=itemgetter(0))]
 

@@ -1,76 +1,94 @@
-"""y[mask] = value -> y' = where(mask, value, y), for a y that only this graph can see."""
+"""y[mask] = number -> y' = where(mask, number, y), for a y that only this graph can see."""
 
 from __future__ import annotations
 
 import math
 import operator
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from optimizer._edit import insert_function, replace_later_uses
-from optimizer._facts import (
-    Refused,
-    aliases,
-    dtype,
-    fact,
-    facts_of,
-    is_external,
-    on_one_device,
-    rank,
-    tensor,
-)
+from optimizer._facts import dtype, is_private, is_unchanged, on_one_device, rank, tensor
 from optimizer._graph import arg
 from optimizer._match import call
 from optimizer._pass import require, rewrite
 
+_PUTS = ("index_put_", torch.index_put_, torch.ops.aten.index_put_.default)
 
-@rewrite(call(operator.setitem, name="assignment"), numerics="exact", phase="simplify")
+
+@rewrite(
+    call(operator.setitem, "masked_fill_", *_PUTS, name="assignment"),
+    numerics="exact",
+    phase="simplify",
+)
 def lower_masked_assignment(assignment: fx.Node) -> fx.Node | None:
     """Replace the assignment of a number under a boolean mask by torch.where.
 
     `y[mask] = value` writes into y; where(mask, value, y) makes a new tensor with what y holds
     afterwards. Whoever reads y later reads the new tensor instead. That is all there is to see
-    if no other value shares y's storage and y is neither an input nor part of the model. The
-    number must mean the same to both: assignment casts it to y's dtype, where promotes.
+    if y was made here and no view of it that was taken before is read after. A number is cast
+    as the assignment casts it; a tensor without dimensions must have y's dtype. The mask has
+    the first dimensions of y, or in a masked_fill_ any that broadcast to it.
     """
-    target, mask, value = assignment.args
+    target, mask, value = _operands(assignment)
     if not (isinstance(target, fx.Node) and isinstance(mask, fx.Node) and _is_mask(mask)):
         return None
-    require(isinstance(value, bool | int | float), "the assigned value is a tensor")
-    same_kind = rank(mask) == rank(target) and dtype(mask) == torch.bool  # at later calls too
-    same_shape = same_kind and tensor(mask).shape == tensor(target).shape
-    require(same_shape, "the mask has another shape")
-    require(not is_external(target), "it writes an input or an attribute of the model")
-    require(not any(aliases(target)), "another value shares the storage and would see the write")
-    require(_fits(value, dtype(target)), "the value would be cast by the assignment")
+    dtype(mask)  # later masks are held to be masks
+    number = _number(value, dtype(target))
+    source = _unwritten(target, assignment)
+    filled = assignment.target == "masked_fill_" and source is target
+    require(not filled, "it is filled in place and saves no copy")
+    require(is_private(target, assignment), "an input, an attribute or a view would see the write")
     require(on_one_device(assignment.graph), "the tensors may live on different devices")
+    missing = 0 if assignment.target == "masked_fill_" else rank(target) - rank(mask)
+    indices = (..., *[None] * missing)
+    known = tensor(number) if isinstance(number, fx.Node) else number
+    result = torch.where(tensor(mask)[indices], known, tensor(source))
+    same = _geometry(result) == _geometry(tensor(target))
+    require(same, "where would lay the result out differently in memory")
 
-    where = insert_function(assignment, torch.where, (mask, value, _unwritten(target, assignment)))
-    same = _geometry(where) == _geometry(target)
-    if not same:
-        assignment.graph.erase_node(where)
-        raise Refused("where would lay the result out differently in memory")
+    aligned = insert_function(assignment, operator.getitem, (mask, indices)) if missing else mask
+    where = insert_function(assignment, torch.where, (aligned, number, source))
     replace_later_uses(target, where, after=assignment)
     return where
+
+
+def _operands(assignment: fx.Node) -> tuple[Any, Any, Any]:
+    """What is written, under which mask, with what; no mask where it would accumulate."""
+    target, index, value, *more = (*assignment.args, *assignment.kwargs.values())
+    if isinstance(index, list | tuple) and len(index) == 1:
+        index = index[0]
+    return target, None if more else index, value
 
 
 def _is_mask(index: fx.Node) -> bool:
     return tensor(index).dtype == torch.bool
 
 
-def _fits(value: object, kind: torch.dtype) -> bool:
-    """Whether a number can be stored in a dtype as it is, up to the dtype's own rounding."""
-    assert isinstance(value, bool | int | float)
+def _number(value: Any, kind: torch.dtype) -> Any:
+    """The value as an assignment to a tensor of this dtype casts it; `where` would promote."""
+    if isinstance(value, fx.Node):
+        require(rank(value) == 0, "the assigned value may have an element for each True")
+        require(dtype(value) == kind, "the assigned value has another dtype")
+        return value
+    require(isinstance(value, bool | int | float) and not kind.is_complex, "it is no real number")
+    require(_fits(value, kind), "the dtype cannot hold the number")
     if kind.is_floating_point:
-        return not math.isfinite(value) or abs(value) <= torch.finfo(kind).max
-    if kind == torch.bool or kind.is_complex or isinstance(value, float):
-        return isinstance(value, bool) and kind == torch.bool
-    return torch.iinfo(kind).min <= value <= torch.iinfo(kind).max
+        return value
+    return bool(value) if kind == torch.bool else int(value)
 
 
-def _geometry(node: fx.Node) -> tuple[object, ...]:
-    value = tensor(node)
+def _fits(value: float, kind: torch.dtype) -> bool:
+    """Whether a dtype can hold a number, up to the cast's own rounding."""
+    if not math.isfinite(value) or kind == torch.bool:
+        return kind.is_floating_point or math.isfinite(value)
+    limits = torch.finfo(kind) if kind.is_floating_point else torch.iinfo(kind)
+    return limits.min <= int(value) <= limits.max
+
+
+def _geometry(value: torch.Tensor) -> tuple[object, ...]:
     return value.dtype, value.shape, value.stride()
 
 
@@ -80,12 +98,8 @@ def _unwritten(target: fx.Node, assignment: fx.Node) -> fx.Node:
     copied = (target.op, target.target) == ("call_method", "clone") or target.target is torch.clone
     if not (copied and isinstance(source, fx.Node)) or any(u < assignment for u in target.users):
         return target
-    facts = facts_of(target.graph)
-    # Two inputs may be one tensor in a later call, so that a write of either is one of both.
-    if facts is None or (is_external(source) and facts.writes & facts.external):
-        return target
-    written = not facts.writes.isdisjoint(fact(source).storages)
-    return target if written or _geometry(source) != _geometry(target) else source
+    same = _geometry(tensor(source)) == _geometry(tensor(target))
+    return source if same and is_unchanged(source, target, assignment) else target
 
 
 class _ClipNegative(nn.Module):

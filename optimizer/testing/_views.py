@@ -105,6 +105,18 @@ def named_mask(machine: Machine) -> None:
     machine.replace(f"{{v}} + {name}")
 
 
+def gathered_mask(between: str) -> Emit:
+    """What a mask chooses of the value below, written under the same mask after `between`."""
+
+    def emit(machine: Machine) -> None:
+        name, below = f"m{len(machine.statements)}", machine.below().name
+        machine.do(f"{name} = {{v}} > 0.5")
+        machine.do(f"{name}_chosen = {below}[{name}]")
+        machine.do(f"{between.format(w=below)}{{v}}[{name}] = {name}_chosen")
+
+    return emit
+
+
 VIEWS: dict[str, Emit] = {
     "t01": permutation("{v}.transpose(0, 1)", _first_two),
     "t12": permutation("{v}.transpose(-2, -1)", _last_two),
@@ -147,6 +159,12 @@ ASSIGNMENTS: dict[str, Emit] = {
     "mask_gather": assignment("{v}[{v} > 1] = {w}[{v} > 1]"),
     "mask_fill": assignment("{v}.masked_fill_({v} > 0, 0.5)"),
     "mask_add": assignment("{v}[{v} > 0] += 1.0"),
+    "mask_scale": assignment("{v}[{v} > 0] *= 2.0"),
+    "mask_rows_add": assignment("{v}[{v}[..., 0] > 0] += 1.0"),
+    "mask_row": assignment("{v}[{v}.flatten(1)[:, 0] > 0] = 0.5"),
+    "mask_put": assignment("{v}.index_put_(({v} > 0,), {v}.sum())"),
+    "mask_gather_same": gathered_mask(""),
+    "mask_gather_stale": gathered_mask("{w}.mul_(2.0); "),
     "mask_view": assignment("{v}.transpose(0, 1)[{v}.transpose(0, 1) > 0] = 0.0"),
     "slice": assignment("{v}[..., 0] = 1.0"),
     "mask_copy": lambda machine: machine.replace("{v}.masked_fill({v} > 0.0, 0.0)"),

@@ -264,16 +264,124 @@ def test_two_inputs_may_be_the_same_tensor_later() -> None:
     assert torch.equal(fast(one, one).nan_to_num(7), model(other, other).nan_to_num(7))
 
 
+def test_another_dtype_than_the_assigned_number_is_cast_as_the_assignment_casts() -> None:
+    for kind, value in [(torch.int64, -1.7), (torch.int8, 2.5), (torch.bool, 3), (torch.bool, 0.0)]:
+        model = Unary(assigned(value, lambda y: y == 1)).eval()
+        x = torch.tensor([[0, 1], [1, 2]]).to(kind)
+
+        fast = optimized(model, x)
+
+        assert torch.where in targets(fast)
+        assert_equivalent(model, fast, (x,), exact=True)
+
+
 def tensor_value(module: Any, x: Tensor) -> Any:
     y = x.clone()
-    y[x > 0] = x.new_tensor(3.0).exp()
+    y[x > 0] = x.sum()
     return y
+
+
+def tensor_put(module: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y.index_put_((x > 0,), x.sum())
+    return torch.index_put_(y, [x < 0], x.sum().exp())
 
 
 def rows(module: Any, x: Tensor) -> Any:
     y = x.clone()
-    y[x[:, 0] > 0] = 0.0
+    y[x[:, 0] > 0] = 0.25
     return y
+
+
+def everything(module: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y[x.sum().isnan()] = 0.25
+    return y
+
+
+def fill(module: Any, x: Tensor) -> Any:
+    return x.clone().masked_fill_(x[:1] > 0, 0.25) * 2
+
+
+def fill_tensor(module: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y.masked_fill_(x > 0, x.sum())
+    return y
+
+
+def viewed_later(module: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y[x > 0] = 0.25
+    row = y[0]
+    row.mul_(3.0)
+    return y, row
+
+
+def viewed_before(module: Any, x: Tensor) -> Any:
+    y = x * 2
+    total = y[0].sum()
+    y[x > 0] = 0.25
+    return y, total
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [tensor_value, tensor_put, rows, everything, fill, fill_tensor, viewed_later, viewed_before],
+)
+def test_fires_on_every_form(forward: Callable[..., Any]) -> None:
+    model = Unary(forward).eval()
+    inputs = (torch.linspace(-2.0, 2.0, 9, dtype=torch.float64).reshape(3, 3),)
+
+    fast = optimized(model, *inputs)
+
+    assert torch.where in targets(fast)
+    assert_equivalent(model, fast, inputs, exact=True)
+    for shape in ((1, 3), (5, 2)):
+        assert_equivalent(model, fast, (values(*shape),), exact=True)
+
+
+def one_each(module: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y[x > 0] = x[x > 0]
+    return y
+
+
+def of_another_dtype(module: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y[x > 0] = x.sum().float()
+    return y
+
+
+def filled_in_place(module: Any, x: Tensor) -> Any:
+    return (x * 2).masked_fill_(x > 0, 1.0)
+
+
+def accumulated(module: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y.index_put_((x > 0,), x.sum(), accumulate=True)
+    y.index_put_((x > 0,), x.sum(), True)
+    return y
+
+
+def test_what_accumulates_is_none_of_its_business() -> None:
+    fast = optimized(Unary(accumulated).eval(), values(4, 3))
+
+    assert fast.report.fired == fast.report.refused == ()
+
+
+def expanded(module: Any, x: Tensor) -> Any:
+    y = (x[:1] * 2).expand(x.shape[0], x.shape[1])
+    y[x > 0] = 0.0
+    return y
+
+
+@pytest.mark.filterwarnings("ignore:Use of index_put_ on expanded:UserWarning")
+@pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded:UserWarning")
+def test_what_overlaps_itself_in_a_later_call_is_left_alone() -> None:
+    fast = optimized(Unary(expanded).eval(), values(1, 3))
+
+    assert reasons(fast) == [SEEN]
+    assert_equivalent(Unary(expanded).eval(), fast, (values(4, 3),), exact=True)
 
 
 def the_input(module: Any, x: Tensor) -> Any:
@@ -318,26 +426,33 @@ def other_layout(module: Any, x: Tensor) -> Any:
     return y
 
 
-EXTERNAL = "it writes an input or an attribute of the model"
-SHARED = "another value shares the storage and would see the write"
-CAST = "the value would be cast by the assignment"
+SEEN = "an input, an attribute or a view would see the write"
+KIND = "it is no real number"
 REFUSALS: dict[str, tuple[Callable[..., Any], torch.dtype, str]] = {
-    "a tensor": (tensor_value, torch.float64, "the assigned value is a tensor"),
-    "a mask of rows": (rows, torch.float64, "the mask has another shape"),
-    "the input": (the_input, torch.float64, EXTERNAL),
-    "a view of the input": (a_view_of_the_input, torch.float64, EXTERNAL),
-    "a buffer": (a_buffer, torch.float64, EXTERNAL),
-    "a view that is read later": (a_view_read_later, torch.float64, SHARED),
-    "a view that is written": (through_a_view, torch.float64, SHARED),
-    "a fraction into integers": (assigned(0.5), torch.int64, CAST),
-    "a number into booleans": (assigned(3, lambda y: y), torch.bool, CAST),
+    "one element each": (
+        one_each, torch.float64, "the assigned value may have an element for each True",
+    ),
+    "a tensor of another dtype": (
+        of_another_dtype, torch.float64, "the assigned value has another dtype",
+    ),
+    "a fill": (filled_in_place, torch.float64, "it is filled in place and saves no copy"),
+    "the input": (the_input, torch.float64, SEEN),
+    "a view of the input": (a_view_of_the_input, torch.float64, SEEN),
+    "a buffer": (a_buffer, torch.float64, SEEN),
+    "a view that is read later": (a_view_read_later, torch.float64, SEEN),
+    "a view that is written": (through_a_view, torch.float64, SEEN),
     "a number into complex ones": (
-        assigned(2.0, lambda y: y.real > 0), torch.complex128, CAST,
+        assigned(2.0, lambda y: y.real > 0), torch.complex128, KIND,
     ),
-    "an integer into complex ones": (
-        assigned(2, lambda y: y.real > 0), torch.complex128, CAST,
+    "a complex number": (assigned(2.0 + 0j), torch.float64, KIND),
+    "a number beyond float16": (assigned(1e5), torch.float16, "the dtype cannot hold the number"),
+    "a number beyond uint8": (assigned(-1), torch.uint8, "the dtype cannot hold the number"),
+    "no number into integers": (
+        assigned(torch.inf), torch.int64, "the dtype cannot hold the number",
     ),
-    "a number beyond float16": (assigned(1e5), torch.float16, CAST),
+    "no number into booleans": (
+        assigned(torch.nan, lambda y: y), torch.bool, "the dtype cannot hold the number",
+    ),
     "two devices": (two_devices, torch.float64, "the tensors may live on different devices"),
     "another layout": (
         other_layout, torch.float64, "where would lay the result out differently in memory",

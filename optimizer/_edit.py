@@ -50,6 +50,12 @@ def insert_call(
         return _described(before.graph.call_module(name, args), before, like)
 
 
+def insert_copy(before: fx.Node, node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """Call what a node calls once more, on other operands, just before a node."""
+    with node.graph.inserting_before(before):
+        return _described(node.graph.node_copy(node, operand), node)
+
+
 def _described(node: fx.Node, origin: fx.Node, like: fx.Node | None = None) -> fx.Node:
     node.meta.update(new=True, source=origin.meta.get("source", ""))
     facts = facts_of(node.graph)

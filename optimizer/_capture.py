@@ -12,10 +12,11 @@ from optimizer._errors import CaptureError
 from optimizer._graph import clean, is_plain
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
 from optimizer._none_tests import tests_for_none
-from optimizer._observation import Fact, Facts, storages_in
+from optimizer._observation import Fact, Facts
 from optimizer._spelling import spell
 from optimizer._state import python_state, random_fingerprint, random_state_kept
 from optimizer._tracer import Tracer
+from optimizer._trees import storages_in
 from optimizer._vocabulary import FACTORIES
 
 

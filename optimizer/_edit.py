@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from optimizer._facts import facts_of
@@ -54,6 +55,14 @@ def insert_copy(before: fx.Node, node: fx.Node, operand: Callable[[fx.Node], fx.
     """Call what a node calls once more, on other operands, just before a node."""
     with node.graph.inserting_before(before):
         return _described(node.graph.node_copy(node, operand), node)
+
+
+def insert_buffer(before: fx.Node, value: torch.Tensor, stem: str) -> fx.Node:
+    """Read a new buffer just before a node, under a fresh name close to `stem`."""
+    name = fresh_name(owner(before), stem)
+    owner(before).register_buffer(name, value)
+    with before.graph.inserting_before(before):
+        return _described(before.graph.get_attr(name), before)
 
 
 def _described(node: fx.Node, origin: fx.Node, like: fx.Node | None = None) -> fx.Node:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -16,7 +17,8 @@ from torch.nn import functional as F
 from optimizer._graph import attribute, callee, is_plain, module_of, owner, tensors_of
 from optimizer._guards import GUARDS
 from optimizer._inplace import INPLACE_OPERATORS
-from optimizer._observation import Fact, Facts, storages_in
+from optimizer._observation import Fact, Facts
+from optimizer._trees import storages_in
 
 
 class Refused(Exception):  # noqa: N818 - a remark in the report, not an error
@@ -167,6 +169,12 @@ def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node) -> bool:
     return True
 
 
+def is_returned(node: fx.Node) -> bool:
+    """Whether a call returns a node's value, or a view of it."""
+    output: Fact = next(iter(reversed(node.graph.nodes))).meta["fact"]
+    return not fact(node).storages.isdisjoint(output.storages | output.writes)
+
+
 def on_one_device(graph: fx.Graph) -> bool:
     """Whether all tensors of the graph are known to live on the same device."""
     facts = facts_of(graph)
@@ -187,7 +195,7 @@ def is_written(node: fx.Node) -> bool:
 
 
 def is_read_only(node: fx.Node) -> bool:
-    """Whether no node writes the attribute that a get_attr node reads."""
+    """Whether no node writes the value of a node, or of one that shares its storage."""
     facts = facts_of(node.graph)
     if facts is not None:
         return not fact(node).error and facts.writes.isdisjoint(fact(node).storages)
@@ -195,12 +203,17 @@ def is_read_only(node: fx.Node) -> bool:
 
 
 _ONLY_READ = (F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d)
-_TRUSTED = ("torch", "_operator", "math", "collections", "optimizer")
+_TRUSTED = frozenset(("torch", "torchvision", "_operator", "math", "collections", "optimizer"))
 _PURE_BY_DEFINITION = (
     torch.permute, torch.transpose, torch.t, torch.movedim, nn.Linear, nn.Conv1d, nn.Conv2d,
     nn.Conv3d, nn.Identity,
 )  # fmt: skip
 _EFFECTS_OF_PYTHON = (*GUARDS, *INPLACE_OPERATORS, operator.setitem, torch._assert)
+
+
+def _is_trusted(code: Any) -> bool:
+    """Whether it is known to have no effect but those that ATen operators have."""
+    return str(getattr(code, "__module__", "")).split(".")[0] in _TRUSTED
 
 
 def _on_a_tensor(node: fx.Node) -> bool:
@@ -218,8 +231,9 @@ def is_pure(node: fx.Node) -> bool:
         return False
     if node.op == "call_module":
         module = module_of(node)
-        return is_plain(module) and type(module).__module__.startswith(_TRUSTED)
+        plain = all(map(is_plain, module.modules()))
+        return plain and _is_trusted(type(module))
     if node.op == "call_function":
-        trusted = str(getattr(node.target, "__module__", "")).startswith(_TRUSTED)
-        return (trusted or node.target is getattr) and node.target not in _EFFECTS_OF_PYTHON
+        trusted = _is_trusted(node.target) or node.target is getattr
+        return trusted and node.target not in _EFFECTS_OF_PYTHON
     return node.op == "get_attr" or (node.op == "call_method" and _on_a_tensor(node))

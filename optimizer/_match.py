@@ -16,7 +16,10 @@ Captured: TypeAlias = dict[str, fx.Node]
 
 @dataclass(frozen=True)
 class Pattern:
-    """A call of one of `targets`, whose leading arguments match the patterns in `args`."""
+    """A call of one of `targets`, whose leading arguments match the patterns in `args`.
+
+    No targets at all stand for every call.
+    """
 
     targets: frozenset[Target]
     args: tuple[Pattern, ...]
@@ -24,7 +27,9 @@ class Pattern:
 
     def match(self, node: object) -> Captured | None:
         """The nodes that the pattern names, or None where it does not match."""
-        if not isinstance(node, fx.Node) or called(node) not in self.targets:
+        if not isinstance(node, fx.Node) or not node.op.startswith("call"):
+            return None
+        if self.targets and called(node) not in self.targets:
             return None
         captured = {self.name: node}
         for index, pattern in enumerate(self.args):
@@ -41,7 +46,7 @@ def called(node: fx.Node) -> Any:
 
 
 def call(*targets: Target, args: tuple[Pattern, ...] = (), name: str) -> Pattern:
-    """A pattern that matches a call of any of `targets`.
+    """A pattern that matches a call of any of `targets`, or any call where there are none.
 
     A module class matches calls of plain modules of exactly that class: a subclass may
     compute something else, and so may a hook.

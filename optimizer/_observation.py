@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer._copy import on_storage
+from optimizer._effects import Effects
 from optimizer._graph import attribute, is_plain, module_of, owner, tensors_of
 from optimizer._known_results import EVERY_MASK_IS_FULL, known_result, known_sum, writes_its_input
-from optimizer._trees import map_tensors, tensors_in
-from optimizer._vocabulary import FACTORIES
+from optimizer._trees import map_tensors, storages_in
+from optimizer._vocabulary import FACTORIES, MAY_COPY
 
 
 class Unobserved(Exception):  # noqa: N818 - becomes the `error` of a Fact, is never seen
@@ -38,49 +38,27 @@ class Fact:
     error: str = ""
 
 
-class _Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collect the storages written and whether random numbers were drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.reset()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch imports it first, which takes a second
-
-    def reset(self) -> None:
-        self.writes: set[int] = set()
-        self.random = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        for argument in func._schema.arguments:
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            # native_batch_norm updates these in training mode, and its schema keeps quiet.
-            silent = argument.name in ("running_mean", "running_var") and given.get("training")
-            if written or silent:
-                self.writes |= storages_in(given.get(argument.name))
-        return func(*args, **kwargs)
-
-
 class Facts:
     """The facts of one graph, kept up to date as passes add nodes."""
 
     def __init__(self) -> None:
         self.failures: list[fx.Node] = []
         self.devices: set[torch.device] = set()
-        self.writes: set[int] = set()  # every storage that any node ever wrote
         self.external: set[int] = set()  # storages that outlive a call: inputs and attributes
         self.holders: dict[int, list[fx.Node]] = {}
+        self._writers: dict[int, list[fx.Node]] = {}
         self.asked: set[tuple[str, fx.Node]] = set()  # by the rewrite under way: kind, input
         self.relied: set[tuple[str, fx.Node]] = set()  # what the rewrites that fired rest on
         self._meta: dict[int, Any] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._alive: list[torch.Tensor] = []
-        self._effects = _Effects()
+        self._effects = Effects()
+
+    @property
+    def writes(self) -> set[int]:
+        """Every storage that a node of the graph writes."""
+        writers = self._writers.items()
+        return {storage for storage, nodes in writers if not all(n._erased for n in nodes)}
 
     def to_meta(self, value: Any) -> Any:
         """A copy of a tensor, a module or a pytree of them whose tensors hold no data."""
@@ -134,12 +112,13 @@ class Facts:
         given: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
         varies = _may_vary_rank(node) or any(each.rank_varies for each in given)
         inputs = frozenset[fx.Node]().union(*(each.inputs for each in given))
-        self._record(
-            node,
-            Fact(
-                *_snapshot(value), frozenset(lasting_writes), self._effects.random, varies, inputs
-            ),
-        )
+        kept, storages = _snapshot(value)
+        if (
+            given and _name(node) in MAY_COPY
+        ):  # or may not: the value of another call shares its storage
+            storages |= given[0].storages
+        writes = frozenset(lasting_writes)
+        self._record(node, Fact(kept, storages, writes, self._effects.random, varies, inputs))
 
     def _call(self, node: fx.Node) -> Any:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
@@ -186,7 +165,8 @@ class Facts:
 
     def _record(self, node: fx.Node, fact: Fact) -> None:
         node.meta["fact"] = fact
-        self.writes |= fact.writes
+        for storage in fact.writes:
+            self._writers.setdefault(storage, []).append(node)
         for storage in fact.storages if node.op != "output" else ():
             self.holders.setdefault(storage, []).append(node)
 
@@ -229,11 +209,6 @@ def _snapshot(value: Any) -> tuple[Any, frozenset[int]]:
     """A result as it is now: later in-place changes of its shape are not seen through it."""
     kept = map_tensors(lambda tensor: tensor.detach().to("meta"), value)
     return kept, frozenset(storages_in(value))
-
-
-def storages_in(value: Any) -> set[int]:
-    """The identities of all storages that the tensors in a pytree are views of."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value)}
 
 
 def _devices_named_by(node: fx.Node) -> set[torch.device]:

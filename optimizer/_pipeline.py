@@ -110,6 +110,8 @@ class Pipeline:
 
     def _candidates(self, pattern: Pattern) -> list[fx.Node]:
         """The nodes that call what the pattern's root does, in order."""
+        if not pattern.targets:
+            return list(self.module.graph.nodes)
         if self._calls is None:
             self._calls = {}
             for place, node in enumerate(self.module.graph.nodes):

@@ -21,3 +21,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if isinstance(value, torch.Tensor):
         return function(value)
     return pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def storages_in(value: Any) -> set[int]:
+    """The identities of all storages that the tensors in a pytree are views of."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value)}

@@ -33,6 +33,11 @@ FACTORIES: frozenset[Callable[..., Any]] = frozenset((
     torch.tril_indices, torch.triu_indices, torch.zeros,
 ))  # fmt: skip
 RANDOM = (torch.normal, torch.rand, torch.randint, torch.randn, torch.randperm)
+# These return their input, or a copy where dtype, device or strides make them.
+MAY_COPY = frozenset((
+    "bfloat16", "bool", "contiguous", "cpu", "cuda", "double", "flatten", "float", "half", "int",
+    "long", "ravel", "reshape", "reshape_as", "short", "to", "type", "type_as",
+))  # fmt: skip
 RETURN_A_TENSOR = (
     nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm,
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid, nn.Tanh, nn.Identity,

@@ -20,7 +20,10 @@ SHIPPED = [path for name in ("optimizer", "models") for path in sorted((ROOT / n
 
 # A later one may import an earlier one; never the other way round.
 CHAIN = ("_graph", "_facts", "_match", "_pass", "_pipeline", "_optimize", "__init__", "__main__")
-FOR_PASSES = {"_affine", "_graph", "_facts", "_edit", "_match", "_pass", "_guards", "_inplace"}
+FOR_PASSES = {
+    *("_affine", "_computation", "_edit", "_facts", "_graph", "_guards", "_inplace", "_match"),
+    "_pass",
+}
 
 
 def named(path: Path) -> str:

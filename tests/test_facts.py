@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 import optimizer
+from optimizer._facts import is_pure
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
 torch.fx.wrap("noted")
@@ -318,3 +319,16 @@ def test_a_child_that_keeps_a_list_is_called_though_nobody_reads_its_value() -> 
 
     assert fast.child.calls == [1, 1]
     assert model.child.calls == []
+
+
+@pytest.mark.parametrize(("package", "trusted"), [("torch.nn", True), ("torch_like.nn", False)])
+def test_code_is_trusted_by_the_name_of_its_package(package: str, trusted: bool) -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    double.__module__ = package
+    graph = optimizer.capture(nn.ReLU(), torch.ones(2))
+    relu = next(node for node in graph.graph.nodes if node.op == "call_function")
+    relu.target, relu.args = double, relu.args[:1]
+
+    assert is_pure(relu) is trusted

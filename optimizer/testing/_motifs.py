@@ -180,6 +180,20 @@ MOTIFS: dict[str, Motif] = {
         fires=("merge relu", "add_size relu", "t01 merge"),
         near=("merge mask", "dup merge drop", "add_size add_size", "merge linear bn"),
     ),
+    "fold_constants": Motif(
+        fires=("constant relu", "constant_buffer", "linear constant_expanded"),
+        near=(
+            "constant_view",
+            "constant_counter",
+            "constant_counter_later",
+            "constant_written",
+            "constant_contiguous_written",
+            "constant_inplace",
+            "constant_random",
+            "constant_returned",
+            "constant constant_returned",
+        ),
+    ),
     "eliminate_dead_code": Motif(
         fires=("dup linear drop", "dup relu_F drop", "dup t01 shift drop"),
         near=(

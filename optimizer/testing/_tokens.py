@@ -7,6 +7,7 @@ that Hypothesis makes one choice per token and can delete it in one step.
 
 from __future__ import annotations
 
+from optimizer.testing._constants import CONSTANTS
 from optimizer.testing._control import CONTROL
 from optimizer.testing._elementwise import ARITHMETIC, IDENTITIES, RELUS
 from optimizer.testing._layers import LAYERS, Emit
@@ -20,6 +21,7 @@ FAMILIES: dict[str, dict[str, Emit]] = {
     "view": VIEWS,
     "identity": IDENTITIES,
     "assignment": ASSIGNMENTS,
+    "constant": CONSTANTS,
 }
 
 TOKENS: dict[str, Emit] = {

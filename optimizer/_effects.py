@@ -1,0 +1,38 @@
+"""What the ATen operators that run do besides yielding a value, read off their schemas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimizer._trees import storages_in
+
+
+class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collect the storages written and whether random numbers were drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reset()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch imports it first, which takes a second
+
+    def reset(self) -> None:
+        self.writes: set[int] = set()
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            # native_batch_norm updates these in training mode, and its schema keeps quiet.
+            silent = argument.name in ("running_mean", "running_var") and given.get("training")
+            if written or silent:
+                self.writes |= storages_in(given.get(argument.name))
+        return func(*args, **kwargs)

@@ -1,0 +1,47 @@
+"""Tokens that combine the top with what is computed from the model's own tensors."""
+
+from __future__ import annotations
+
+from optimizer.testing._layers import Emit
+from optimizer.testing._machine import Machine, Value
+
+
+def constant(text: str, *, buffer: bool = False, before: str = "", after: str = "") -> Emit:
+    """Add `text`, in which `{c}` is a new parameter or buffer, to the top.
+
+    `before` and `after` are statements around it; in `after`, `{v}` is its value.
+    """
+
+    def emit(machine: Machine) -> None:
+        name = f"constant{len(machine.members)}"
+        drawn = f"torch.zeros({machine.top.shape[-1]})"
+        held = f"self.{name} = nn.Parameter({drawn})"
+        machine.members.append(f"self.register_buffer({name!r}, {drawn})" if buffer else held)
+        value = f"{name}_value"
+        lines = (before, f"{value} = {text}", after)
+        machine.statements += [line.format(c=f"self.{name}", v=value) for line in lines if line]
+        machine.replace(f"{{v}} + {value}")
+
+    return emit
+
+
+def returned(machine: Machine) -> None:
+    """Return what is computed from a parameter beside what is made of it."""
+    constant("{c}.relu()")(machine)
+    name = machine.statements[-2].partition(" =")[0]
+    machine.outputs.append(Value(name, machine.top.shape[-1:]))
+
+
+CONSTANTS: dict[str, Emit] = {
+    "constant": constant("torch.relu({c}) * 2.0"),
+    "constant_buffer": constant("0.5 * {c}.abs()", buffer=True),
+    "constant_view": constant("{c}.unsqueeze(0)"),
+    "constant_expanded": constant("(2.0 * {c}).expand(3, -1)[1]"),
+    "constant_counter": constant("{c} * 2.0", buffer=True, before="{c}.add_(1.0)"),
+    "constant_counter_later": constant("{c} * 2.0", buffer=True, after="{c}.add_(1.0)"),
+    "constant_written": constant("{c} * 2.0", after="{v}.add_(1.0)"),
+    "constant_contiguous_written": constant("{c}.abs().contiguous()", after="{v}.mul_(2.0)"),
+    "constant_inplace": constant("({c} * 2.0).relu_()"),
+    "constant_random": constant("F.dropout({c}, 0.5, True)"),
+    "constant_returned": returned,
+}

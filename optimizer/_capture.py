@@ -43,7 +43,7 @@ def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
         module = _captured(model, call, record_factories=False)
         if call is not None and _writes_a_constant(module):
             module = _captured(model, call, record_factories=True)
-        _require(not _writes_a_constant(module), "it writes a tensor that it makes itself")
+        require(not _writes_a_constant(module), "it writes a tensor that it makes itself")
         spell(module)
         module.graph.lint()
     except CaptureError:
@@ -62,7 +62,7 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
     module = fx.GraphModule(copied, graph, type(model).__name__)
     if call is not None:
         _observe(module, call)
-        _require(not _hides_none(module, copied), "it may test a value inside it that is None")
+        require(not _hides_none(module, copied), "it may test a value inside it that is None")
         _own_what_is_written(module)
     return module
 
@@ -75,7 +75,7 @@ def _trace(
     while True:
         tracer = Tracer(call, opaque, record_factories=record_factories)
         copied = structural_copy(model)
-        _require(is_plain(copied), "the model itself has hooks, parametrizations or a __call__")
+        require(is_plain(copied), "the model itself has hooks, parametrizations or a __call__")
         before = python_state(copied)
         try:
             graph = _recorded(tracer, copied)
@@ -89,7 +89,7 @@ def _trace(
         if not stateful:
             return copied, graph
         known = "" in stateful or stateful <= opaque
-        _require(not known, "its forward keeps state in attributes of the model")
+        require(not known, "its forward keeps state in attributes of the model")
         opaque |= stateful
 
 
@@ -97,11 +97,20 @@ def _recorded(tracer: Tracer, model: nn.Module) -> fx.Graph:
     with random_state_kept(), torch.enable_grad():
         drawn = random_fingerprint()
         graph = tracer.trace(model)
-        _require(random_fingerprint() == drawn, "it draws or seeds random numbers in Python")
+        require(random_fingerprint() == drawn, "it draws or seeds random numbers in Python")
     return graph
 
 
-def _require(condition: bool, reason: str) -> None:
+def adopt(module: fx.GraphModule, call: Call) -> fx.GraphModule:
+    """Bring a graph that was recorded elsewhere to the form of a captured one."""
+    _observe(module, call)
+    _own_what_is_written(module)
+    spell(module)
+    module.graph.lint()
+    return module
+
+
+def require(condition: bool, reason: str) -> None:
     if not condition:
         raise CaptureError(reason)
 

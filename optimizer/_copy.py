@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, TypeAlias, TypeVar, cast
@@ -37,7 +38,9 @@ def structural_copy(
         CaptureError: an attribute of the model cannot be copied.
     """
     try:
-        return cast(ModuleType, _copied(model, _memo(model, dict(onto or {}), share=share)))
+        with warnings.catch_warnings():  # torch's own pickling uses what torch has deprecated
+            warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+            return cast(ModuleType, _copied(model, _memo(model, dict(onto or {}), share=share)))
     except Exception as error:  # locks, handles, sparse tensors: whatever a model may hold
         raise CaptureError(f"the model cannot be copied: {error}") from error
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from optimizer._errors import InputError
 
@@ -93,9 +93,60 @@ def expect_given(value: Any, name: str) -> None:
         )
 
 
+def expect_structure(value: Any, structure: str, name: str) -> list[Any]:
+    """The leaves of an argument, which was a tree of this structure when the model was exported.
+
+    Raises:
+        InputError: `value` has another structure.
+    """
+    if has_torch_function((value,)):
+        leaves: list[Any] = handle_torch_function(
+            expect_structure, (value,), value, structure, name
+        )
+        return leaves
+    leaves, found = tree_flatten(value)
+    if str(found) != structure:
+        raise InputError(
+            f"this model was optimized for {name} of another structure: optimize it again with"
+            " example inputs of that structure."
+        )
+    return leaves
+
+
+def expect_like(
+    value: torch.Tensor,
+    sizes: tuple[int | tuple[int, int], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    contiguous: bool,
+    name: str,
+) -> None:
+    """Require a tensor of which all that Python can ask is as it was in an export.
+
+    Raises:
+        InputError: `value` is something else, or its layout, device, dtype or sizes differ.
+    """
+    if has_torch_function((value,)):
+        expected = (sizes, dtype, device, contiguous, name)
+        handle_torch_function(expect_like, (value,), value, *expected)
+        return
+    expect_tensor(value, len(sizes), dtype, name)
+    known = (s if isinstance(s, tuple) else (s, s) for s in sizes)
+    fits = all(
+        least <= size <= most for size, (least, most) in zip(value.shape, known, strict=True)
+    )
+    same = value.is_meta or value.device == device  # a meta tensor is the facts' own
+    if not (fits and same and value.is_contiguous() == contiguous):
+        raise InputError(
+            f"this model was optimized for {name} like the example in size, device and memory"
+            f" format, and got {tuple(value.shape)} on {value.device}: optimize it again with such"
+            " example inputs."
+        )
+
+
 def chooses_a_branch(value: Any) -> bool:
     """Whether the code of a model can test a value where tracing cannot see it."""
     return value is None or isinstance(value, bool | str)
 
 
-GUARDS = (expect_value, expect_tensor, expect_given, expect_shape)
+GUARDS = (expect_value, expect_tensor, expect_given, expect_shape, expect_structure, expect_like)

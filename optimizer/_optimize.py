@@ -12,10 +12,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import fx, nn
 
-from optimizer._capture import capture_call, has_unknown_facts, writes_nothing_lasting
+from optimizer._capture import has_unknown_facts, writes_nothing_lasting
 from optimizer._check import Answer, Difference, answer, compare_answers, reference
 from optimizer._copy import structural_copy
 from optimizer._errors import CaptureError, InputError
+from optimizer._front_ends import FRONT_ENDS, FrontEnds, choose, record
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
 from optimizer._module import OptimizedModule, Unchanged
 from optimizer._pass import Pass
@@ -28,10 +29,11 @@ Check: TypeAlias = Literal["final", "each"] | None
 
 
 def optimize(
-    model: nn.Module,
+    model: nn.Module | torch.export.ExportedProgram,
     example_inputs: ExampleInputs | None = None,
     *,
     level: int = 1,
+    capture: Literal["auto", "symbolic", "export"] = "auto",
     check: Check = "final",
     only: Iterable[str] | None = None,
     disable: Iterable[str] = (),
@@ -44,10 +46,14 @@ def optimize(
     reason. A model that cannot be captured is returned as a copy that runs as it is.
 
     Args:
-        model: any module. In training mode it is optimized as far as is right, with a warning.
+        model: any module, or an ExportedProgram, which brings example inputs of its own. In
+            training mode it is optimized as far as is right, with a warning.
         example_inputs: a tensor, a tuple of positional, or a mapping of keyword arguments. Later
             calls may have other sizes. Without them only rewrites that need no shape are made.
         level: 0 keeps the same bits; 1 keeps the function up to rounding.
+        capture: "symbolic" records the forward by calling it with stand-ins; "export" asks
+            torch.export, and holds later calls to what that took from the example inputs (sizes
+            but that of the batch, dtypes, memory formats); "auto" is the first that can.
         check: "final" compares the answer with the model's on the example inputs; "each" does so
             after every pass; None does not. A pass that changes the answer is rolled back.
         only: names of the passes to run; all if None.
@@ -60,12 +66,13 @@ def optimize(
         PassError: there is no pass of a given name.
     """
     passes = select(level, only, disable, ("specialize_shapes",) if static_shapes else ())
-    require_module(model)
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
     call = None if example_inputs is None else as_call(example_inputs)
+    model, call, front_ends = choose(model, call, capture)
+    run = Run(require_module(model), call, front_ends, level, check if call else None, passes)
     with undisturbed():
-        return _Run(model, call, level, check if call else None, passes).result()
+        return run.result()
 
 
 @contextmanager
@@ -84,15 +91,22 @@ def undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-class _Run:
+class Run:
     """One call of `optimize`: tries again without a pass that turned out to be at fault."""
 
     def __init__(
-        self, model: nn.Module, call: Call | None, level: int, check: Check, passes: Sequence[Pass]
+        self,
+        model: nn.Module,
+        call: Call | None,
+        front_ends: FrontEnds,
+        level: int,
+        check: Check,
+        passes: Sequence[Pass],
     ) -> None:
         self.started = time.perf_counter()
         self.model, self.call, self.level, self.check = model, call, level, check
         self.passes = list(passes)
+        self.front_ends, self.front_end = front_ends, ""
         self.remarks = list(_remarks(model, call))
         self.expected: Answer | None = None
         self.share = False
@@ -108,10 +122,11 @@ class _Run:
                 if self.call is not None and self.expected is None:
                     self._reference()  # was it the inputs?
                 self.remarks.append(f"left as it is: {error}")
+                self.front_end = ""
                 return Unchanged(_copy_or_self(self.model), self._report(Size()))
 
     def _attempt(self) -> OptimizedModule | Unchanged:
-        module = capture_call(self.model, self.call)
+        self.front_end, module = record(self.front_ends, self.model, self.call)
         self.share = writes_nothing_lasting(module)
         if self.call and self.expected is None and (self.check or has_unknown_facts(module)):
             self.expected = self._reference()  # facts are unknown also where inputs are wrong
@@ -122,7 +137,8 @@ class _Run:
         pipeline = Pipeline(module, self._verifier(module))
         pipeline.run(self.passes)
         names = tuple(each.name for each in self.passes)
-        recipe = Recipe.of(self.model, self.call, self.level, names)
+        known = self.front_end in FRONT_ENDS  # to `optimize` the model again
+        recipe = Recipe.of(self.model, self.call, self.level, names) if known else None
         optimized = OptimizedModule.of(module, self._report(before, pipeline), recipe)
         if self.check == "final" and self._difference(optimized):
             self.check = "each"  # once more, to find out which pass it was
@@ -178,6 +194,7 @@ class _Run:
             remarks=tuple(self.remarks),
             before=before,
             checked=self.check or "",
+            front_end=self.front_end,
             seconds=time.perf_counter() - self.started,
         )
 

@@ -59,6 +59,7 @@ class Report:
         remarks: what concerns the whole model.
         before, after: counts of the graph.
         checked: when the answer was checked: "final", "each", or empty where it was not.
+        front_end: what captured the model: "symbolic", "export", "exported program" or "dynamo".
         seconds: how long `optimize` took.
     """
 
@@ -70,6 +71,7 @@ class Report:
     before: Size = field(default_factory=Size)
     after: Size = field(default_factory=Size)
     checked: str = ""
+    front_end: str = "symbolic"
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,7 +91,8 @@ class Report:
 
     def _head(self) -> str:
         checked = _CHECKED[self.checked]
-        return f"{self.model}, level {self.level}, {self.seconds:.2f} s, {checked}"
+        captured = "" if self.front_end in ("", "symbolic") else f", captured by {self.front_end}"
+        return f"{self.model}, level {self.level}, {self.seconds:.2f} s, {checked}{captured}"
 
     def _fired(self) -> str:
         if not self.fired:

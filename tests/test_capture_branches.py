@@ -176,7 +176,7 @@ class AsksTheOpaque(nn.Module):
 def test_none_from_inside_is_not_taken_for_a_tensor() -> None:
     model = AsksTheOpaque().eval()
 
-    fast = optimizer.optimize(model, ROWS, check=None)
+    fast = optimizer.optimize(model, ROWS, check=None, capture="symbolic")
 
     assert torch.equal(fast(ROWS), model(ROWS))
     assert "a value inside it that is None" in fast.report.remarks[0]
@@ -217,16 +217,19 @@ TOGGLES: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
 }
 
 
-@pytest.mark.parametrize("example", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize("capture", ["symbolic", "export", "no example"])
 @pytest.mark.parametrize("name", TOGGLES)
-def test_a_layer_that_is_changed_for_one_call_is_left_alone(name: str, example: bool) -> None:
+def test_a_layer_that_is_changed_for_one_call_is_left_alone(name: str, capture: Any) -> None:
     torch.manual_seed(0)
     model = Toggled(*TOGGLES[name]).eval()
     eager = copy.deepcopy(model)
 
-    fast = optimizer.optimize(model, IMAGES if example else None, check=None)
+    if capture == "no example":
+        fast = optimizer.optimize(model)
+    else:
+        fast = optimizer.optimize(model, IMAGES, check=None, capture=capture)
 
-    assert not isinstance(fast, optimizer.OptimizedModule)
+    assert isinstance(fast, optimizer.OptimizedModule) == (capture == "export")
     for _ in range(2):
         torch.testing.assert_close(fast(IMAGES), eager(IMAGES))
     assert all(not module.training for module in model.modules())

@@ -1,0 +1,215 @@
+"""Capture by `torch.export`, for a forward that symbolic tracing cannot record.
+
+Export runs the model's Python once on fake tensors, so what that Python saw is baked into the
+graph: sizes, dtypes, devices, layouts, and the values of arguments that are no tensors. The graph
+begins with a check of each of them. What Python did besides is lost, and is a reason to refuse.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from optimizer._aten import from_aten
+from optimizer._capture import adopt, require
+from optimizer._copy import structural_copy
+from optimizer._errors import CaptureError
+from optimizer._graph import attribute, is_plain
+from optimizer._guards import expect_like, expect_structure, expect_value
+from optimizer._inputs import Call
+from optimizer._observation import Facts, storages_in
+from optimizer._source import line_in
+from optimizer._state import random_fingerprint, random_state_kept
+from optimizer._watch import watch
+
+# What the ranges of sizes and the equality of symbols say already.
+_SIZE = r"L\[\S+\]\.size\(\)\[\d+\]"
+_IMPLIED = re.compile(rf"{_SIZE} == {_SIZE}|{_SIZE} (==|<|<=|>|>=) \d+|\d+ (<|<=) {_SIZE}")
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_ASSERTIONS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
+
+
+def capture_exported(model: nn.Module, call: Call) -> fx.GraphModule:
+    """Export a copy of a model and bring the graph to the one spelling.
+
+    The first dimension of each input stays free as far as export can tell that the model's
+    Python did not ask for it; all others must be the example's in later calls.
+
+    Raises:
+        CaptureError: it cannot be exported, or the exported program would do less.
+    """
+    try:
+        return capture_program(_exported(model, call, dynamic=True), model, call)
+    except CaptureError:  # sizes that depend on one another
+        return capture_program(_exported(model, call, dynamic=False), model, call)
+
+
+def _bound(model: nn.Module, call: Call) -> inspect.BoundArguments:
+    return inspect.signature(model.forward).bind(*call.args, **call.kwargs)
+
+
+@contextmanager
+def _as_capture_error() -> Iterator[None]:
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:  # whatever a user's forward does with fake tensors
+        raise CaptureError(str(error).strip().split("\n")[0] or type(error).__name__) from error
+
+
+def _batch(value: Any) -> Any:
+    free = isinstance(value, torch.Tensor) and value.dim() > 0
+    return {0: torch.export.Dim.AUTO} if free else None
+
+
+@_as_capture_error()
+def _exported(model: nn.Module, call: Call, *, dynamic: bool) -> Any:
+    bound = _bound(model, call)
+    batch = {name: pytree.tree_map(_batch, value) for name, value in bound.arguments.items()}
+    copied = structural_copy(model)
+    require(all(map(is_plain, copied.modules())), "export would lose what hooks do")
+    require(not torch.is_autocast_enabled("cpu"), "export would bake autocast in")
+    noted = watch(copied)
+    config: Any = torch.fx.experimental._config
+    any_batch = config.patch(backed_size_oblivious=True)  # of 1, as well
+    with random_state_kept(), warnings.catch_warnings(), any_batch:
+        warnings.simplefilter("ignore")
+        drawn = random_fingerprint()
+        program = torch.export.export(
+            copied,
+            bound.args,
+            bound.kwargs,
+            dynamic_shapes=batch if dynamic else None,
+            strict=False,
+        )
+        require(random_fingerprint() == drawn, "it draws or seeds random numbers in Python")
+    require(not noted, "; ".join(noted))
+    return program
+
+
+@_as_capture_error()
+def capture_program(program: Any, model: nn.Module, call: Call) -> fx.GraphModule:
+    """The graph of an exported program behind the signature of its model, guarded.
+
+    Raises:
+        CaptureError: a part of it cannot be guarded, or is no plain call.
+    """
+    told = all(map(_IMPLIED.fullmatch, program._guards_code))
+    require(told, "export found a condition on sizes that cannot be guarded")
+    root = structural_copy(program.module(check_guards=False))
+    bound = _bound(model, call)
+    inputs = root.graph.find_nodes(op="placeholder")
+    graph = fx.Graph()
+    values = _Inputs(graph, [node.meta["val"] for node in inputs], program.range_constraints)
+    copies: dict[fx.Node, Any] = dict(zip(inputs, values.leaves(bound), strict=True))
+    for node in root.graph.nodes:
+        if node.op == "output":
+            flat = fx.node.map_arg(node.args[0], copies.__getitem__)
+            graph.output(_held(graph, pytree.tree_unflatten(flat, program.call_spec.out_spec)))
+        elif node.op != "placeholder":
+            _require_plain(node)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = {"source": line_in(node.meta.get("stack_trace") or "")}
+    module = fx.GraphModule(root, graph, type(model).__name__)
+    module.training = model.training
+    from_aten(graph)
+    adopted = adopt(module, Call(bound.args, bound.kwargs))
+    constants = program.graph_signature.lifted_tensor_constants  # export itself writes those
+    fixed = [*root.parameters(), *(attribute(root, name) for name in constants)]
+    require(not _writes(adopted, fixed), "it writes a tensor that is no buffer")
+    return adopted
+
+
+def _require_plain(node: fx.Node) -> None:
+    operator = isinstance(node.target, torch._ops.OpOverload) or node.op == "get_attr"
+    home = getattr(node.target, "__module__", "")
+    require(operator or home in ("_operator", "math", "torch"), f"it enters {node.target}")
+    require(node.target not in _ASSERTIONS, "it asserts something of the data")
+
+
+def _writes(module: fx.GraphModule, tensors: list[torch.Tensor]) -> bool:
+    facts: Facts = module.meta["facts"]
+    return not facts.writes.isdisjoint(storages_in(facts.to_meta(tensors)))
+
+
+def _held(graph: fx.Graph, value: Any) -> Any:
+    """A result as a graph can hold it."""
+    if isinstance(value, list | tuple):
+        require(type(value) in (list, tuple), f"it returns a {type(value).__name__}")
+        return type(value)(_held(graph, item) for item in value)
+    if isinstance(value, dict):
+        require(type(value) in (dict, OrderedDict), f"it returns a {type(value).__name__}")
+        items = {key: _held(graph, item) for key, item in value.items()}
+        ordered = type(value) is OrderedDict
+        return graph.call_function(OrderedDict, (list(items.items()),)) if ordered else items
+    known = isinstance(value, fx.Node | int | float | bool | str | None)
+    require(known, f"it returns a {type(value).__name__}")
+    return value
+
+
+class _Inputs:
+    """The arguments of a graph, and a check of all that export took from the examples."""
+
+    def __init__(self, graph: fx.Graph, fakes: list[Any], ranges: Any) -> None:
+        self.graph, self.fakes, self.ranges = graph, iter(fakes), ranges
+        self.symbols: dict[Any, tuple[fx.Node, int]] = {}
+
+    def leaves(self, bound: inspect.BoundArguments) -> list[fx.Node]:
+        """What stands for each input of the program, in order."""
+        given = bound.arguments
+        plain = [p for p in bound.signature.parameters.values() if p.kind not in _VARIADIC]
+        require(given.keys() <= {p.name for p in plain}, "its forward takes any number of inputs")
+        nodes = [self.graph.placeholder(p.name, default_value=p.default) for p in plain]
+        leaves = []
+        for node, parameter in zip(nodes, plain, strict=True):
+            if parameter.name in given:
+                leaves += self._leaves_of(node, given[parameter.name])
+            else:
+                self._expect(expect_value, node, parameter.default)
+        return leaves
+
+    def _leaves_of(self, node: fx.Node, value: Any) -> list[fx.Node]:
+        leaves, structure = pytree.tree_flatten(value)
+        parts = [node]
+        if leaves != [value]:
+            whole = self._expect(expect_structure, node, str(structure))
+            parts = [self._part(whole, f"{node.name}_{i}", i) for i in range(len(leaves))]
+        for part, leaf, fake in zip(parts, leaves, self.fakes, strict=False):
+            if isinstance(leaf, torch.Tensor):
+                like = (fake.dtype, fake.device, leaf.is_contiguous())
+                self._expect(expect_like, part, tuple(self._sizes(part, fake)), *like)
+            else:
+                self._expect(expect_value, part, leaf)
+        return parts
+
+    def _part(self, whole: fx.Node, name: str, index: int) -> fx.Node:
+        return self.graph.create_node("call_function", getitem, (whole, index), {}, name)
+
+    def _expect(self, guard: Any, node: fx.Node, *expected: Any) -> fx.Node:
+        return self.graph.call_function(guard, (node, *expected, node.name))
+
+    def _sizes(self, node: fx.Node, fake: torch.Tensor) -> Iterator[Any]:
+        """Each size: a number, another input's, or the least and the greatest that it may be."""
+        for dimension, size in enumerate(fake.shape):
+            symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+            if symbol is None:
+                yield size
+            elif symbol in self.symbols:
+                yield self.graph.call_method("size", self.symbols[symbol])
+            else:
+                require(symbol.is_Symbol, "export found a size that depends on another")
+                self.symbols[symbol] = node, dimension
+                bounds = self.ranges[symbol]
+                yield int(bounds.lower), int(min(bounds.upper, sys.maxsize))

@@ -1,0 +1,77 @@
+"""What a forward does that an exported program would not: state, changed inputs, caught errors."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from optimizer._state import python_state
+
+# Their own errors, which they catch themselves, are not the model's.
+_NOT_THE_MODELS = sys.stdlib_module_names | {"torch", "sympy", "mpmath", "numpy", "optimizer"}
+
+
+def watch(model: nn.Module) -> list[str]:
+    """Replace the forward of a module by one that notes what each call does besides computing.
+
+    Export puts attributes back, so that they are looked at before the call ends. An error that
+    the forward catches may be one of the fake tensors', which no real tensor would raise.
+    """
+    forward, noted = model.forward, list[str]()
+
+    @functools.wraps(forward)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        state, inputs = _state_besides_buffers(model), _parts((args, kwargs))
+        with _errors_of_the_model() as errors:
+            result = forward(*args, **kwargs)
+        if _state_besides_buffers(model) != state:
+            noted.append("its forward keeps state in attributes of the model")
+        if _parts((args, kwargs)) != inputs:
+            noted.append("it changes a container that it is given")
+        if errors:
+            noted.append(f"it catches an error ({errors[0]})")
+        return result
+
+    model.forward = watched
+    return noted
+
+
+def _state_besides_buffers(model: nn.Module) -> list[dict[str, Any]]:
+    """An assigned buffer is recorded, as a copy into it."""
+    states = python_state(model).values()
+    return [{name: held for name, held in s.items() if name != "_buffers"} for s in states]
+
+
+def _parts(inputs: Any) -> tuple[list[int], pytree.TreeSpec]:
+    leaves, structure = pytree.tree_flatten(inputs)
+    return list(map(id, leaves)), structure
+
+
+@contextmanager
+def _errors_of_the_model() -> Iterator[list[str]]:
+    """The names of the errors that pass through the model's code, caught or not."""
+    errors: list[str] = []
+
+    def note(frame: FrameType, event: str, value: Any) -> Any:
+        if event == "exception":
+            errors.append(value[0].__name__)
+        return note
+
+    def begin(frame: FrameType, event: str, value: Any) -> Any:
+        frame.f_trace_lines = False
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        return None if package in _NOT_THE_MODELS else note
+
+    before = sys.gettrace()
+    sys.settrace(begin)
+    try:
+        yield errors
+    finally:
+        sys.settrace(before)

@@ -55,7 +55,7 @@ def bisect(
     example_inputs: ExampleInputs,
     *,
     level: int = 1,
-    only: Iterable[str] | None = None,
+    only: Iterable[str | Pass] | None = None,
     disable: Iterable[str] = (),
 ) -> Culprit | None:
     """The first rewrite found that makes the answer wrong, and no longer the model's own.

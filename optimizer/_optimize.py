@@ -35,7 +35,7 @@ def optimize(
     level: int = 1,
     capture: Literal["auto", "symbolic", "export"] = "auto",
     check: Check = "final",
-    only: Iterable[str] | None = None,
+    only: Iterable[str | Pass] | None = None,
     disable: Iterable[str] = (),
     static_shapes: bool = False,
 ) -> OptimizedModule | Unchanged:
@@ -56,7 +56,7 @@ def optimize(
             but that of the batch, dtypes, memory formats); "auto" is the first that can.
         check: "final" compares the answer with the model's on the example inputs; "each" does so
             after every pass; None does not. A pass that changes the answer is rolled back.
-        only: names of the passes to run; all if None.
+        only: names of the passes to run, or passes of your own; all there are if None.
         disable: names of passes not to run.
         static_shapes: compute now what follows from the sizes of the example inputs. Calls with
             other sizes are then errors.

@@ -1,4 +1,7 @@
-"""Every pass there is: a file in `passes/` registers itself by being there."""
+"""Every pass there is: a file in `passes/` registers itself by being there.
+
+An installed package adds its own under the entry point group `optimizer.passes`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib.metadata import entry_points
 
 from optimizer import passes
 from optimizer._errors import InputError, PassError
@@ -21,12 +26,25 @@ def all_passes() -> tuple[Pass, ...]:
         importlib.import_module(f"{passes.__name__}.{entry.name}")
         for entry in pkgutil.iter_modules(passes.__path__)
     )
-    found = [value for module in modules for value in vars(module).values() if _is_pass(value)]
-    return tuple(sorted(found, key=lambda each: (PHASES.index(each.phase), each.name)))
+    found = [each for module in modules for each in vars(module).values() if isinstance(each, Pass)]
+    return _in_order([*found, *_installed()])
 
 
-def _is_pass(value: object) -> bool:
-    return isinstance(value, Pass)
+def _in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
+    return tuple(sorted(passes, key=lambda each: (PHASES.index(each.phase), each.name)))
+
+
+def _installed() -> Iterator[Pass]:
+    """The passes of other packages. One that cannot be loaded must not cost the user a model."""
+    for entry in entry_points(group="optimizer.passes"):
+        try:
+            loaded = entry.load()
+        except Exception as error:  # whatever an import may raise
+            loaded = error
+        if isinstance(loaded, Pass):
+            yield loaded
+        else:
+            warnings.warn(f"'{entry.value}' gives no pass, and is left out: {loaded}", stacklevel=2)
 
 
 def explain(name: str) -> str:
@@ -45,7 +63,7 @@ def explain(name: str) -> str:
 
 def select(
     level: int,
-    only: Iterable[str] | None,
+    only: Iterable[str | Pass] | None,
     disable: Iterable[str],
     include: Iterable[str] = (),
 ) -> tuple[Pass, ...]:
@@ -59,11 +77,16 @@ def select(
         raise InputError(
             f"level {level!r} does not exist: use 0 (the same bits) or 1 (up to rounding)."
         )
-    wanted = None if only is None else _names(only)
+    named = [only] if isinstance(only, str | Pass) else list(only or ())
+    given = {each.name: each for each in named if isinstance(each, Pass)}
+    known = {each.name: each for each in all_passes()} | given
+    wanted = (
+        None if only is None else _names(n for n in named if not isinstance(n, Pass)) | {*given}
+    )
     unwanted, included = _names(disable), _names(include)
     return tuple(
         each
-        for each in all_passes()
+        for each in _in_order(known.values())
         if each.numerics in LEVELS[level]
         and (not each.opt_in if wanted is None else each.name in wanted) | (each.name in included)
         and each.name not in unwanted

@@ -225,7 +225,7 @@ def _expand(node: fx.Node, rule: Callable[..., Any]) -> list[fx.Node]:
     """Put what a rule computes in the place of a node; returns the new nodes."""
     args, kwargs = operands(node)
     read = node.all_input_nodes
-    held = {"held": module_of(node)} if node.op == "call_module" else {}
+    held = {"layer": module_of(node)} if node.op == "call_module" else {}
 
     def traced(*values: Any) -> Any:
         given = dict(zip(read, values, strict=True))
@@ -234,8 +234,8 @@ def _expand(node: fx.Node, rule: Callable[..., Any]) -> list[fx.Node]:
 
     traced.__name__ = f"the rule for {describe(node)}"
     part = record(traced, [f"operand_{index}" for index in range(len(read))], held)
-    inner = [path for path in paths_of(part) if path.partition(".")[0] == "held"]
-    paths = {path: f"{node.target}{path.removeprefix('held')}" for path in inner}
+    inner = [path for path in paths_of(part) if path.partition(".")[0] == "layer"]
+    paths = {path: f"{node.target}{path.removeprefix('layer')}" for path in inner}
     value, added = inline(node, part, read, paths)
     if not isinstance(value, fx.Node):
         raise InputError(f"the rule for '{describe(node)}' has to return one value.")

@@ -28,9 +28,10 @@ from optimizer._errors import CaptureError
 from optimizer._graph import attribute, is_plain
 from optimizer._guards import expect_like, expect_structure, expect_value
 from optimizer._inputs import Call
-from optimizer._observation import Facts, storages_in
+from optimizer._observation import Facts
 from optimizer._source import line_in
 from optimizer._state import random_fingerprint, random_state_kept
+from optimizer._trees import storages_in
 from optimizer._watch import watch
 
 # What the ranges of sizes and the equality of symbols say already.

@@ -26,6 +26,7 @@ _METHODS: dict[str, Function] = {
     "relu": torch.relu, "relu_": torch.relu_, "transpose": torch.transpose,
     "swapaxes": torch.transpose, "swapdims": torch.transpose, "permute": torch.permute,
     "movedim": torch.movedim, "moveaxis": torch.movedim, "t": torch.t,
+    "matmul": torch.matmul, "mm": torch.mm, "addmm": torch.addmm,
 }  # fmt: skip
 _FUNCTIONS: dict[Function, Function] = {
     torch.swapaxes: torch.transpose, torch.swapdims: torch.transpose,

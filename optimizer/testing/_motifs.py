@@ -100,6 +100,17 @@ MOTIFS: dict[str, Motif] = {
             "linear t01 t01 relu_method_inplace",
         ),
     ),
+    "recognize_linear": Motif(
+        fires=("linear_matmul relu", "relu linear_matmul"),
+        near=(
+            "linear_matmul bn",
+            "linear_matmul again",
+            "dup linear_matmul swap linear_matmul tie add",
+            "linear_matmul linear tie",
+            "t12 linear_matmul",
+            "flatten linear_matmul hook relu",
+        ),
+    ),
     "sink_transposes": Motif(
         fires=("t01 relu t01", "cycle shift tanh cycle", "t12 dup add T", "mT leaky double t12"),
         near=(

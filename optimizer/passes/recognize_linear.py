@@ -1,0 +1,98 @@
+"""x @ w.T -> Linear(x), b + x @ w.T -> Linear(x), for tensors w and b of the model."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from optimizer._edit import insert_module
+from optimizer._facts import is_read_only
+from optimizer._graph import arg, attribute, callee, owner
+from optimizer._match import call
+from optimizer._pass import require, rewrite
+
+TRANSPOSES = (torch.t, torch.transpose, torch.permute)
+
+
+@rewrite(
+    call(operator.matmul, torch.matmul, torch.mm, torch.addmm, name="product"),
+    numerics="exact",
+    phase="simplify",
+)
+def recognize_linear(product: fx.Node) -> fx.Node | None:
+    """Call a product with a matrix of the model a Linear, which other passes fold into.
+
+    A Linear computes x @ weight.T, and on a matrix with a bias addmm, by these very kernels. So
+    weight is the transpose of the right matrix: the model's own parameter if the forward
+    transposes it, else a view of it. Transposed again it is what the forward multiplied with, to
+    the strides. The numbers are shared, and nobody may write them.
+    """
+    terms: tuple[Any, ...] = product.args
+    terms = terms if product.target is torch.addmm else (None, *terms)
+    if len(terms) != 3 or not isinstance(terms[1], fx.Node):
+        return None
+    bias, source, right = terms
+    matrix = arg(right, 0) if _is_transpose(right) else right
+    if not (_is_attribute(matrix) and (bias is None or _is_attribute(bias))):
+        return None
+    require(not product.kwargs, "its terms are scaled, or the result is written elsewhere")
+    require(_is_real_matrix(_held(matrix)), "the model's tensor is no matrix of real numbers")
+    weight = _weight(right, matrix)
+    row = bias is None or _held(bias).shape == weight.shape[:1]
+    require(row, "what is added is no bias, one number for each output")
+    require(all(is_read_only(n) for n in (matrix, bias) if n), "the forward may write the matrix")
+
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta").eval()
+    linear.weight = _parameter(weight)
+    if bias is not None:
+        linear.bias = _parameter(_held(bias))
+    stem = str(matrix.target).replace(".", "_")
+    return insert_module(product, linear, (source,), f"{stem}_linear", like=product)
+
+
+def _is_transpose(node: Any) -> bool:
+    """Whether a node is a call of one with axes that are written out."""
+    called = isinstance(node, fx.Node) and callee(node) in TRANSPOSES
+    return called and node.all_input_nodes == [arg(node, 0)]
+
+
+def _is_attribute(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "get_attr"
+
+
+def _held(node: Any) -> Any:
+    return attribute(owner(node), str(node.target))
+
+
+def _is_real_matrix(value: torch.Tensor) -> bool:
+    return value.dim() == 2 and value.is_floating_point() and value.layout == torch.strided
+
+
+def _weight(right: Any, matrix: fx.Node) -> torch.Tensor:
+    """The transpose of the right matrix: the model's own tensor, where it is the same view."""
+    held: torch.Tensor = _held(matrix)
+    seen = held if right is matrix else right.target(held, *right.args[1:])
+    weight = seen.detach().t()
+    same = (weight.shape, weight.stride()) == (held.shape, held.stride())
+    return held if same else weight
+
+
+def _parameter(value: torch.Tensor) -> nn.Parameter:
+    return value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
+
+
+class _Product(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+
+def example(width: int = 8) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A smallest model on which the pass fires."""
+    return _Product(width).eval(), (torch.randn(4, width),)

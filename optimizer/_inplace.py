@@ -1,4 +1,4 @@
-"""The in-place operators (`x += y`) as functions that a tracer can record.
+"""The in-place operators (`x += y`, and those of passes) as functions that a tracer can record.
 
 `operator.iadd` will not do: fx prints it as the statement `a += b`, which rebinds the
 variable `a`, and a later reader of `a` would see the new value also where `a` is an integer.
@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 
@@ -40,3 +41,29 @@ ixor = _recordable(operator.ixor)
 INPLACE_OPERATORS = (
     iadd, iand, ifloordiv, ilshift, imatmul, imod, imul, ior, ipow, irshift, isub, itruediv, ixor,
 )  # fmt: skip
+
+
+def _over_an_operand(
+    function: Callable[[Any, Any], Any], in_place: Callable[[Any, Any], Any]
+) -> Callable[[Any, Any, int], Any]:
+    """A commutative `function` whose result overwrites an operand if they are laid out alike."""
+
+    def apply(first: Any, second: Any, overwritten: int) -> Any:
+        if has_torch_function((first, second)):
+            return handle_torch_function(apply, (first, second), first, second, overwritten)
+        if not alike(first, second):
+            return function(first, second)
+        return in_place(second, first) if overwritten else in_place(first, second)
+
+    apply.__name__ = apply.__qualname__ = f"{function.__name__}_over"
+    return apply
+
+
+def alike(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have one dtype, shape and layout, and so has their sum or product."""
+    same = first.dtype == second.dtype and first.shape == second.shape
+    return same and first.stride() == second.stride()
+
+
+add_over = _over_an_operand(operator.add, Tensor.add_)
+mul_over = _over_an_operand(operator.mul, Tensor.mul_)

@@ -24,10 +24,10 @@ from optimizer._facts import Refused
 from optimizer._match import Pattern
 
 Numerics: TypeAlias = Literal["exact", "rounding"]
-Phase: TypeAlias = Literal["simplify", "fold", "fuse"]
+Phase: TypeAlias = Literal["simplify", "fold", "fuse", "memory"]
 Example: TypeAlias = Callable[..., tuple[nn.Module, tuple[Any, ...]]]
 
-PHASES: tuple[Phase, ...] = ("simplify", "fold", "fuse")
+PHASES: tuple[Phase, ...] = ("simplify", "fold", "fuse", "memory")
 LEVELS: dict[int, frozenset[Numerics]] = {
     0: frozenset({"exact"}),
     1: frozenset({"exact", "rounding"}),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,11 +14,20 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import optimizer
+from optimizer.passes import reuse_operands
 from optimizer.testing import MOTIFS, Optimize, Spec, assert_equivalent, check_spec, models
 
 PASSES = {each.name: each for each in optimizer.all_passes()}
 # A @given test is one unit of work: shards let the workers share it.
 SHARDS = range(2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tensors_are_worthwhile() -> Iterator[None]:
+    """Generated tensors are smaller than what a pass would take the trouble for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reuse_operands, "WORTHWHILE", 1)
+        yield
 
 
 def fuzz(property_: Callable[[Spec], None], *, focus: str | None = None, shard: int = 0) -> None:

@@ -303,7 +303,8 @@ def test_is_folded_right_or_left_alone(name: str) -> None:
 
     fast = optimizer.optimize(model, x, check=None)
 
-    reasons = [refusal.reason for refusal in fast.report.refused]
+    of_others = [each for each in fast.report.refused if not each.name.startswith("reuse_")]
+    reasons = [refusal.reason for refusal in of_others]
     assert fast.report.counts().get("fold_batchnorm", 0) == case.folds
     assert len(reasons) == len(case.refused)
     assert all(word in reason for word, reason in zip(case.refused, reasons, strict=True))
@@ -322,7 +323,7 @@ def test_a_fold_in_low_precision_is_as_near_to_the_truth_as_the_model(dtype: tor
     with torch.no_grad():
         eager, folded = model(x).double(), fast(x).double()
         truth = model.double()(x.double())
-    assert fast.report.counts() == {"fold_batchnorm": 1}
+    assert fast.report.counts()["fold_batchnorm"] == 1
     assert normwise(truth, folded) <= max(4 * normwise(truth, eager), 1e-15)
 
 

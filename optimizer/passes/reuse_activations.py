@@ -1,0 +1,77 @@
+"""relu(x) -> relu_(x), where nothing else reads x, and so for other activations."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from optimizer._edit import insert_function, insert_module
+from optimizer._graph import arg, callee, module_of
+from optimizer._match import call
+from optimizer._pass import require, rewrite
+from optimizer._spare import is_spare
+
+FUNCTIONS = (
+    F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.silu, F.mish, F.hardswish, F.hardsigmoid,
+)  # fmt: skip
+MODULES = (
+    nn.ReLU6, nn.Hardtanh, nn.LeakyReLU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid,
+)  # fmt: skip
+
+
+@rewrite(
+    call(*FUNCTIONS, *MODULES, F.gelu, nn.GELU, name="activation"),
+    numerics="exact",
+    phase="memory",
+)
+def reuse_activations(activation: fx.Node) -> fx.Node | None:
+    """Write the result of an activation over its input, if nobody else reads that.
+
+    Each of these activations keeps shape, dtype and the layout of a dense tensor, and element i
+    of the result depends on element i of the input alone, so that the kernel may write where it
+    reads. The input is new at each call, and its only reader is the activation.
+    """
+    if _is_in_place(activation):
+        return None
+    require(is_spare(arg(activation, 0)), "its input is needed elsewhere")
+
+    if activation.op == "call_module":
+        return _module(activation)
+    if callee(activation) is F.gelu:
+        return _gelu(activation, **activation.kwargs)
+    if callee(activation) is F.relu:
+        return insert_function(activation, F.relu, (arg(activation, 0), True))
+    settings = activation.kwargs | {"inplace": True}
+    return insert_function(activation, callee(activation), activation.args, **settings)
+
+
+def _is_in_place(activation: fx.Node) -> bool:
+    if activation.op == "call_module":
+        return bool(getattr(module_of(activation), "inplace", False))
+    if callee(activation) is F.relu:
+        return arg(activation, 1) is not False
+    return activation.kwargs.get("inplace", False) is not False
+
+
+def _module(activation: fx.Node) -> fx.Node:
+    module = module_of(activation)
+    if type(module) is nn.GELU:
+        return _gelu(activation, approximate=module.approximate)
+    module = copy.copy(module)
+    module.inplace = True
+    return insert_module(activation, module, activation.args, str(activation.target))
+
+
+def _gelu(activation: fx.Node, **settings: Any) -> fx.Node:
+    gelu_ = torch._C._nn.gelu_  # type: ignore[attr-defined]
+    return insert_function(activation, gelu_, activation.args, **settings)
+
+
+def example(width: int = 8) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A smallest model on which the pass fires."""
+    model = nn.Sequential(nn.Linear(width, width), nn.Hardswish())
+    return model.eval(), (torch.randn(4, width),)

@@ -61,7 +61,7 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
             node.meta.pop("is_wrapped", None)  # torch.zeros needs no mark to be traced again
     module = fx.GraphModule(copied, graph, type(model).__name__)
     if call is not None:
-        _observe(module, call)
+        observe(module, call)
         require(not _hides_none(module, copied), "it may test a value inside it that is None")
         _own_what_is_written(module)
     return module
@@ -103,8 +103,7 @@ def _recorded(tracer: Tracer, model: nn.Module) -> fx.Graph:
 
 def adopt(module: fx.GraphModule, call: Call) -> fx.GraphModule:
     """Bring a graph that was recorded elsewhere to the form of a captured one."""
-    _observe(module, call)
-    _own_what_is_written(module)
+    observe(module, call)
     spell(module)
     module.graph.lint()
     return module
@@ -145,7 +144,7 @@ def _own_what_is_written(module: fx.GraphModule) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _observe(module: fx.GraphModule, call: Call) -> None:
+def observe(module: fx.GraphModule, call: Call) -> Facts:
     """Run the graph on meta tensors and attach what is learned of each node."""
     facts = module.meta["facts"] = Facts()
     for tensor in (*module.parameters(), *module.buffers()):
@@ -157,6 +156,7 @@ def _observe(module: fx.GraphModule, call: Call) -> None:
             facts.input(node, examples.get(str(node.target), default))
         else:
             facts.evaluate(node)
+    return facts
 
 
 def _parameter_names(module: fx.GraphModule) -> list[str]:

@@ -1,0 +1,171 @@
+"""`torch.compile(model, backend="optimizer")`: the same passes on each graph that Dynamo finds.
+
+Dynamo passes parameters and buffers as arguments, so that one graph serves every module that runs
+the same code. Those that the graph does not write become constants, for passes to fold; each call
+looks whether they are still the same tensors, at the same version, and optimizes again if not. A
+write through `.data` raises no version and is not seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from optimizer._capture import adopt, observe, require
+from optimizer._front_ends import FrontEnds
+from optimizer._inputs import Call
+from optimizer._module import OptimizedModule
+from optimizer._observation import Facts
+from optimizer._optimize import Run, undisturbed
+from optimizer._registry import select
+from optimizer._source import line_in
+from optimizer._vocabulary import FACTORIES
+
+log = logging.getLogger("optimizer")
+_MOST = 32  # times that one graph is optimized: then its other weights are run as they are
+
+
+def backend(
+    module: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> Callable[..., Any]:
+    """What Dynamo calls with each graph. Reports go to the log `optimizer`, at level INFO.
+
+    Args:
+        module: the graph.
+        example_inputs: its first arguments.
+        options: `level`, `check`, `only` and `disable`, as in `optimizer.optimize`.
+    """
+    tensors = [each for each in example_inputs if isinstance(each, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        remark = "runs as it is while gradients are recorded: call it under torch.no_grad()"
+        warnings.warn(f"a graph of torch.compile(backend='optimizer') {remark}", stacklevel=2)
+        return module.forward
+    if any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors):
+        return module.forward
+    return _Graph(module, example_inputs, dict(options or {}))
+
+
+class _Variant(NamedTuple):
+    """A graph optimized for certain weights, which are kept alive with their addresses."""
+
+    weights: list[torch.Tensor]
+    versions: list[int]
+    run: Callable[..., Any]
+
+
+class _Graph:
+    """A graph of Dynamo's, optimized for the weights that it is called with."""
+
+    def __init__(
+        self, module: fx.GraphModule, examples: list[Any], options: dict[str, Any]
+    ) -> None:
+        self.module, self.options = module, options
+        inputs = zip(module.graph.find_nodes(op="placeholder"), examples, strict=True)
+        self.held = [i for i, (node, value) in enumerate(inputs) if _is_held(node, value)]
+        self.variants: dict[tuple[int, ...], _Variant] = {}
+        self.made = 0
+
+    def __call__(self, *args: Any) -> Any:
+        if not self.made:
+            self.held = self._unwritten(args)
+        weights: list[torch.Tensor] = [args[i] for i in self.held]
+        versions = [weight._version for weight in weights]
+        place = tuple([weight.data_ptr() for weight in weights])
+        known = self.variants.get(place)
+        if known is None or known.versions != versions:
+            if self.made == _MOST:
+                return self.module(*args)
+            self.made += 1
+            known = _Variant(weights, versions, self._optimized(args))
+            self.variants[place] = known
+        return known.run(*args)
+
+    def _unwritten(self, args: tuple[Any, ...]) -> list[int]:
+        graph, inputs = _copied(self.module, {})
+        facts: Facts = observe(fx.GraphModule(self.module, graph), Call(args, {}))
+        stored = [node.meta["fact"].storages for node in inputs]
+        return [i for i in self.held if facts.writes.isdisjoint(stored[i])]
+
+    def _optimized(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        free = [i for i in range(len(args)) if i not in self.held]
+        call = Call(tuple(args[i] for i in free), {})
+        defaults: dict[str, Any] = {"level": 1, "check": "final", "only": None, "disable": ()}
+        options = defaults | self.options
+        passes = select(options["level"], options["only"], options["disable"])
+        bound = self._bound(args)
+        front_ends: FrontEnds = {"dynamo": _capture}
+        with undisturbed():
+            run = Run(bound, call, front_ends, options["level"], options["check"], passes)
+            fast = run.result()
+        log.info("%s", fast.report)
+        if not isinstance(fast, OptimizedModule):
+            return self.module.forward
+        return lambda *args: fast(*[args[i] for i in free])
+
+    def _bound(self, args: tuple[Any, ...]) -> fx.GraphModule:
+        """The graph with its weights as attributes instead of arguments."""
+        root = nn.Module()
+        for name, child in self.module.named_children():
+            root.add_module(name, child)
+        for name, tensor in (*self.module._parameters.items(), *self.module._buffers.items()):
+            _hold(root, name, tensor)
+        nodes = self.module.graph.find_nodes(op="placeholder")
+        weights = {nodes[i]: args[i] for i in self.held}
+        for node, weight in weights.items():
+            _hold(root, node.name, weight)
+        graph, _ = _copied(self.module, weights)
+        module = fx.GraphModule(root, graph, "Dynamo")
+        module.training = False  # what depends on it is in the graph already
+        return module
+
+
+def _is_held(node: fx.Node, value: Any) -> bool:
+    """Whether an argument is a parameter or a buffer whose changes can be seen."""
+    if type(value) not in (torch.Tensor, nn.Parameter):
+        return False
+    known = node.meta.get("tensor_dict") or {}
+    static = isinstance(value, nn.Parameter) or "_dynamo_static_input_type" in known
+    return static and value.layout is torch.strided and not value.is_inference()
+
+
+def _hold(root: nn.Module, name: str, tensor: Any) -> None:
+    if isinstance(tensor, nn.Parameter):
+        root.register_parameter(name, tensor)
+    else:
+        root.register_buffer(name, tensor)
+
+
+def _copied(module: fx.GraphModule, weights: Any) -> tuple[fx.Graph, list[fx.Node]]:
+    """A copy of a graph that reads `weights` off its owner."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        if node in weights:
+            copies[node] = graph.get_attr(node.name)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = {"source": line_in(node.meta.get("stack_trace") or "")}
+    return graph, list(graph.find_nodes(op="placeholder"))
+
+
+def _capture(model: nn.Module, call: Call | None) -> fx.GraphModule:
+    assert isinstance(model, fx.GraphModule)
+    assert call is not None
+    require(not any(map(_changes_a_mode, model.graph.nodes)), "it enters a mode")
+    graph, _ = _copied(model, {})
+    return adopt(fx.GraphModule(model, graph, "Dynamo"), call)
+
+
+def _changes_a_mode(node: fx.Node) -> bool:
+    """Whether a call takes no value and makes no tensor: set_grad_enabled, enter_autocast."""
+    called = node.op == "call_function" and not node.all_input_nodes
+    return called and node.target not in FACTORIES

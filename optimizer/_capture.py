@@ -13,6 +13,7 @@ from optimizer._graph import clean, is_plain
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
 from optimizer._none_tests import tests_for_none
 from optimizer._observation import Fact, Facts
+from optimizer._source import line_of
 from optimizer._spelling import spell
 from optimizer._state import python_state, random_fingerprint, random_state_kept
 from optimizer._tracer import Tracer
@@ -46,12 +47,19 @@ def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
         require(not _writes_a_constant(module), "it writes a tensor that it makes itself")
         spell(module)
         module.graph.lint()
-    except CaptureError:
-        raise
     except Exception as error:  # whatever a user's forward does with traced values
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise CaptureError(f"its forward cannot be recorded: {reason}") from error
+        raise CaptureError(_told(error)) from error
     return module
+
+
+def _told(error: Exception) -> str:
+    """Why a forward cannot be recorded, where, and what can be done about it."""
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    if not isinstance(error, CaptureError):
+        reason = f"its forward cannot be recorded: {reason}"
+    line = line_of(error)
+    way_out = "in a submodule of its own it would be called as it is, and the rest optimized"
+    return f"{reason}, at {line}: {way_out}" if line else reason
 
 
 def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) -> fx.GraphModule:

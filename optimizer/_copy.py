@@ -75,6 +75,7 @@ def _memo(model: nn.Module, storages: Storages, *, share: bool) -> dict[int, Any
     """What deepcopy takes for the tensors of a model instead of copying them."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
+        _require_ordinary(parameter)
         if share:
             storages.setdefault(parameter.untyped_storage()._cdata, parameter.untyped_storage())
         data = _clone(parameter.detach(), storages)
@@ -94,10 +95,21 @@ def held_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _clone(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
+    _require_ordinary(tensor)
     storage = tensor.untyped_storage()
     if storage._cdata not in storages:
         storages[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
     return on_storage(tensor, storages[storage._cdata])
+
+
+def _require_ordinary(tensor: torch.Tensor) -> None:
+    """Require a tensor of which storage, dtype, shape and strides tell all."""
+    ordinary = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not ordinary or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        raise TypeError(
+            f"it holds a tensor of class {type(tensor).__name__}, {tensor.dtype}, {tensor.layout},"
+            " which is more than its storage and shape"
+        )
 
 
 def on_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:

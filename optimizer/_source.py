@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,15 +23,27 @@ def user_line() -> str:
     """The innermost line that is neither torch's nor ours, as `file.py:line`; may be empty."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if is_user_code(name):
-            return f"{Path(name).name}:{frame.f_lineno}"
+        if is_user_code(frame.f_code.co_filename):
+            return _told(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ""
 
 
 def line_in(stack: str) -> str:
     """The innermost line of a printed stack that is neither torch's nor ours, likewise."""
-    lines = re.findall(r'File "(.+)", line (\d+)', stack)
-    theirs = [(path, line) for path, line in lines if is_user_code(path)]
-    return f"{Path(theirs[-1][0]).name}:{theirs[-1][1]}" if theirs else ""
+    return _innermost(re.findall(r'File "(.+)", line (\d+)', stack))
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line that an error went through and is neither torch's nor ours, likewise."""
+    walked = traceback.walk_tb(error.__traceback__)
+    return _innermost([(frame.f_code.co_filename, line) for frame, line in walked])
+
+
+def _innermost(lines: list[tuple[str, Any]]) -> str:
+    theirs = [_told(path, line) for path, line in lines if is_user_code(path)]
+    return theirs[-1] if theirs else ""
+
+
+def _told(path: str, line: object) -> str:
+    return f"{Path(path).name}:{line}"

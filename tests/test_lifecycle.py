@@ -6,8 +6,6 @@ import copy
 import dataclasses
 import io
 import pickle
-import threading
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -232,69 +230,6 @@ def test_later_inputs_may_be(kind: str) -> None:
     for result in (late, early):
         torch.testing.assert_close(result, expected)
         assert result.stride() == expected.stride()
-
-
-class Branching(nn.Module):
-    """Control flow that depends on data."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1 if x.sum() > 0 else x - 1
-
-
-class Variadic(nn.Module):
-    """Any number of arguments."""
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        return sum(tensors) + 1
-
-
-class Locked(nn.Module):
-    """An attribute that cannot be copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.lock:
-            return x + 1
-
-
-def scripted() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval())
-
-
-UNTRACEABLE: dict[str, Callable[[], nn.Module]] = {
-    "branches on data": Branching,
-    "takes any number of arguments": Variadic,
-    "holds a lock": Locked,
-    "is scripted": scripted,
-}
-
-
-@pytest.mark.parametrize("what", UNTRACEABLE)
-@pytest.mark.parametrize("check", ["final", "each", None])
-def test_a_model_runs_unchanged_with_a_remark_if_it(what: str, check: Any) -> None:
-    model = UNTRACEABLE[what]().eval()
-
-    fast = optimizer.optimize(model, X, check=check)
-
-    assert all(torch.equal(fast(x), model(x)) for x in (X, -X, X + 1, X - 1))
-    assert fast.report.fired == ()
-    assert len(fast.report.remarks) == 1
-    assert fast.report.remarks[0].startswith("left as it is: ")
-
-
-def test_the_rest_is_optimized_around_a_submodule_that_cannot_be_traced() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Branching()).eval()
-
-    fast = optimizer.optimize(model, X)
-
-    assert fast.report.counts() == {"fold_batchnorm": 1}
-    for x in (X, -X, X + 5, X - 5):
-        torch.testing.assert_close(fast(x), model(x))
 
 
 def raising(**captured: object) -> None:

@@ -1,0 +1,296 @@
+"""Models that cannot be optimized run as they are, with a remark, or are a typed error.
+
+Either way the caller's model is the same afterwards, and what can be optimized around a part
+that cannot is.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import optimizer
+from optimizer import InputError
+
+X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
+
+
+class Net(nn.Module):
+    """A foldable pair, something that the model holds, and what is done with both."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any], held: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.pair = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        nn.init.normal_(self.pair[1].running_mean)
+        self._function = forward
+        if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
+            self.register_buffer("held", held)
+        else:
+            self.held = held
+        self.eval()
+
+    def forward(self, x: Tensor) -> Any:
+        return self._function(self, x)
+
+
+class Opaque(nn.Module):
+    """A submodule whose forward cannot be recorded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+class Doubling(Tensor):
+    """A tensor whose class changes what a linear layer computes."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is F.linear else result
+
+
+class Exponential(torch.autograd.Function):
+    """A function with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def scripted(code: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(code)
+
+
+def positive(x: Tensor) -> Tensor:
+    """Needs a value, which a scripted function may ask for."""
+    return x * 2 if bool(x.sum() > 0) else x
+
+
+def quietly(make: Callable[[], Tensor]) -> Tensor:
+    """A tensor of a kind that torch warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
+def quantized() -> Tensor:
+    return torch.quantize_per_tensor(torch.rand(4, 1, 1), 0.01, 0, torch.qint8)
+
+
+def added(self: Net, x: Tensor) -> Tensor:
+    y = self.pair(x)
+    return y + 1 if y.sum() > 0 else y - 1
+
+
+def calling(function: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda self, x: function(self.pair(x))
+
+
+def generated(self: Net, x: Tensor) -> Iterator[Tensor]:
+    for scale in (1, 2, 3):
+        yield self.pair(x) * scale
+
+
+def locked(self: Net, x: Tensor) -> Tensor:
+    with self.held:
+        return self.pair(x)
+
+
+def multiplied(self: Net, x: Tensor) -> Tensor:
+    return self.held @ self.pair(x).flatten(1)[:, :5].T
+
+
+def in_linear(self: Net, x: Tensor) -> Tensor:
+    return F.linear(self.pair(x), self.held)
+
+
+def complex_parts(self: Net, x: Tensor) -> Tensor:
+    return torch.view_as_real(self.pair(x).to(torch.complex64) @ self.held)
+
+
+class Variadic(nn.Module):
+    """Any number of arguments."""
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return sum(tensors) + 1
+
+
+EYE = torch.eye(5)
+COMPLEX = torch.randn(4, 4, dtype=torch.complex64)
+LEFT_AS_IT_IS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "branches on data": (lambda: Net(added), "control flow depends on a traced value, at test_bad"),
+    "uses a value as a number": (
+        lambda: Net(lambda self, x: self.pair(x) * float(x.max())),
+        "as a number, at test_bad_models.py:",
+    ),
+    "leaves torch for numpy": (
+        lambda: Net(lambda self, x: torch.from_numpy(self.pair(x).detach().numpy())),
+        "at test_bad_models.py:",
+    ),
+    "calls a scripted function": (
+        lambda: Net(calling(scripted(positive))),
+        "at test_bad_models.py:",
+    ),
+    "takes any number of arguments": (lambda: Variadic().eval(), "any number of 'tensors'"),
+    "is a generator": (lambda: Net(generated), "generator"),
+    "holds a lock": (lambda: Net(locked, threading.Lock()), "cannot be copied"),
+    "is scripted": (
+        lambda: scripted(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()),
+        "its forward cannot be recorded",
+    ),
+    "holds a sparse parameter": (
+        lambda: Net(multiplied, nn.Parameter(EYE.to_sparse())),
+        "torch.sparse_coo",
+    ),
+    "holds a sparse buffer": (lambda: Net(multiplied, EYE.to_sparse()), "torch.sparse_coo"),
+    "holds a compressed buffer": (
+        lambda: Net(multiplied, quietly(EYE.to_sparse_csr)),
+        "sparse_csr",
+    ),
+    "holds a quantized buffer": (
+        lambda: Net(lambda self, x: self.pair(x) * self.held.dequantize(), quietly(quantized)),
+        "torch.qint8",
+    ),
+    "holds a parameter of another class": (
+        lambda: Net(in_linear, nn.Parameter(torch.rand(5, 4).as_subclass(Doubling))),
+        "class Doubling",
+    ),
+    "holds a buffer of another class": (
+        lambda: Net(in_linear, torch.rand(5, 4).as_subclass(Doubling)),
+        "class Doubling",
+    ),
+    "holds a conjugated view": (lambda: Net(complex_parts, COMPLEX.conj()), "torch.complex64"),
+    "holds a negated view": (
+        lambda: Net(lambda self, x: self.pair(x) @ self.held, COMPLEX.conj().imag),
+        "cannot be copied",
+    ),
+}
+
+FOLDED: dict[str, Callable[[], nn.Module]] = {
+    "a submodule that branches on data": lambda: Net(
+        lambda self, x: self.held(self.pair(x)), Opaque()
+    ),
+    "a scripted submodule": lambda: Net(
+        lambda self, x: self.held(self.pair(x)), scripted(nn.Sequential(nn.Conv2d(4, 4, 1)).eval())
+    ),
+    "a complex parameter": lambda: Net(complex_parts, nn.Parameter(COMPLEX)),
+    "a custom autograd function": lambda: Net(lambda self, x: Exponential.apply(self.pair(x))),
+    "a generator expression": lambda: Net(lambda self, x: sum(self.pair(x) * i for i in range(2))),
+    "a tensor without data that gives a size": lambda: Net(
+        lambda self, x: self.pair(x) * self.held[0].shape[0], [torch.empty(3, device="meta")]
+    ),
+    "keyword arguments that nobody gives": lambda: Keywords(lambda self, x: self.pair(x)),
+}
+
+
+class Keywords(Net):
+    """Takes any keyword argument."""
+
+    def forward(self, x: Tensor, **settings: float) -> Any:
+        return super().forward(x) * settings.get("scale", 1)
+
+
+def answers(model: nn.Module) -> list[Tensor]:
+    """What a model returns for four inputs, as dense tensors."""
+    with torch.no_grad():
+        results = [model(x) for x in (X, -X, X + 1, X[:1])]
+    listed = [list(each) if isinstance(each, Iterator) else each for each in results]
+    return [leaf.to_dense() for leaf in pytree.tree_leaves(listed)]
+
+
+def state_of(model: nn.Module) -> list[object]:
+    """Everything of a caller's model that could be seen to change."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [
+        [(name, id(t), t.dtype, t.layout, t._version, t.requires_grad) for name, t in tensors],
+        [(name, m.training, sorted(vars(m))) for name, m in model.named_modules()],
+    ]
+
+
+@pytest.mark.parametrize("check", ["final", "each", None])
+@pytest.mark.parametrize("what", LEFT_AS_IT_IS)
+def test_a_model_runs_unchanged_with_a_remark_if_it(what: str, check: Any) -> None:
+    make, words = LEFT_AS_IT_IS[what]
+    model = make()
+    before = state_of(model)
+
+    fast = optimizer.optimize(model, X, check=check)
+
+    assert state_of(model) == before
+    assert all(map(torch.equal, answers(fast), answers(model)))
+    assert fast.report.fired == ()
+    [remark] = fast.report.remarks
+    assert remark.startswith("left as it is: ")
+    assert words in remark
+    assert "\n" not in remark
+
+
+@pytest.mark.parametrize("check", ["final", "each", None])
+@pytest.mark.parametrize("what", FOLDED)
+def test_the_rest_is_optimized_around(what: str, check: Any) -> None:
+    model = FOLDED[what]()
+    before = state_of(model)
+
+    fast = optimizer.optimize(model, X, check=check)
+
+    assert state_of(model) == before
+    assert "fold_batchnorm" in fast.report.counts()
+    for actual, expected in zip(answers(fast), answers(model), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_line_that_cannot_be_recorded_may_go_into_a_submodule() -> None:
+    inline, apart = (
+        optimizer.optimize(model, X)
+        for model in (Net(added), Net(lambda self, x: self.held(self.pair(x)), Opaque()))
+    )
+
+    assert "in a submodule of its own" in inline.report.remarks[0]
+    assert apart.report.counts() == {"fold_batchnorm": 1}
+    for actual, expected in zip(answers(apart), answers(inline), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+REJECTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a parameter on the meta device": (
+        lambda: Net(multiplied, nn.Parameter(EYE.to("meta"))),
+        "'held' is on the meta device and holds no data: load",
+    ),
+    "a buffer on the meta device": (
+        lambda: Net(multiplied, EYE.to("meta")),
+        "'held' is on the meta device",
+    ),
+    "no forward": (lambda: nn.Module().eval(), "the model itself rejects these example inputs"),
+    "a forward that raises": (
+        lambda: Net(lambda self, x: self.absent(x)),
+        "the model itself rejects these example inputs (AttributeError",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REJECTED)
+def test_a_model_that_does_not_run_is_an_input_error(what: str) -> None:
+    make, words = REJECTED[what]
+    model = make()
+    before = state_of(model)
+
+    with pytest.raises(InputError) as caught:
+        optimizer.optimize(model, X)
+
+    assert words in str(caught.value)
+    assert state_of(model) == before

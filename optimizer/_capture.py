@@ -20,6 +20,8 @@ from optimizer._tracer import Tracer
 from optimizer._trees import storages_in
 from optimizer._vocabulary import FACTORIES
 
+_LASTING = ("source", "tested", "is_wrapped")  # of the meta of a node, and facts of no other run
+
 
 def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx.GraphModule:
     """Record a model's forward as a graph over a copy of it; the model is not changed.
@@ -84,6 +86,8 @@ def _trace(
         tracer = Tracer(call, opaque, record_factories=record_factories)
         copied = structural_copy(model)
         require(is_plain(copied), "the model itself has hooks, parametrizations or a __call__")
+        if isinstance(copied, fx.GraphModule) and issubclass(copied._tracer_cls or object, Tracer):
+            return copied, _recorded_before(copied)
         before = python_state(copied)
         try:
             graph = _recorded(tracer, copied)
@@ -99,6 +103,13 @@ def _trace(
         known = "" in stateful or stateful <= opaque
         require(not known, "its forward keeps state in attributes of the model")
         opaque |= stateful
+
+
+def _recorded_before(module: fx.GraphModule) -> fx.Graph:
+    """The graph of a module that was captured, under the names that its nodes have."""
+    for node in module.graph.nodes:
+        node.meta = {key: node.meta[key] for key in _LASTING if key in node.meta}
+    return module.graph
 
 
 def _recorded(tracer: Tracer, model: nn.Module) -> fx.Graph:

@@ -1,0 +1,144 @@
+"""What else takes the result: fx, torch.export, torch.compile, ONNX, another optimize, threads."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import models
+import optimizer
+
+X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
+
+
+class Guarded(nn.Module):
+    """A rank that a fold relies on, and a flag that chooses a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU())
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        result = self.pair(x)
+        return result * 2 if twice else result
+
+
+class Masking(nn.Module):
+    """Views, transposes, a dead branch, a write under a mask and a counter in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        torch.exp(x)
+        y = x.transpose(1, 2).permute(0, 2, 1, 3) * 2
+        y[y > 0.5] = 0.0
+        self.calls.add_(1)
+        return {"y": y.mT, "x": x}
+
+
+def conv_net() -> nn.Module:
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(64, 5), nn.ReLU())
+
+
+def call_of(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        return model(*args, **kwargs)
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "convolutions": (conv_net, (X,)),
+    "guards": (Guarded, (X[0, 0],)),
+    "a flag that is set": (Guarded, (X[0, 0], True)),
+    "writes and views": (Masking, (X,)),
+}
+
+
+@pytest.fixture(params=NETS)
+def optimized(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
+    """A model, the same optimized, and its inputs."""
+    make, inputs = NETS[request.param]
+    torch.manual_seed(5)
+    model = make().eval()
+    fast = optimizer.optimize(model, inputs)
+    assert fast.report.fired
+    return model, fast, inputs
+
+
+def traced(fast: Any, inputs: Any) -> Any:
+    if any(node.target is operator.setitem for node in fast.graph.nodes):
+        with pytest.raises(TypeError, match="item assignment"):  # which fx cannot record
+            fx.symbolic_trace(fast)
+        return optimizer.capture(fast)
+    return fx.symbolic_trace(fast)
+
+
+def exported(fast: Any, inputs: Any) -> Any:
+    return torch.export.export(fast, inputs).module()
+
+
+def compiled(fast: Any, inputs: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(fast, backend="eager")
+
+
+def compiled_whole(fast: Any, inputs: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(fast, backend="eager", fullgraph=True)
+
+
+ELSEWHERE: dict[str, Callable[[Any, Any], Any]] = {
+    "symbolic_trace": traced,
+    "capture": lambda fast, inputs: optimizer.capture(fast),
+    "export": exported,
+    "compile": compiled,
+    "compile the whole graph": compiled_whole,
+    "Transformer": lambda fast, inputs: fx.Transformer(fast).transform(),
+    "Interpreter": lambda fast, inputs: fx.Interpreter(fast).run,
+    "optimize": lambda fast, inputs: optimizer.optimize(fast, inputs),
+}
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_the_result_gives_the_same_answers_through(where: str, optimized: Any) -> None:
+    model, fast, inputs = optimized
+
+    through = ELSEWHERE[where](fast, inputs)
+
+    torch.testing.assert_close(call_of(through, *inputs), call_of(model, *inputs))
+
+
+def test_to_optimize_again_changes_nothing(optimized: Any) -> None:
+    _, fast, inputs = optimized
+
+    again = optimizer.optimize(fast, inputs)
+
+    assert again.report.fired == ()
+    assert again.code == fast.code
+
+
+NAMES = ("toy_model", "masked_assign", "resnet18", "shufflenet_v2_x1_0", "vit_b_16", "swin_t")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_workload_gives_the_same_code_each_time_and_from_two_threads(name: str) -> None:
+    workload = models.load(name)
+
+    def code(_: int) -> tuple[str, str]:
+        fast = optimizer.optimize(workload.module, workload.example_inputs, check=None)
+        return fast.code, optimizer.optimize(fast, workload.example_inputs, check=None).code
+
+    with ThreadPoolExecutor(2) as pool:
+        codes = {*pool.map(code, range(2)), code(0)}
+
+    assert len(codes) == 1
+    [(once, twice)] = codes
+    assert once == twice

@@ -26,6 +26,7 @@ class Layers(nn.Module):
         super().__init__()
         self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, eps=0.125)
         self.conv2, self.bn2 = nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4, eps=0.5)
+        self.conv3 = nn.Conv2d(4, 4, 1)
         self.pool, self.pool3 = nn.MaxPool2d(2), nn.MaxPool2d(3)
         self.relu, self.drop = nn.ReLU(), nn.Dropout(0.25)
         self.function = forward
@@ -117,6 +118,18 @@ def test_a_function_may_leave_a_match_alone() -> None:
     computes(edited, lambda m, x: m.bn(m.conv(x)).relu())
 
 
+class Again(ConvOnly):
+    """One layer, called twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.conv(x))
+
+
+class Once(ConvOnly):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * 0.5
+
+
 class Pool(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -150,6 +163,12 @@ PATTERNS: dict[str, tuple[Forward, Any, Any, Forward]] = {
         Pool(),
         nn.Identity(),
         lambda m, x: m.pool3(x) + x.sum(),
+    ),
+    "one layer is one layer": (
+        lambda m, x: m.conv2(m.conv2(m.conv(x))) + m.conv2(m.conv3(m.conv(x))),
+        Again(),
+        Once(),
+        lambda m, x: m.conv2(m.conv(x)) * 0.5 + m.conv2(m.conv3(m.conv(x))),
     ),
     "slices and lists": (
         lambda m, x: torch.cat([x[:, 1:], x[:, :1]], 1),

@@ -171,6 +171,7 @@ def test_a_replaced_layer_leaves_with_its_weights() -> None:
     edited = toolkit.replace_op(captured(NETWORK), nn.Conv2d, nn.Identity)
 
     assert "conv.weight" not in edited.state_dict()
+    assert not edited.identity.training
 
 
 def test_an_edited_module_shares_its_weights_and_is_optimized_as_any_other() -> None:
@@ -180,6 +181,8 @@ def test_an_edited_module_shares_its_weights_and_is_optimized_as_any_other() -> 
     fast = optimizer.optimize(edited, X)
 
     assert edited.conv.weight is module.conv.weight
+    assert "2x3x5x5" in toolkit.table(module)
+    assert "2x3x5x5" not in toolkit.table(edited), "shapes may be others now"
     assert fast.report.counts()
     computes(fast, lambda m, x: F.gelu(F.gelu(m.bn(m.conv(x)))) + 1)
 

@@ -83,6 +83,7 @@ def test_a_pattern_keeps_the_weights_of_what_it_matched() -> None:
     edited = toolkit.replace_pattern(module, ConvNorm(), fuse_conv_bn_eval_of)
 
     assert toolkit.find(edited, nn.BatchNorm2d) == []
+    assert len(toolkit.find(edited, nn.Conv2d)) == 2
     computes(edited, TWO_BLOCKS)
 
 

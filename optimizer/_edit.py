@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -73,6 +73,13 @@ def _described(node: fx.Node, origin: fx.Node, like: fx.Node | None = None) -> f
     elif facts is not None:
         facts.evaluate(node)
     return node
+
+
+def erase_run(root: fx.Node, inner: Iterable[fx.Node]) -> None:
+    """Erase calls that are read by one another and by a node that is about to be replaced."""
+    root.args, root.kwargs = (), {}
+    for node in sorted(inner, reverse=True):
+        node.graph.erase_node(node)
 
 
 def replace_later_uses(node: fx.Node, replacement: fx.Node, after: fx.Node) -> None:

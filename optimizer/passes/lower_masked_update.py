@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer._edit import insert_function, replace_later_uses
+from optimizer._edit import erase_run, insert_function, replace_later_uses
 from optimizer._facts import dtype, is_private, is_unchanged, on_one_device, rank, shares
 from optimizer._inplace import iadd, imul, isub, itruediv
 from optimizer._match import call
@@ -53,9 +53,7 @@ def lower_masked_update(assignment: fx.Node) -> fx.Node | None:
         whole = insert_function(assignment, _ELEMENTWISE[step.target], (whole, step.args[1]))
     where = insert_function(assignment, torch.where, (mask, whole, target), out=target)
     replace_later_uses(target, where, after=assignment)
-    assignment.args = (target, mask, 0)
-    for step in reversed(steps):
-        assignment.graph.erase_node(step)
+    erase_run(assignment, steps)
     return where
 
 

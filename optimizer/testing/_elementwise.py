@@ -78,6 +78,11 @@ ARITHMETIC: dict[str, Emit] = {
     "add_method": binary("{w}.add({v})"),
     "leaky": expression("F.leaky_relu({v}, 0.5)"),
     "tanh": expression("torch.tanh({v})"),
+    "swish": expression("{v} * torch.sigmoid({v})"),
+    "swish_gate": binary("{w} * torch.sigmoid({v})"),
+    "hardswish": expression("{v} * F.relu6({v} + 3, inplace=True) / 6"),
+    "hardsigmoid": expression("torch.clamp({v} + 3.0, 0, 6) / 6.0"),
+    "gelu": expression("{v} * 0.5 * (1 + torch.erf({v} / 2.0**0.5))"),
     # The clone is for a view of what is written: torch refuses to read and write it at once.
     "iadd": binary("{w}.add_({v}.clone())"),
     "ishift": statement("{v} += 1.0"),

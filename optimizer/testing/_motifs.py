@@ -205,6 +205,10 @@ MOTIFS: dict[str, Motif] = {
             "dup clone mask_gather_stale",
         ),
     ),
+    "recognize_activations": Motif(
+        fires=("swish relu", "linear hardswish", "gelu", "hardsigmoid"),
+        near=("swish_gate", "linear swish mask", "gelu idouble_statement", "dup swish add"),
+    ),
     "remove_identities": Motif(
         fires=("identity relu", "dropout relu", "dropout_F relu", "dropout_alpha relu"),
         near=(

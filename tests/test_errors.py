@@ -168,7 +168,7 @@ def test_bad_input_is_an_error_before_any_work(case: str, monkeypatch: pytest.Mo
 
     for place in ("_copy.structural_copy", "_check.answer", "_check.structural_copy"):
         monkeypatch.setattr(f"optimizer.{place}", work)
-    for name in ("capture_call", "reference", "answer", "structural_copy"):
+    for name in ("record", "reference", "answer", "structural_copy"):
         monkeypatch.setattr(f"optimizer._optimize.{name}", work)
     act, kind, _ = BAD_INPUT[case]
 

@@ -7,6 +7,7 @@ off the schemas of the ATen operators that each node runs. Nothing is guessed fr
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +48,7 @@ class Facts:
         self.external: set[int] = set()  # storages that outlive a call: inputs and attributes
         self.holders: dict[int, list[fx.Node]] = {}
         self._writers: dict[int, list[fx.Node]] = {}
+        self._shared: dict[int, frozenset[int]] = {}  # what a copy may share in another call
         self.asked: set[tuple[str, fx.Node]] = set()  # by the rewrite under way: kind, input
         self.relied: set[tuple[str, fx.Node]] = set()  # what the rewrites that fired rest on
         self._meta: dict[int, Any] = {}
@@ -113,12 +115,14 @@ class Facts:
         varies = _may_vary_rank(node) or any(each.rank_varies for each in given)
         inputs = frozenset[fx.Node]().union(*(each.inputs for each in given))
         kept, storages = _snapshot(value)
-        if (
-            given and _name(node) in MAY_COPY
-        ):  # or may not: the value of another call shares its storage
-            storages |= given[0].storages
-        writes = frozenset(lasting_writes)
+        if given and _name(node) in MAY_COPY:
+            self._shared |= dict.fromkeys(storages - given[0].storages, given[0].storages)
+        storages, writes = self._with_shared(storages), self._with_shared(lasting_writes)
         self._record(node, Fact(kept, storages, writes, self._effects.random, varies, inputs))
+
+    def _with_shared(self, storages: Iterable[int]) -> frozenset[int]:
+        """Some storages and those that they are in calls which need no copy."""
+        return frozenset(storages).union(*(self._shared.get(each, ()) for each in storages))
 
     def _call(self, node: fx.Node) -> Any:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)

@@ -184,6 +184,12 @@ def writes_if_it_is_no_copy(m: Any, x: Tensor) -> Tensor:
     return x * y
 
 
+def writes_a_view_of_a_copy(m: Any, x: Tensor) -> Tensor:
+    y = (m.weight * 2).type_as(x.float())
+    y[:2].add_(1.0)
+    return x * y
+
+
 def writes_a_layer(m: Any, x: Tensor) -> Tensor:
     m.norm.running_mean.add_(1.0)
     return x + m.norm(m.table)[0]
@@ -195,6 +201,7 @@ REFUSALS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "a layer that is written": (writes_a_layer, WRITTEN),
     "a result that is written": (writes_the_result, WRITTEN),
     "a result that some calls write": (writes_if_it_is_no_copy, WRITTEN),
+    "a view of what may be no copy": (writes_a_view_of_a_copy, WRITTEN),
     "a result": (lambda m, x: (x, m.weight * 2), RETURNED),
     "a view of it": (lambda m, x: {"x": x, "y": [(m.matrix * 2).t()[0]]}, RETURNED),
     "itself in some calls": (lambda m, x: (m.weight * 2).to(x.dtype), RETURNED),

@@ -1,0 +1,202 @@
+"""What is computed twice is computed once, where nothing can tell the two apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import optimizer
+from optimizer.testing import assert_equivalent, inputs_like, untouched
+
+NAME = "eliminate_common_subexpressions"
+SHAPE = (4, 4)
+
+
+class Holder(nn.Module):
+    """Runs a forward of a case over layers and a buffer."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        self.norm, self.drop = nn.BatchNorm1d(4).double(), nn.Dropout(0.5)
+        self.register_buffer("scale", torch.ones(4, dtype=torch.float64))
+        self.function = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def model_of(forward: Callable[[Any, Tensor], Any]) -> Holder:
+    return Holder(forward).eval()
+
+
+def optimized(model: nn.Module, *inputs: Tensor) -> Any:
+    with untouched(model):
+        return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
+
+
+def given() -> tuple[Tensor, ...]:
+    return inputs_like([SHAPE], "random", 0)
+
+
+MERGED: dict[str, tuple[Callable[[Any, Tensor], Any], int]] = {
+    "a method": (lambda m, x: x.tanh() - x.tanh() * 2, 1),
+    "a function": (lambda m, x: torch.tanh(x) - torch.tanh(x) * 2, 1),
+    "an operator": (lambda m, x: (x + 1).exp() * (x + 1), 1),
+    "keywords": (lambda m, x: x.sum(dim=1, keepdim=True) * x.sum(dim=1, keepdim=True), 1),
+    "a slice": (lambda m, x: x[:, 1:3] * x[:, 1:3], 1),
+    "a layer called twice": (lambda m, x: m.linear(x) * m.linear(x).exp(), 1),
+    "a chain": (lambda m, x: m.linear(x).exp().sum() + m.linear(x).exp().sum(), 3),
+    "three of them": (lambda m, x: x.exp() * x.exp() - x.exp(), 2),
+    "a size": (lambda m, x: x * x.shape[0] + x.shape[0], 2),
+    "a buffer": (lambda m, x: x * (m.scale * 3) + m.scale * 3, 1),
+    "a part of a tuple": (lambda m, x: x.chunk(2)[0] * x.chunk(2)[0], 2),
+    "one that is returned": (lambda m, x: (x.exp(), x.exp() + 1), 1),
+    "two operands": (lambda m, x: (x @ x.t()) * (x @ x.t()), 2),
+}
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_merges(case: str) -> None:
+    forward, merged = MERGED[case]
+    model = model_of(forward)
+
+    fast = optimized(model, *given())
+
+    assert fast.report.counts() == {NAME: merged}
+    assert_equivalent(model, fast, given(), exact=True)
+
+
+LEFT: dict[str, Callable[[Any, Tensor], Any]] = {
+    "an integer and a float": lambda m, x: (x + 1, x + 1.0),
+    "an integer and a flag": lambda m, x: (x * 1, x * True),
+    "zeros of two signs": lambda m, x: x / 0.0 + x / -0.0,
+    "zeros in a list": lambda m, x: x.new_tensor([0.0, 1.0]) / x.new_tensor([-0.0, 1.0]),
+    "zeros in keywords": lambda m, x: (
+        torch.full_like(x, fill_value=0.0) / torch.full_like(x, fill_value=-0.0)
+    ),
+    "a list and a tuple": lambda m, x: x[[0, 1]].sum() + x[(0, 1)],
+    "another flag": lambda m, x: x.sum(1, True) + x.sum(1, False),
+    "another keyword": lambda m, x: x.sum(dim=1) + x.sum(axis=1),
+    "another slice": lambda m, x: x[1:3] + x[0:2],
+    "another layer": lambda m, x: m.linear(x) + m.other(x),
+    "operands the other way round": lambda m, x: (x - m.scale) + (m.scale - x),
+    "random choices": lambda m, x: F.dropout(x, 0.5, True) + F.dropout(x, 0.5, True),
+    "a layer in training mode": lambda m, x: m.norm(x) + m.norm(x),
+    "random numbers": lambda m, x: x + torch.rand(4).double() + torch.rand(4).double(),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_leaves_alone(case: str) -> None:
+    model = model_of(LEFT[case])
+    model.norm.train()
+
+    fast = optimized(model, *given())
+
+    assert (fast.report.fired, fast.report.refused) == ((), ())
+    for inputs in (given(), (torch.arange(16).reshape(SHAPE),)):
+        if inputs[0].is_floating_point() or "integer" in case:
+            assert_equivalent(model, fast, inputs, exact=True)
+
+
+CHANGED = "what it reads may be written in between"
+WRITTEN = "a result is written, which the other must not see"
+
+
+def input_written(m: Any, x: Tensor) -> Tensor:
+    before = x.exp()
+    x.add_(1.0)
+    return before + x.exp()
+
+
+def view_written(m: Any, x: Tensor) -> Tensor:
+    y = x * 2
+    before, part = y.exp(), y[0]
+    part.zero_()
+    return before + y.exp()
+
+
+def buffer_written(m: Any, x: Tensor) -> Tensor:
+    before = x * m.scale
+    m.scale.add_(1.0)
+    return before + x * m.scale
+
+
+def layer_written(m: Any, x: Tensor) -> Tensor:
+    y = x * 2
+    before = m.linear(y)
+    m.linear.weight.mul_(2.0)
+    return before + m.linear(y)
+
+
+def first_written(m: Any, x: Tensor) -> Tensor:
+    first, again = x.exp(), x.exp()
+    first.add_(1.0)
+    return first * again
+
+
+def second_written(m: Any, x: Tensor) -> Tensor:
+    first, again = x.exp(), x.exp()
+    again[0] = 0.0
+    return first * again
+
+
+def copy_written_in_some_calls(m: Any, x: Tensor) -> Tensor:
+    first, again = x.exp(), x.exp().float()
+    again.add_(1.0)
+    return first * again
+
+
+REFUSALS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "a written input": (input_written, CHANGED),
+    "a written view": (view_written, CHANGED),
+    "a written buffer": (buffer_written, CHANGED),
+    "a written layer": (layer_written, CHANGED),
+    "a written result": (first_written, WRITTEN),
+    "an assigned result": (second_written, WRITTEN),
+    "a result that is written where it is no copy": (copy_written_in_some_calls, WRITTEN),
+    "two results": (lambda m, x: (x.exp(), x.exp()), "both are returned"),
+    "views of two results": (lambda m, x: [x.exp().t(), {"y": x.exp()[0]}], "both are returned"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refuses(case: str) -> None:
+    forward, reason = REFUSALS[case]
+    model = model_of(forward)
+
+    fast = optimized(model, *given())
+
+    assert fast.report.fired == ()
+    assert [refusal.reason for refusal in fast.report.refused] == [reason]
+    for inputs in (given(), tuple(each.float() for each in given())):
+        if "layer" not in case:
+            assert_equivalent(model, fast, inputs, exact=True)
+
+
+class FillsAList(nn.Module):
+    def forward(self, xs: list[Tensor]) -> Tensor:
+        first, again = xs[:1], xs[:1]
+        first[0] = xs[1]
+        return first[-1] - again[-1]
+
+
+def test_a_list_that_may_be_filled_is_not_shared() -> None:
+    x, y = inputs_like([SHAPE] * 2, "random", 0)
+
+    fast = optimizer.optimize(FillsAList().eval(), ([x, y],), only=[NAME], check=None)
+
+    assert NAME not in fast.report.counts()
+    assert torch.equal(fast([x, y]), y - x)
+
+
+def test_nothing_is_merged_without_example_inputs() -> None:
+    fast = optimized(model_of(MERGED["a layer called twice"][0]))
+
+    assert (fast.report.fired, fast.report.refused) == ((), ())

@@ -127,7 +127,7 @@ class Facts:
     def _call(self, node: fx.Node) -> Any:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
         if kwargs.get("device") is not None:
-            kwargs["device"] = "meta"
+            kwargs = {**kwargs, "device": "meta"}
         if node.op == "get_attr":
             return self.to_meta(attribute(owner(node), str(node.target)))
         if node.op == "call_module":

@@ -1,61 +1,156 @@
-"""Per-channel y = scale * x + shift, and a layer that has absorbed one.
+"""Per-channel y = scale * x + shift, and layers that have absorbed one.
 
 All arithmetic is in float64 and rounded once, into the dtype of the layer.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from optimizer._pass import require
+
+Layer: TypeAlias = Any  # a Linear, a Conv or a ConvTranspose
 
 _BLOCK = 1 << 17  # elements: a megabyte of float64
 
 
+@dataclass(frozen=True)
+class Affine:
+    """y = scale * x + shift; one number for each channel, or one for all of them."""
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of_batchnorm(cls, bn: Any) -> Affine:
+        """What a BatchNorm with running statistics does in eval mode."""
+        mean, deviation = _wide(bn.running_mean), (_wide(bn.running_var) + bn.eps).sqrt()
+        scale = (1.0 if bn.weight is None else _wide(bn.weight)) / deviation
+        return cls(scale, (0.0 if bn.bias is None else _wide(bn.bias)) - scale * mean)
+
+    @classmethod
+    @torch.no_grad()
+    def of_constant(cls, name: str, constant: torch.Tensor, *, comes_first: bool) -> Affine:
+        """`x name constant`, or `constant name x`, where name is add, sub, mul or truediv."""
+        value = _wide(constant).reshape(-1)
+        one, zero = torch.ones_like(value), torch.zeros_like(value)
+        if name in ("mul", "truediv"):
+            return cls(value if name == "mul" else one / value, zero)
+        if comes_first:
+            return cls(one if name == "add" else -one, value)
+        return cls(one, value if name == "add" else -value)
+
+
 @torch.no_grad()
-def fold(layer: Any, bn: Any) -> Any:
-    """A new layer that computes `bn(layer(x))`; neither argument is changed.
+def absorbed_after(layer: Layer, affine: Affine) -> Layer:
+    """A new layer that computes `affine(layer(x))`; the one that is given stays as it is.
 
-    Args:
-        layer: a Linear or Conv.
-        bn: a BatchNorm in eval mode over the layer's output channels.
+    Raises:
+        Refused: the new weights are beyond the layer's dtype.
     """
-    mean, variance = _wide(bn.running_mean), _wide(bn.running_var)
-    gain = torch.ones_like(mean) if bn.weight is None else _wide(bn.weight)
-    scale = gain / (variance + bn.eps).sqrt()
-    bias = -mean if layer.bias is None else _wide(layer.bias) - mean
-    bias = scale * bias if bn.bias is None else scale * bias + _wide(bn.bias)
+    bias = affine.shift
+    if layer.bias is not None:
+        bias = affine.scale * _wide(layer.bias) + bias
+    rows, _ = channels(layer)
+    return _with_tensors(layer, affine, bias.expand(rows), over_outputs=True)
 
-    folded = _shell(layer)
-    folded.weight = _parameter_like(layer.weight, _scaled(layer.weight, scale))
-    folded.bias = _parameter_like(layer.weight, bias)
+
+@torch.no_grad()
+def absorbed_before(layer: Layer, affine: Affine) -> Layer:
+    """A new layer that computes `layer(affine(x))`; the one that is given stays as it is.
+
+    Raises:
+        Refused: the new weights are beyond the layer's dtype.
+    """
+    bias = None if layer.bias is None else _wide(layer.bias)
+    if affine.shift.any():
+        weight = _on_float64_device(layer.weight)
+        taps = weight.reshape(*weight.shape[:2], -1).sum(-1, dtype=torch.float64)
+        shifted = (taps * _matrix(_by_group(layer, affine.shift, over_outputs=False), weight)).sum(
+            1
+        )
+        bias = shifted if bias is None else bias + shifted
+    return _with_tensors(layer, affine, bias, over_outputs=False)
+
+
+def channels(layer: Layer) -> tuple[int, int]:
+    """The number of output and of input channels of a layer."""
+    if isinstance(layer, nn.Linear):
+        return layer.out_features, layer.in_features
+    return layer.out_channels, layer.in_channels
+
+
+def _with_tensors(
+    layer: Layer, affine: Affine, bias: torch.Tensor | None, *, over_outputs: bool
+) -> Layer:
+    folded, factor = _shell(layer), _by_group(layer, affine.scale, over_outputs=over_outputs)
+    folded.weight = layer.weight
+    if not (factor == 1).all():
+        require(_keeps_digits(layer.weight, factor), "the folded weights overflow or underflow")
+        folded.weight = _parameter_like(layer.weight, _scaled(layer.weight, factor))
+    if bias is not None and (layer.bias is not None or bias.any()):
+        folded.bias = _parameter_like(layer.weight, bias)
+        require(bool(folded.bias.isfinite().all()), "the folded bias overflows")
     return folded
 
 
-def is_finite(layer: nn.Module) -> bool:
-    """Whether all parameters of a layer are finite numbers."""
-    # A value that is not finite makes the sum so; finite ones may, in a narrow dtype.
-    return all(
-        math.isfinite(parameter.sum()) or bool(torch.isfinite(parameter).all())
-        for parameter in layer.parameters()
-    )
+def _by_group(layer: Layer, values: torch.Tensor, *, over_outputs: bool) -> torch.Tensor:
+    """Values of the output or input channels as (groups, rows of one, columns).
+
+    A weight's rows are the output channels, of a transposed layer the input channels, group by
+    group; its columns are the channels of the other kind that each group has.
+    """
+    rows, columns = layer.weight.shape[:2]
+    groups = getattr(layer, "groups", 1)
+    if over_outputs is not isinstance(layer, _ConvTransposeNd):
+        return values.expand(rows).reshape(groups, -1, 1)
+    return values.expand(groups * columns).reshape(groups, 1, -1)
 
 
-def _scaled(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Rows times scale, a few rows at a time: a float64 copy of it all would not fit a cache."""
+def _keeps_digits(weight: torch.Tensor, factor: torch.Tensor) -> bool:
+    """Whether no product is too large for the weight's dtype, and no channel's all too small."""
+    if not weight.numel():
+        return True
+    limits = torch.finfo(weight.dtype)
+    kernels = weight.reshape(len(factor), -1, weight.shape[1], weight[0, 0].numel())
+    others = [axis for axis in (1, 2) if factor.shape[axis] == 1]
+    largest = _wide(torch.maximum(kernels.amax(-1), -kernels.amin(-1)).amax(others, keepdim=True))
+    product = largest * factor.abs()
+    enough = (product >= largest.clamp(max=limits.tiny)) | (factor == 0)
+    return bool((enough & (product <= limits.max)).all())
+
+
+def _matrix(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What `_by_group` gave, with one row for each row of the weight."""
+    groups, _, columns = factor.shape
+    return factor.expand(groups, len(weight) // groups, columns).reshape(len(weight), columns)
+
+
+def _scaled(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Products, a few rows at a time: a float64 copy of them all would not fit a cache."""
     weight = _on_float64_device(weight)
-    scaled, scale = torch.empty_like(weight), scale.reshape(-1, *[1] * (weight.ndim - 1))
+    factor = _matrix(factor, weight).reshape(len(weight), -1, *[1] * (weight.ndim - 2))
+    scaled = torch.empty_like(weight)
     rows = max(1, _BLOCK * len(weight) // max(1, weight.numel()))
     for start in range(0, len(weight), rows):
         few = slice(start, start + rows)
-        torch.mul(weight[few], scale[few], out=scaled[few])
+        torch.mul(weight[few], factor[few], out=scaled[few])
     return scaled
 
 
+def device_of_float64(layer: Layer) -> torch.device:
+    """Where to compute what a layer on its device is to absorb: MPS has no float64."""
+    return torch.device("cpu") if layer.weight.is_mps else layer.weight.device
+
+
 def _on_float64_device(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu() if tensor.is_mps else tensor  # MPS has no float64
+    return tensor.cpu() if tensor.is_mps else tensor
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -87,3 +87,9 @@ def replace_later_uses(node: fx.Node, replacement: fx.Node, after: fx.Node) -> N
     for user in list(node.users):
         if after < user:
             user.replace_input_with(node, replacement)
+
+
+def supersede(node: fx.Node, replacement: fx.Node) -> None:
+    """Let every reader of a node read `replacement` instead; the node goes."""
+    node.replace_all_uses_with(replacement)
+    node.graph.erase_node(node)

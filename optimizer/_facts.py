@@ -202,7 +202,7 @@ def is_read_only(node: fx.Node) -> bool:
     return all(user.target in _ONLY_READ for user in node.users)
 
 
-_ONLY_READ = (F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d)
+_ONLY_READ = (F.linear, F.conv1d, F.conv2d, F.conv3d)
 _TRUSTED = frozenset(("torch", "torchvision", "_operator", "math", "collections", "optimizer"))
 _PURE_BY_DEFINITION = (
     torch.permute, torch.transpose, torch.t, torch.movedim, nn.Linear, nn.Conv1d, nn.Conv2d,

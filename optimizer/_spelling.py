@@ -2,13 +2,15 @@
 
 Affine and norm layers become calls of plain `torch.nn` modules, also where a forward calls
 `F.linear`, `F.conv2d` or `F.batch_norm` on the model's own tensors. ReLU, the Dropouts and
-the transposes become calls of one function each, with every argument positional. No value
+the transposes become calls of one function each, with every argument positional; sums and
+products become operators. No value
 changes, so each node keeps the facts of the one it replaces.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeAlias
@@ -17,8 +19,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._facts import Refused, is_read_only, rank, rely_on_asked
-from optimizer._graph import attribute, callee, fresh_name, module_of, owner
+from optimizer._graph import callee, module_of
+from optimizer._layers import affine_as_module, norm_as_module
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -27,42 +29,48 @@ _METHODS: dict[str, Function] = {
     "swapaxes": torch.transpose, "swapdims": torch.transpose, "permute": torch.permute,
     "movedim": torch.movedim, "moveaxis": torch.movedim, "t": torch.t,
     "matmul": torch.matmul, "mm": torch.mm, "addmm": torch.addmm,
+    "flatten": torch.flatten,
 }  # fmt: skip
 _FUNCTIONS: dict[Function, Function] = {
     torch.swapaxes: torch.transpose, torch.swapdims: torch.transpose,
-    torch.moveaxis: torch.movedim, torch.conv1d: F.conv1d, torch.conv2d: F.conv2d,
-    torch.conv3d: F.conv3d,
+    torch.moveaxis: torch.movedim,
 }  # fmt: skip
+_ARITHMETIC: dict[Function | str, Function] = {
+    torch.add: operator.add, torch.sub: operator.sub, torch.mul: operator.mul,
+    torch.div: operator.truediv, "add": operator.add, "sub": operator.sub, "mul": operator.mul,
+    "div": operator.truediv,
+}  # fmt: skip
+_OPERANDS = {"input", "other"}
 _RELUS: dict[Function, bool] = {torch.relu: False, torch.relu_: True}
 _DROPOUTS: dict[type, Function] = {
     nn.Dropout: F.dropout, nn.Dropout1d: F.dropout1d, nn.Dropout2d: F.dropout2d,
     nn.Dropout3d: F.dropout3d, nn.AlphaDropout: F.alpha_dropout,
     nn.FeatureAlphaDropout: F.feature_alpha_dropout,
 }  # fmt: skip
-_CONVS: dict[Function, type[nn.Module]] = {
-    F.conv1d: nn.Conv1d, F.conv2d: nn.Conv2d, F.conv3d: nn.Conv3d,
-}  # fmt: skip
-_NORMS: dict[int, type[nn.Module]] = {
-    2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d,
-}  # fmt: skip
-
 # Builtins have no signature that Python could read; the first names are required.
 _CONV = {"input": ..., "weight": ..., "bias": None, "stride": 1, "padding": 0, "dilation": 1,
          "groups": 1}  # fmt: skip
+_CONV_TRANSPOSE = {"input": ..., "weight": ..., "bias": None, "stride": 1, "padding": 0,
+                   "output_padding": 0, "groups": 1, "dilation": 1}  # fmt: skip
 _BUILTINS: dict[Function, dict[str, Any]] = {
     torch.relu: {"input": ...}, torch.relu_: {"input": ...}, torch.t: {"input": ...},
     torch.transpose: {"input": ..., "dim0": ..., "dim1": ...},
     torch.permute: {"input": ..., "dims": ...},
     torch.movedim: {"input": ..., "source": ..., "destination": ...},
     F.linear: {"input": ..., "weight": ..., "bias": None},
-    F.conv1d: _CONV, F.conv2d: _CONV, F.conv3d: _CONV,
+    F.conv1d: _CONV, F.conv2d: _CONV, F.conv3d: _CONV, F.conv_transpose1d: _CONV_TRANSPOSE,
+    F.conv_transpose2d: _CONV_TRANSPOSE, F.conv_transpose3d: _CONV_TRANSPOSE,
+    torch.flatten: {"input": ..., "start_dim": 0, "end_dim": -1},
 }  # fmt: skip
 _ALIASES = {"axis0": "dim0", "axis1": "dim1"}  # of swapaxes
 
 
 def spell(module: fx.GraphModule) -> None:
     """Bring every node of a captured graph to its one spelling."""
-    rules = (_method, _module, _positional, _relu, _permute, _stochastic_depth, _affine, _norm)
+    rules = (
+        _method, _arithmetic, _module, _positional, _relu, _permute, _stochastic_depth,
+        affine_as_module, norm_as_module,
+    )  # fmt: skip
     for node in list(module.graph.nodes):
         for rule in rules:
             rule(node)
@@ -74,7 +82,7 @@ def spell(module: fx.GraphModule) -> None:
 def spelled(target: Any) -> Any:
     """What a captured graph calls instead of a function, a module's class or a method's name."""
     target = _METHODS.get(target, target)
-    target = _FUNCTIONS.get(target, target)
+    target = _ARITHMETIC.get(target, _FUNCTIONS.get(target, target))
     is_relu = target in _RELUS or target is nn.ReLU
     return F.relu if is_relu else _DROPOUTS.get(target, target)
 
@@ -93,14 +101,23 @@ def _method(node: fx.Node) -> None:
         node.target = _FUNCTIONS[node.target]
     if callee(node) is getattr and node.args[1] == "mT":
         _call(node, torch.transpose, node.args[0], -2, -1)
-    elif callee(node) is getattr and node.args[1] == "T" and _is_matrix(node.args[0]):
+    elif callee(node) is getattr and node.args[1] == "T" and _is_tensor(node.args[0], 2):
         _call(node, torch.t, node.args[0])  # the same at every rank that .T is meant for
 
 
-def _is_matrix(value: Any) -> bool:
+def _is_tensor(value: Any, most_dimensions: int = 64) -> bool:
     fact = value.meta.get("fact") if isinstance(value, fx.Node) else None
     known = getattr(fact, "value", None)
-    return isinstance(known, torch.Tensor) and known.dim() <= 2
+    return isinstance(known, torch.Tensor) and known.dim() <= most_dimensions
+
+
+def _arithmetic(node: fx.Node) -> None:
+    """Sums and products as functions or methods are operators; `add` of a set is not a sum."""
+    given = dict(zip(("input", "other"), node.args, strict=False)) | node.kwargs
+    plain = len(given) == len(node.args) + len(node.kwargs) == 2 and set(given) == _OPERANDS
+    method = node.op == "call_method" and _is_tensor(node.args[0])
+    if plain and (method or node.op == "call_function") and node.target in _ARITHMETIC:
+        _call(node, _ARITHMETIC[node.target], given["input"], given["other"])
 
 
 def _module(node: fx.Node) -> None:
@@ -173,69 +190,3 @@ def _stochastic_depth(node: fx.Node) -> None:
     given = dict(zip(("input", "p", "mode", "training"), node.args, strict=False)) | node.kwargs
     if given.get("training") is False:
         _call(node, F.dropout, given["input"], given["p"], False, False)
-
-
-def _affine(node: fx.Node) -> None:
-    function = callee(node)
-    if function is not F.linear and function not in _CONVS:
-        return
-    weight: Any
-    source, weight, bias, *settings = node.args
-    if not (_is_attribute(weight) and (bias is None or _is_attribute(bias))):
-        return
-    if any(isinstance(leaf, fx.Node) for leaf in torch.utils._pytree.tree_leaves(settings)):
-        return
-    if attribute(owner(node), str(weight.target)).dim() < 2:
-        return  # F.linear takes a vector for a weight, nn.Linear does not
-    _call_module(node, _affine_module(function, settings, weight), source, weight=weight, bias=bias)
-
-
-def _affine_module(function: Function, settings: list[Any], weight: fx.Node) -> nn.Module:
-    rows, columns, *kernel = attribute(owner(weight), str(weight.target)).shape
-    if function is F.linear:
-        return nn.Linear(columns, rows, device="meta")
-    groups = settings[-1]
-    return _CONVS[function](columns * groups, rows, kernel, *settings, device="meta")
-
-
-def _norm(node: fx.Node) -> None:
-    if callee(node) is not F.batch_norm:
-        return
-    source, mean, variance, weight, bias, training, momentum, eps = node.args
-    tensors = {"running_mean": mean, "running_var": variance, "weight": weight, "bias": bias}
-    attributes = all(t is None or _is_attribute(t) for t in tensors.values())
-    inference = training is False and mean is not None and variance is not None
-    if not (inference and attributes and isinstance(eps, float)):
-        return
-    try:
-        kind = _NORMS[rank(source)]  # type: ignore[arg-type]
-    except (Refused, KeyError):
-        return
-    rely_on_asked(node.graph)
-    features = attribute(owner(node), str(mean.target)).shape[0]  # type: ignore[union-attr]
-    module = kind(features, eps, momentum, device="meta").eval()
-    module.num_batches_tracked = torch.tensor(0)
-    _call_module(node, module, source, **tensors)
-
-
-def _is_attribute(value: Any) -> bool:
-    """Whether a value is a tensor of the model that no node writes."""
-    return isinstance(value, fx.Node) and value.op == "get_attr" and is_read_only(value)
-
-
-def _call_module(node: fx.Node, module: nn.Module, source: Any, **tensors: Any) -> None:
-    """Turn a node, in place, into a call of `module` holding the given attributes."""
-    root = owner(node)
-    for name, value in tensors.items():
-        held = None if value is None else attribute(root, str(value.target))
-        if name in module._buffers:
-            module._buffers[name] = held
-        elif held is None or isinstance(held, nn.Parameter):
-            module._parameters[name] = held
-        else:
-            module._parameters[name] = nn.Parameter(held, requires_grad=False)
-    path = str(tensors["weight"].target) if tensors["weight"] else node.name
-    stem = path.rpartition(".")[0].replace(".", "_") or node.name
-    name = fresh_name(root, stem)
-    root.add_submodule(name, module)
-    node.op, node.target, node.args, node.kwargs = "call_module", name, (source,), {}

@@ -44,14 +44,15 @@ class Tower(nn.Module):
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let `fold_batchnorm` do something else at one node."""
+    """Let `fold_affine` do something else at one node."""
 
     def install(at: str, wrong: Callable[..., Any]) -> None:
         passes = optimizer.all_passes()
-        [fold] = [each for each in passes if each.name == "fold_batchnorm"]
+        [fold] = [each for each in passes if each.name == "fold_affine"]
 
-        def apply(layer: Any, norm: Any) -> Any:
-            return wrong(layer, norm) if norm.name == at else fold.apply(layer, norm)
+        def apply(affine: Any) -> Any:
+            chosen = affine.name == at
+            return wrong(affine.args[0], affine) if chosen else fold.apply(affine)
 
         changed = dataclasses.replace(fold, apply=apply)
         every = tuple(changed if each is fold else each for each in passes)
@@ -81,10 +82,10 @@ def test_the_rewrite_at_fault_is_found(number: int, faulty: Callable[..., None])
 
     assert found is not None
     [rewrite] = found.rewrites
-    assert (rewrite.name, rewrite.node) == ("fold_batchnorm", f"norms_{number}")
+    assert (rewrite.name, rewrite.node) == ("fold_affine", f"norms_{number}")
     assert rewrite.source.startswith("test_bisect.py:")
     assert found.before < 1e-6 < 1e-2 < found.after
-    assert f"fold_batchnorm at 'norms_{number}' (test_bisect.py:" in str(found)
+    assert f"fold_affine at 'norms_{number}' (test_bisect.py:" in str(found)
 
 
 @pytest.mark.parametrize("wrong", [raise_an_error, read_too_early])
@@ -96,13 +97,13 @@ def test_a_rewrite_that_raises_or_breaks_the_graph_is_found(
     found = optimizer.bisect(Tower(), X)
 
     assert found is not None
-    assert {rewrite.name for rewrite in found.rewrites} == {"fold_batchnorm"}
+    assert {rewrite.name for rewrite in found.rewrites} == {"fold_affine"}
     assert found.after == float("inf")
     assert "raised" in found.reason
 
 
 def test_a_budget_makes_the_first_rewrites_of_all() -> None:
-    passes = select(1, ["eliminate_dead_code", "remove_identities", "fold_batchnorm"], ())
+    passes = select(1, ["eliminate_dead_code", "remove_identities", "fold_affine"], ())
 
     def fired(budget: int | None) -> list[Any]:
         module = capture_call(Tower(), as_call(X))
@@ -174,5 +175,5 @@ def test_the_command_prints_the_rewrite(
 
     assert main(["bisect", "toy_model"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("toy_model: rewrite 1: fold_batchnorm at 'bn' (")
+    assert out.startswith("toy_model: rewrite 1: fold_affine at 'bn' (")
     assert "relative error 0 -> " in out

@@ -58,7 +58,7 @@ def test_optimize_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert code == 0
     assert out.startswith("ToyModel, level 1, ")
-    assert "1  fold_batchnorm" in out
+    assert "1  fold_affine" in out
 
 
 def test_optimize_prints_json_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,14 +68,14 @@ def test_optimize_prints_json_that_parses(capsys: pytest.CaptureFixture[str]) ->
     assert code == 0
     assert report["model"] == "ToyModel"
     assert [rewrite["name"] for rewrite in report["fired"]] == [
-        "fold_batchnorm",
+        "fold_affine",
         "fuse_linear_relu",
     ]
 
 
 def test_level_and_disable_choose_the_passes(capsys: pytest.CaptureFixture[str]) -> None:
     fired = []
-    disabled = ["--disable", "fold_batchnorm", "fuse_linear_relu", "reuse_activations"]
+    disabled = ["--disable", "fold_affine", "fuse_linear_relu", "reuse_activations"]
     for options in (["--level", "0"], disabled):
         main(["optimize", "toy_model", "--json", *options])
         report = json.loads(capsys.readouterr().out)
@@ -111,13 +111,13 @@ def test_a_model_of_ones_own_is_named_by_module_and_callable(
     report = json.loads(capsys.readouterr().out)
     assert code == 0
     assert {rewrite["name"] for rewrite in report["fired"]} == {
-        "fold_batchnorm",
+        "fold_affine",
         "remove_identities",
     }
 
 
 MISTAKES = {
-    "an unknown pass": (["explain", "fold_batchnrm"], "fold_batchnorm"),
+    "an unknown pass": (["explain", "fold_batchnrm"], "fold_affine"),
     "an unknown pass to disable": (["optimize", "toy_model", "--disable", "fold"], "fold"),
     "an unknown workload": (["optimize", "toy_modell"], "toy_model"),
     "an unknown level": (["check", "toy_model", "--level", "9"], "level 9"),

@@ -21,7 +21,17 @@ SHIPPED = [path for name in ("optimizer", "models") for path in sorted((ROOT / n
 # A later one may import an earlier one; never the other way round.
 CHAIN = ("_graph", "_facts", "_match", "_pass", "_pipeline", "_optimize", "__init__", "__main__")
 FOR_PASSES = {
-    *("_affine", "_computation", "_edit", "_facts", "_graph", "_guards", "_inplace", "_match"),
+    *(
+        "_affine",
+        "_channels",
+        "_computation",
+        "_edit",
+        "_facts",
+        "_graph",
+        "_guards",
+        "_inplace",
+        "_match",
+    ),
     *("_pass", "_spare", "_expression"),
 }
 

@@ -38,7 +38,7 @@ def folds(caplog: pytest.LogCaptureFixture) -> list[int]:
     reports: list[Any] = [r.args[0] for r in caplog.records if isinstance(r.args, tuple) and r.args]
     named = [report for report in reports if hasattr(report, "front_end")]
     assert all(report.front_end == "dynamo" for report in named), list(map(str, named))
-    return [report.counts().get("fold_batchnorm", 0) for report in named]
+    return [report.counts().get("fold_affine", 0) for report in named]
 
 
 def assert_same(expected: Any, actual: Any) -> None:

@@ -98,7 +98,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[OptimizerError], str]] = {
     "an unknown pass in only": (
         lambda: optimizer.optimize(a_model(), X, only=["fold_batchnrm"]),
         PassError,
-        "fold_batchnorm",
+        "fold_affine",
     ),
     "an unknown pass in disable": (
         lambda: optimizer.optimize(a_model(), X, disable=["remove_identity"]),
@@ -113,7 +113,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[OptimizerError], str]] = {
     "an unknown pass near to none": (
         lambda: optimizer.explain("zzz"),
         PassError,
-        "fold_batchnorm",
+        "fold_affine",
     ),
     "an unknown level": (
         lambda: optimizer.optimize(a_model(), X, level=7),

@@ -80,9 +80,9 @@ def test_both_levels_give_the_models_answer(name: str) -> None:
         assert new_spec == spec
         assert [(t.shape, t.dtype) for t in new] == [(t.shape, t.dtype) for t in old]
         assert all(normwise(one, other) <= bound for one, other in zip(old, new, strict=True))
-    assert "fold_batchnorm" not in exact.report.counts()
+    assert "fold_affine" not in exact.report.counts()
     assert foldable_pairs(fast) == []
-    assert fast.report.counts().get("fold_batchnorm", 0) == FOLDS.get(name, folds_of_small(name))
+    assert fast.report.counts().get("fold_affine", 0) == FOLDS.get(name, folds_of_small(name))
 
 
 def folds_of_small(name: str) -> int:

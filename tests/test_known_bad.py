@@ -112,7 +112,7 @@ def test_torch_dead_code_removal_passes_where_it_is_right() -> None:
 
 def test_the_motifs_alone_find_torch_fuse_wrong_at_once() -> None:
     # Item assignment cannot be traced by torch's plain tracer.
-    programs = [p for p in MOTIFS["fold_batchnorm"].near_misses() if "mask" not in p]
+    programs = [p for p in MOTIFS["fold_affine"].near_misses() if "mask" not in p]
 
     with pytest.raises(Counterexample):
         check_pass(torch_fuse, alphabet=programs, max_examples=20)

@@ -182,7 +182,7 @@ def weight_read_elsewhere() -> Case:
     def forward(self: Any, x: Tensor) -> Tensor:
         return plain(self, x) * self.layer.weight.sum()
 
-    return Case(Net(forward, **conv_bn()), folds=1)
+    return Case(Net(forward, **conv_bn()), folds=2)
 
 
 def weight_written_in_forward() -> Case:
@@ -272,7 +272,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "old weight_norm": old_weight_norm,
     "parametrized weight_norm": parametrized,
     "a subclass of Conv2d": lambda: Case(
-        Net(plain, layer=DoubledConv(3, 3, 1), bn=nn.BatchNorm2d(3))
+        Net(plain, layer=DoubledConv(3, 3, 1), bn=nn.BatchNorm2d(3)), folds=2
     ),
     "a subclass of BatchNorm2d": lambda: Case(
         Net(plain, layer=nn.Conv2d(3, 3, 1), bn=ShiftedBatchNorm(3))
@@ -305,7 +305,7 @@ def test_is_folded_right_or_left_alone(name: str) -> None:
 
     of_others = [each for each in fast.report.refused if not each.name.startswith("reuse_")]
     reasons = [refusal.reason for refusal in of_others]
-    assert fast.report.counts().get("fold_batchnorm", 0) == case.folds
+    assert fast.report.counts().get("fold_affine", 0) == case.folds
     assert len(reasons) == len(case.refused)
     assert all(word in reason for word, reason in zip(case.refused, reasons, strict=True))
     assert error(answer(model, x), answer(fast, x)) <= BOUND
@@ -323,7 +323,7 @@ def test_a_fold_in_low_precision_is_as_near_to_the_truth_as_the_model(dtype: tor
     with torch.no_grad():
         eager, folded = model(x).double(), fast(x).double()
         truth = model.double()(x.double())
-    assert fast.report.counts()["fold_batchnorm"] == 1
+    assert fast.report.counts()["fold_affine"] == 1
     assert normwise(truth, folded) <= max(4 * normwise(truth, eager), 1e-15)
 
 

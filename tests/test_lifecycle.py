@@ -80,7 +80,7 @@ def test_parameters_that_no_rewrite_replaced_share_storage_with_the_callers() ->
 
     fast = optimizer.optimize(model, X)
 
-    assert fast.report.counts()["fold_batchnorm"] == 1
+    assert fast.report.counts()["fold_affine"] == 1
     assert fast.head.weight.data_ptr() == model.head.weight.data_ptr()
     assert fast.head.bias.data_ptr() == model.head.bias.data_ptr()
 
@@ -205,7 +205,7 @@ def test_a_rank_that_a_rewrite_relied_on_is_guarded() -> None:
     with pytest.raises(InputError, match="of 2 dimensions and got 3"):
         fast(torch.randn(2, 4, 5))
 
-    assert fast.report.counts() == {"fold_batchnorm": 1}
+    assert fast.report.counts() == {"fold_affine": 1}
 
 
 LATER_INPUTS = {
@@ -236,14 +236,14 @@ def raising(**captured: object) -> None:
     raise RuntimeError("a bug")
 
 
-def wrong_fold(layer: Any, norm: Any) -> Any:
-    return layer
+def wrong_fold(affine: Any) -> Any:
+    return affine.args[0]
 
 
 def with_faulty_fold(apply: Callable[..., Any]) -> Callable[[], tuple[optimizer.Pass, ...]]:
     passes = optimizer.all_passes()
     faulty = [
-        dataclasses.replace(each, apply=apply) if each.name == "fold_batchnorm" else each
+        dataclasses.replace(each, apply=apply) if each.name == "fold_affine" else each
         for each in passes
     ]
     return lambda: tuple(faulty)
@@ -257,7 +257,7 @@ def test_a_faulty_pass_is_rolled_back_and_named(
     monkeypatch.setattr("optimizer._registry.all_passes", with_faulty_fold(apply))
     model = nn.Sequential(Small(), nn.Dropout(), nn.Flatten(), nn.Linear(32, 2), nn.ReLU()).eval()
 
-    with pytest.warns(UserWarning, match="fold_batchnorm") as caught:
+    with pytest.warns(UserWarning, match="fold_affine") as caught:
         fast = optimizer.optimize(model, X, check=check)
 
     assert len(caught) == 1
@@ -266,7 +266,7 @@ def test_a_faulty_pass_is_rolled_back_and_named(
     fired = {"remove_identities": 1, "fuse_linear_relu": 1, "reuse_activations": 1}
     assert fast.report.counts() == fired
     [remark] = fast.report.remarks
-    assert "fold_batchnorm" in remark
+    assert "fold_affine" in remark
     assert words in remark
 
 

@@ -32,7 +32,7 @@ from optimizer.testing import (
 Tokens = tuple[str, ...]
 PACKAGE = Path(optimizer.testing.__file__).parents[1]
 FIND = settings(
-    max_examples=4_000,
+    max_examples=8_000,
     derandomize=True,
     database=None,
     deadline=None,

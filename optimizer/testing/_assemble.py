@@ -23,6 +23,15 @@ class Doubled(nn.Linear):
     def forward(self, input):
         return 2 * super().forward(input)
 """,
+    "Constant": """\
+class Constant(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+    def forward(self, input):
+        return input * self.weight
+""",
     HOOK: """\
 def double_output(module, arguments, output):
     return output * 2

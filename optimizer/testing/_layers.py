@@ -1,4 +1,4 @@
-"""Tokens that call a layer: Linear, Conv1-3d, BatchNorm1-3d, in every spelling."""
+"""Tokens that call a layer: Linear, Conv, BatchNorm, constants, in every spelling."""
 
 from __future__ import annotations
 
@@ -96,6 +96,52 @@ def conv(
     return emit
 
 
+def conv_transpose(kernel: int = 1, *, grouped: bool = False) -> Emit:
+    """A ConvTranspose, which makes an odd number of channels of an even one."""
+
+    def emit(machine: Machine) -> None:
+        shape = machine.top.shape
+        channels, rank = shape[1], len(shape)
+        if rank < 3 or not prod(shape[1:]):
+            return
+        groups = 2 if grouped and channels % 2 == 0 else 1
+        out = channels if groups > 1 else channels + 1
+
+        def result(shape: Shape) -> Shape | None:
+            fitting = len(shape) == rank and shape[1] == channels
+            return (shape[0], out, *[n + kernel - 1 for n in shape[2:]]) if fitting else None
+
+        if not fits(result(shape) or ()):
+            return
+        constructor = f"nn.ConvTranspose{rank - 2}d({channels}, {out}, {kernel}, groups={groups})"
+        weight = (channels, out // groups, *[kernel] * (rank - 2))
+        machine.call(machine.add("conv", constructor, result, ("transposed", weight)))
+
+    return emit
+
+
+def constant(spelling: str, where: str = "channels") -> Emit:
+    """The top combined with a tensor of the model, which has one number for each channel.
+
+    `where` is "channels" for dimension 1, "last" for the last dimension, and "everywhere" for a
+    number for each position.
+    """
+
+    def emit(machine: Machine) -> None:
+        shape = machine.top.shape
+        channels = (shape[1], *[1] * (len(shape) - 2))
+        size = {"channels": channels, "last": shape[-1:]}.get(where, shape[1:])
+
+        def result(other: Shape) -> Shape | None:
+            return other if other[1:] == shape[1:] else None
+
+        machine.helpers.add("Constant")
+        layer = machine.add("constant", f"Constant{size}", result, ("constant", size))
+        machine.call(layer, spelling.replace("{c}", "self.{m}.weight"))
+
+    return emit
+
+
 def batchnorm(
     eps: float = HALF,
     *,
@@ -179,6 +225,12 @@ LAYERS: dict[str, Emit] = {
     "conv_kw": conv(spelling=KEYWORD),
     "conv_F": conv(3, padding=1, functional=True),
     "conv_F_groups": conv(grouped=True, functional=True),
+    "conv_t": conv_transpose(2),
+    "conv_t_groups": conv_transpose(grouped=True),
+    "scale": constant("self.{m}({v})"),
+    "scale_last": constant("{v}.mul({c})", "last"),
+    "scale_everywhere": constant("{v} * {c}", "everywhere"),
+    "offset": constant("{c} - {v}"),
     "bn_eighth": batchnorm(EIGHTH),
     "bn_small": batchnorm(SMALL),
     "bn_tiny": batchnorm(TINY),

@@ -40,9 +40,27 @@ class Motif:
 
 
 MOTIFS: dict[str, Motif] = {
-    "fold_batchnorm": Motif(
-        fires=("conv bn", "conv_k3 bn_small relu", "conv_groups bn_plain", "conv_nobias bn_eighth"),
+    "fold_affine": Motif(
+        fires=(
+            "conv bn",
+            "conv_k3 bn_small relu",
+            "conv_groups bn_plain",
+            "conv_nobias bn_eighth",
+            "conv_t bn",
+            "conv_t_groups scale offset",
+            "linear scale_last halve",
+        ),
         near=(
+            "linear flatten_rows bn",
+            "linear flatten_rows dup bn add",
+            "linear flatten_rows scale_last",
+            "conv flatten_rows bn",
+            "conv scale_everywhere",
+            "conv scale_last",
+            "linear1 scale_last",
+            "conv dup scale scale",
+            "conv scale again",
+            "conv idouble_statement scale",
             "linear bn",
             "linear_nobias bn_plain",
             "linear dup bn",
@@ -63,6 +81,31 @@ MOTIFS: dict[str, Motif] = {
             "block again",
             "conv conv tie bn",
             "linear linear tie bn",
+        ),
+    ),
+    "fold_affine_forward": Motif(
+        fires=(
+            "relu bn conv",
+            "scale conv_k3",
+            "halve linear",
+            "offset conv_valid",
+            "halve conv_t",
+        ),
+        near=(
+            "flatten bn linear",
+            "bn linear",
+            "bn conv_k3",
+            "scale_last linear",
+            "scale_everywhere conv",
+            "offset conv_t",
+            "offset conv_stride",
+            "relu bn_plain conv_groups",
+            "relu bn dup conv add",
+            "relu bn relu_statement conv",
+            "scale flatten_rows linear",
+            "bn_train conv",
+            "scale conv again",
+            "relu scale idouble_statement conv",
         ),
     ),
     "fuse_linear_relu": Motif(

@@ -72,6 +72,12 @@ def flatten(machine: Machine) -> None:
     machine.replace("{v}.flatten(1)", (shape[0], prod(shape[1:])))
 
 
+def flatten_rows(machine: Machine) -> None:
+    shape = machine.top.shape
+    if len(shape) > 2:
+        machine.replace("{v}.flatten(0, 1)", (shape[0] * shape[1], *shape[2:]))
+
+
 def unsqueeze(machine: Machine) -> None:
     shape: Shape = (machine.top.shape[0], 1, *machine.top.shape[1:])
     if fits(shape):
@@ -142,6 +148,7 @@ VIEWS: dict[str, Emit] = {
     "reverse": permutation("{v}.permute({negative})", _reverse),
     "permute_same": permutation("{v}.permute({dims})", _same),
     "flatten": flatten,
+    "flatten_rows": flatten_rows,
     "unsqueeze": unsqueeze,
     "merge": merge,
     "add_size": lambda machine: machine.replace("{v} + ({v}.shape[-1] // 2 + {v}.dim())"),

@@ -16,7 +16,7 @@ from optimizer._graph import callee, module_of
 from optimizer._guards import GUARDS
 from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
 
-NAME = "fold_batchnorm"
+NAME = "fold_affine"
 EPS = 0.125  # a power of two: then a correct fold of dyadic values rounds nothing
 
 
@@ -247,6 +247,34 @@ def test_folds_into_a_convolution_function_of_any_rank(
     assert_equivalent(model, fast, inputs)
 
 
+class Flattened(nn.Module):
+    """timm's LeViT: a Linear on (N, L, C), normalized as (N * L, C)."""
+
+    def __init__(self, *span: int) -> None:
+        super().__init__()
+        self.layer, self.bn = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.span = span
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return self.bn(x.flatten(*self.span)).reshape_as(x)
+
+
+@pytest.mark.parametrize("span", [(0, 1), (0, -2), (-3, -2)])
+def test_a_batchnorm_behind_a_flatten_folds_into_the_linear(
+    span: tuple[int, int],
+) -> None:
+    model = randomize(Flattened(*span).double().eval())
+    inputs = inputs_like([(2, 5, 3)], "random", 0)
+
+    fast = optimized(model, *inputs)
+
+    assert [kind for kind in callees(fast) if kind] == [nn.Linear, torch.flatten]
+    assert_equivalent(model, fast, inputs)
+    with pytest.raises(optimizer.InputError, match="3 dimensions and got 4"):
+        fast(torch.randn(2, 5, 3, 3).double())
+
+
 def test_without_example_inputs_a_rank_that_the_layers_imply_suffices() -> None:
     model = randomize(nn.Sequential(nn.Conv2d(3, 4, 3), batchnorm(2)).double().eval())
 
@@ -347,6 +375,7 @@ def refused(model: nn.Module, *shape: int, **settings: Any) -> tuple[nn.Module, 
 
 OTHER_AXIS = "BatchNorm normalizes another axis than the layer's"
 READ_ELSEWHERE = "the layer's output is read elsewhere"
+MIXES = "flattening mixes the layer's outputs"
 WRITTEN = "the forward writes their tensors"
 REFUSALS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str]] = {
     "BatchNorm in training mode": (
@@ -403,22 +432,26 @@ REFUSALS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str]] = {
     ),
     "weights beyond float16": (
         lambda: (tiny_variance().eval(), torch.full((2, 3), 1e-3, dtype=torch.float16)),
-        "the folded weights overflow",
+        "the folded weights overflow or underflow",
     ),
-    "a shape that depends on data": (
-        lambda: refused(nn.Sequential(Select(), nn.Linear(3, 4), batchnorm(1)).eval(), 5, 3),
-        "'_1' has no known shape",
+    "outputs that are flattened away": (
+        lambda: refused(
+            Forward(lambda m, x: m.layer(x).flatten(1) * 2, layer=nn.Linear(3, 4)).eval(), 2, 5, 3
+        ),
+        MIXES,
+    ),
+    "a flattened convolution": (
+        lambda: refused(
+            Forward(lambda m, x: m.layer(x).flatten(0, 1) * 2, layer=nn.Conv2d(3, 4, 3)).eval(),
+            *(2, 3, 6, 6),
+        ),
+        MIXES,
     ),
     "a rank that depends on sizes": (
         lambda: refused(nn.Sequential(Squeeze(), nn.Linear(3, 4), batchnorm(1)).eval(), *(2, 1, 3)),
         "its rank depends on sizes, through a squeeze",
     ),
 }
-
-
-class Select(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[x[:, 0] > -9]
 
 
 class Squeeze(nn.Module):

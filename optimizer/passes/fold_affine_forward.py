@@ -1,0 +1,74 @@
+"""layer(scale * x + shift) -> layer'(x), where layer is a Linear, a Conv or a ConvTranspose."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from optimizer._affine import Affine, Layer, absorbed_before, channels
+from optimizer._channels import (
+    AFFINES,
+    LAYERS,
+    affine_over,
+    call_folded,
+    operand,
+    require_only_reader,
+)
+from optimizer._edit import supersede
+from optimizer._facts import dtype, is_written, rank, tensor
+from optimizer._graph import module_of
+from optimizer._match import call
+from optimizer._pass import require, rewrite
+
+_LARGEST_SHIFT = 4.0  # root mean square
+
+
+@rewrite(
+    call(*LAYERS, args=(call(*AFFINES, name="affine"),), name="layer"),
+    numerics="rounding",
+    phase="fold",
+)
+def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
+    """Fold an inference-mode BatchNorm, or constants per channel, into the layer that reads it.
+
+    What is y = s * x + t for each input channel of a layer with weight W and bias b leaves it
+    with W' = W * s and b' = b + the sum of W * t over inputs and taps, since Linear and Conv are
+    linear. A tap on a zero that pads the input adds no W * t, and a ConvTranspose has fewer taps
+    at its border: these absorb no shift. Padding by reflection and the like repeats shifted
+    values. W' * x and b' cancel where the values were centred by a shift far beyond their size,
+    which eager rounds before and this after: such a shift stays. Nobody else may read the
+    affine values. The new layer is called where they were computed, and reads what they read.
+    """
+    source = operand(affine)
+    if source is None or len(layer.args) != 1 or layer.kwargs:
+        return None
+    linear = module_of(layer)
+    transform = affine_over(affine, linear, channels(linear)[1])
+    require(not is_written(layer), "the forward writes their tensors")
+    require_only_reader(affine, layer)
+    require(dtype(source) == linear.weight.dtype, "dtype or device differ")
+    same_shape = rank(source) == rank(affine) and tensor(source).shape == tensor(affine).shape
+    require(same_shape, "the constant changes the shape")
+    require(_commutes(linear, transform), "the layer pads with zeros, which are not shifted")
+    moderate = bool(transform.shift.square().mean().sqrt() <= _LARGEST_SHIFT)
+    require(moderate, "the shift is so large that it would cancel after the layer only")
+
+    folded = call_folded(affine, (layer, affine), (source,), absorbed_before, transform)
+    supersede(affine, source)
+    return folded
+
+
+def _commutes(layer: Layer, affine: Affine) -> bool:
+    """Whether every output sees every tap on a shifted value."""
+    if not affine.shift.any() or isinstance(layer, nn.Linear):
+        return True
+    if isinstance(layer, _ConvTransposeNd):
+        return False
+    return layer.padding_mode != "zeros" or not any(layer._reversed_padding_repeated_twice)
+
+
+def example(width: int = 8) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A smallest model on which the pass fires."""
+    model = nn.Sequential(nn.ReLU(), nn.BatchNorm2d(width), nn.Conv2d(width, 4, 1))
+    return model.eval(), (torch.randn(1, width, 8, 8),)

@@ -1,0 +1,293 @@
+"""BatchNorm and constants fold into the layer that reads them, where no border sees the fold."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optimizer
+from optimizer._graph import callee
+from optimizer._guards import GUARDS
+from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
+
+NAME = "fold_affine_forward"
+IMAGE = (2, 4, 6, 6)
+
+
+class Before(nn.Module):
+    """`layer(function(x, constant))`, where the constant is a buffer of the model."""
+
+    def __init__(self, function: Callable[..., Tensor], layer: nn.Module, *shape: int) -> None:
+        super().__init__()
+        self.layer, self.function = layer, function
+        self.register_buffer("constant", torch.rand(shape) + 0.5)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(self.function(x, self.constant))
+
+
+def optimized(model: nn.Module, *inputs: Tensor) -> Any:
+    with untouched(model):
+        return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
+
+
+def callees(fast: Any) -> list[Any]:
+    called = [callee(node) or node.target for node in fast.graph.nodes if node.op[:4] == "call"]
+    return [each for each in called if each not in GUARDS]
+
+
+def times(x: Tensor, constant: Tensor) -> Tensor:
+    return x * constant
+
+
+def plus(x: Tensor, constant: Tensor) -> Tensor:
+    return x + constant
+
+
+def valid(kernel: int = 3, **settings: Any) -> nn.Module:
+    return nn.Conv2d(4, 6, kernel, **settings)
+
+
+FOLDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "BatchNorm2d": (lambda: nn.Sequential(nn.BatchNorm2d(4), valid()), IMAGE),
+    "BatchNorm2d without bias": (
+        lambda: nn.Sequential(nn.BatchNorm2d(4), valid(1, bias=False)),
+        IMAGE,
+    ),
+    "BatchNorm3d": (
+        lambda: nn.Sequential(nn.BatchNorm3d(4), nn.Conv3d(4, 6, 2)),
+        (2, 4, 3, 3, 3),
+    ),
+    "BatchNorm1d and Conv1d": (
+        lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Conv1d(4, 6, 2)),
+        (2, 4, 5),
+    ),
+    "BatchNorm1d and Linear": (
+        lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 6)),
+        (5, 4),
+    ),
+    "groups": (lambda: nn.Sequential(nn.BatchNorm2d(4), valid(groups=2)), IMAGE),
+    "depthwise": (
+        lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 8, 3, groups=4)),
+        IMAGE,
+    ),
+    "stride and dilation": (
+        lambda: nn.Sequential(nn.BatchNorm2d(4), valid(2, stride=2, dilation=2)),
+        IMAGE,
+    ),
+    "padding by name, of nothing": (
+        lambda: nn.Sequential(nn.BatchNorm2d(4), valid(padding="valid")),
+        IMAGE,
+    ),
+    "padding to the same size, of nothing": (
+        lambda: nn.Sequential(nn.BatchNorm2d(4), valid(1, padding="same")),
+        IMAGE,
+    ),
+    "padding by reflection": (
+        lambda: nn.Sequential(nn.BatchNorm2d(4), valid(padding=1, padding_mode="reflect")),
+        IMAGE,
+    ),
+    "padding by wrapping around": (
+        lambda: nn.Sequential(nn.BatchNorm2d(4), valid(padding=2, padding_mode="circular")),
+        IMAGE,
+    ),
+    "a product and zeros": (lambda: Before(times, valid(padding=1), 4, 1, 1), IMAGE),
+    "a product and a transposed layer": (
+        lambda: Before(times, nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), 1, 4, 1, 1),
+        IMAGE,
+    ),
+    "a sum": (lambda: Before(plus, valid(), 4, 1, 1), IMAGE),
+    "a sum over the last dimension": (lambda: Before(plus, nn.Linear(4, 6), 4), (2, 3, 4)),
+    "an image without a batch": (lambda: Before(plus, valid(), 4, 1, 1), IMAGE[1:]),
+    "the normalization of an input": (
+        lambda: Before(lambda x, c: (x - 0.485) / c, valid(), 1, 4, 1, 1),
+        IMAGE,
+    ),
+    "a second reader of its shape": (
+        lambda: Before(lambda x, c: (y := x * c, y.ndim)[0], valid(), 4, 1, 1),
+        IMAGE,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOLDS)
+def test_folds(case: str) -> None:
+    build, shape = FOLDS[case]
+    model = randomize(build().double().eval())
+    inputs = inputs_like([shape], "random", 0)
+
+    fast = optimized(model, *inputs)
+
+    assert set(fast.report.counts()) == {NAME}
+    assert not {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d} & set(callees(fast))
+    assert {operator.mul, operator.add, operator.sub}.isdisjoint(callees(fast))
+    assert_equivalent(model, fast, inputs)
+
+
+def test_a_pair_that_is_called_twice_is_folded_once() -> None:
+    block = nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1))
+    model = randomize(nn.Sequential(block, nn.ReLU(), block).double().eval())
+    inputs = inputs_like([IMAGE], "random", 0)
+
+    fast = optimized(model, *inputs)
+
+    calls = [node.target for node in fast.graph.nodes if node.op == "call_module"]
+    assert fast.report.counts() == {NAME: 2}
+    assert calls[0] == calls[-1]
+    assert_equivalent(model, fast, inputs)
+
+
+def test_what_is_written_between_the_two_is_read_before() -> None:
+    def forward(x: Tensor, constant: Tensor) -> Tensor:
+        x = x + x
+        y = x * constant
+        x.relu_()
+        return y
+
+    model = Before(forward, valid(), 4, 1, 1).double().eval()
+    inputs = inputs_like([IMAGE], "random", 0)
+
+    fast = optimized(model, *inputs)
+
+    assert fast.report.counts() == {NAME: 1}
+    assert_equivalent(model, fast, inputs)
+
+
+def training() -> nn.Module:
+    model = nn.Sequential(nn.BatchNorm2d(4), valid()).eval()
+    model[0].train()
+    return model
+
+
+def with_mean(mean: float) -> nn.Module:
+    model = nn.Sequential(nn.BatchNorm2d(4), valid()).eval()
+    nn.init.constant_(model[0].running_mean, mean)
+    return model
+
+
+class Written(Before):
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.mul_(2)
+        return self.layer(x * 2)
+
+
+def normalized(layer: nn.Module, channels: int = 4) -> nn.Module:
+    norm: nn.Module = nn.BatchNorm2d(channels)
+    return randomize(nn.Sequential(norm, layer).eval())
+
+
+ZEROS = "the layer pads with zeros, which are not shifted"
+SHAPE = "the constant changes the shape"
+REFUSALS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
+    "zero padding": (lambda: normalized(valid(padding=1)), torch.randn(IMAGE), ZEROS),
+    "zero padding on one side": (
+        lambda: normalized(valid(2, padding="same")),
+        torch.randn(IMAGE),
+        ZEROS,
+    ),
+    "a transposed layer": (
+        lambda: normalized(nn.ConvTranspose2d(4, 6, 3)),
+        torch.randn(IMAGE),
+        ZEROS,
+    ),
+    "training mode": (
+        training,
+        torch.randn(IMAGE),
+        "BatchNorm is in training mode and uses batch statistics",
+    ),
+    "BatchNorm2d and Linear": (
+        lambda: normalized(nn.Linear(4, 4)),
+        torch.randn(2, 4, 4, 4),
+        "BatchNorm normalizes another axis than the layer's",
+    ),
+    "a second reader": (
+        lambda: Before(lambda x, c: (y := x * c) + y.mean(), valid(), 4, 1, 1),
+        torch.randn(IMAGE),
+        "",
+    ),
+    "an output": (
+        lambda: Both(times, valid(), 4, 1, 1),
+        torch.randn(IMAGE),
+        "the layer's output is read elsewhere",
+    ),
+    "an image of bytes": (
+        lambda: Before(lambda x, c: x / 255.0, valid(), 1),
+        torch.randint(0, 256, IMAGE, dtype=torch.uint8),
+        "dtype or device differ",
+    ),
+    "one channel made four": (
+        lambda: Before(times, valid(), 4, 1, 1),
+        torch.randn(2, 1, 6, 6),
+        SHAPE,
+    ),
+    "a dimension that the constant adds": (
+        lambda: Before(times, valid(), 4, 1, 1),
+        torch.randn(6, 6),
+        SHAPE,
+    ),
+    "weights that the forward writes": (
+        lambda: Written(times, valid(), 1).requires_grad_(False),
+        torch.randn(IMAGE),
+        "the forward writes their tensors",
+    ),
+    "a mean far beyond the deviation": (
+        lambda: with_mean(100.0),
+        torch.randn(IMAGE),
+        "the shift is so large that it would cancel after the layer only",
+    ),
+}
+
+
+class Both(Before):
+    def forward(self, x: Tensor) -> Any:
+        y = self.function(x, self.constant)
+        return self.layer(y), y
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refuses(case: str) -> None:
+    build, x, reason = REFUSALS[case]
+    model = build()
+
+    fast = optimizer.optimize(model, x, only=[NAME], check=None)
+
+    assert {refusal.reason for refusal in fast.report.refused} == ({reason} if reason else set())
+    assert fast.report.fired == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_fold_in_low_precision_is_as_near_to_the_truth_as_the_model(dtype: torch.dtype) -> None:
+    model = randomize(nn.Sequential(nn.BatchNorm2d(16), nn.Conv2d(16, 32, 3))).to(dtype).eval()
+    (x,) = inputs_like([(4, 16, 12, 12)], "random", 0, dtype)
+
+    fast = optimized(model, x)
+
+    with torch.no_grad():
+        eager, folded = model(x).double(), fast(x).double()
+        truth = model.double()(x.double())
+    assert fast.report.counts() == {NAME: 1}
+    assert (folded - truth).abs().max() <= 4 * (eager - truth).abs().max()
+
+
+def test_another_dtype_than_the_example_is_an_error() -> None:
+    model = Before(lambda x, c: x / 255.0, valid(), 1).eval()
+    fast = optimized(model, torch.rand(IMAGE))
+
+    with pytest.raises(optimizer.InputError, match=r"torch\.float32 and got torch\.uint8"):
+        fast(torch.randint(0, 256, IMAGE, dtype=torch.uint8))
+
+
+def test_without_example_inputs_nothing_is_folded() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(4), valid()).eval()
+
+    fast = optimized(model)
+
+    assert {each.reason for each in fast.report.refused} == {
+        "the graph was captured without example inputs"
+    }

@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         ("compare", _compare, "time the optimized model against the model, interleaved"),
     ):
         _add_model(_add(commands, name, run, text))
+    commands.choices["optimize"].add_argument("--html", help="a file to write the report to")
     return parser
 
 
@@ -72,6 +74,8 @@ def _explain(options: argparse.Namespace) -> str:
 
 def _optimize(options: argparse.Namespace) -> str:
     _, fast, _ = _optimized(options)
+    if options.html:
+        Path(options.html).write_text(fast.report.to_html(), encoding="utf-8")
     return json.dumps(fast.report.to_dict(), indent=2) if options.json else str(fast.report)
 
 

@@ -13,7 +13,7 @@ from optimizer._copy import structural_copy
 from optimizer._errors import CaptureError, InputError
 from optimizer._inputs import ExampleInputs
 from optimizer._refit import Recipe, loaded, packed, unpacked
-from optimizer._report import Report, Size
+from optimizer._report import Report, Size, listing
 from optimizer._tracer import Retracer
 
 
@@ -39,7 +39,8 @@ class OptimizedModule(_Result, fx.GraphModule):
     ) -> OptimizedModule:
         """The same graph with the modules that it calls, and a report completed by its size."""
         optimized = cls(module, module.graph, type(module).__name__)
-        report = replace(report, after=Size.of(optimized))
+        graph = report.graph_after or listing(module)
+        report = replace(report, after=Size.of(optimized), graph_after=graph)
         optimized.meta = {"report": report, "recipe": recipe}
         return optimized
 

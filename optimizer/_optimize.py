@@ -23,7 +23,7 @@ from optimizer._pass import Pass
 from optimizer._pipeline import FaultyPassError, Pipeline
 from optimizer._refit import Recipe
 from optimizer._registry import select
-from optimizer._report import Report, Size
+from optimizer._report import Line, Report, Size, listing
 
 Check: TypeAlias = Literal["final", "each"] | None
 
@@ -110,6 +110,7 @@ class Run:
         self.remarks = list(_remarks(model, call))
         self.expected: Answer | None = None
         self.share = False
+        self.graph: tuple[Line, ...] = ()
 
     def result(self) -> OptimizedModule | Unchanged:
         """The optimized module, or the model as it is where nothing else is right."""
@@ -130,7 +131,7 @@ class Run:
         self.share = writes_nothing_lasting(module)
         if self.call and self.expected is None and (self.check or has_unknown_facts(module)):
             self.expected = self._reference()  # facts are unknown also where inputs are wrong
-        before = Size.of(module)
+        before, self.graph = Size.of(module), listing(module)
         if self.check == "each":
             module.recompile()
             self._require_same(module)
@@ -193,6 +194,7 @@ class Run:
             refused=tuple(pipeline.refused) if pipeline else (),
             remarks=tuple(self.remarks),
             before=before,
+            graph_before=self.graph if pipeline else (),
             checked=self.check or "",
             front_end=self.front_end,
             seconds=time.perf_counter() - self.started,

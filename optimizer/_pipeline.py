@@ -143,6 +143,7 @@ class Pipeline:
         rely_on_asked(root.graph)
         self.steps += 1
         self.fired.append(Rewrite(each.name, root.name, source_of(root)))
+        _sign(replacement, each, captured)
         if replacement.meta.get("stands_for") is None and "new" in replacement.meta:
             replacement.meta["stands_for"] = root.meta.get("stands_for", root.name)
         facts = facts_of(root.graph)
@@ -150,6 +151,18 @@ class Pipeline:
             facts.stand_in(root, replacement)
         root.replace_all_uses_with(replacement)
         _erase(root)
+
+
+def _sign(replacement: fx.Node, each: Pass, captured: Captured) -> None:
+    """Note on all nodes that a rewrite made which pass it was, and of which nodes of the model."""
+    origins = [node.meta.get("made_from", (node.name,)) for node in captured.values()]
+    made_from = tuple(dict.fromkeys(name for names in reversed(origins) for name in names))
+    pending = [replacement]
+    while pending:
+        node = pending.pop()
+        if "new" in node.meta and "made_by" not in node.meta:
+            node.meta.update(made_by=each.name, made_from=made_from)
+            pending += node.all_input_nodes
 
 
 def _erase(root: fx.Node) -> None:

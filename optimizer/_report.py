@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from optimizer._graph import tensors_of
+from optimizer._graph import describe, shape_text, source_of, tensors_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,33 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Line:
+    """One node of a graph, to be read; and which pass made it, of which of the model's nodes."""
+
+    name: str
+    text: str
+    shape: str
+    source: str
+    made_by: str = ""
+    made_from: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Line:
+        """What can be read of a node."""
+        inputs = ", ".join(each.name for each in node.all_input_nodes)
+        text = (
+            f"{describe(node)}({inputs})" if node.op.startswith("call") else f"{node.op} {inputs}"
+        )
+        made = node.meta.get("made_by", ""), node.meta.get("made_from", ())
+        return cls(node.name, text, shape_text(node), source_of(node), *made)
+
+
+def listing(module: fx.GraphModule) -> tuple[Line, ...]:
+    """All nodes of a graph, in order."""
+    return tuple(map(Line.of, module.graph.nodes))
+
+
+@dataclass(frozen=True)
 class Report:
     """The account of one call of `optimize`.
 
@@ -61,6 +88,7 @@ class Report:
         checked: when the answer was checked: "final", "each", or empty where it was not.
         front_end: what captured the model: "symbolic", "export", "exported program" or "dynamo".
         seconds: how long `optimize` took.
+        graph_before, graph_after: the nodes, and where those that are new come from.
     """
 
     model: str
@@ -73,10 +101,21 @@ class Report:
     checked: str = ""
     front_end: str = "symbolic"
     seconds: float = 0.0
+    graph_before: tuple[Line, ...] = ()
+    graph_after: tuple[Line, ...] = ()
+
+    def __deepcopy__(self, memo: Any) -> Report:
+        return self  # it is never changed
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, fit for JSON."""
         return asdict(self)
+
+    def to_html(self) -> str:
+        """The report as one page of HTML, with both graphs, that needs no network."""
+        from optimizer._report_html import page
+
+        return page(self)
 
     def counts(self) -> dict[str, int]:
         """How often each pass fired."""

@@ -1,0 +1,144 @@
+"""The report: where new nodes come from, and a page that needs nothing but itself."""
+
+from __future__ import annotations
+
+import copy
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optimizer
+from optimizer.__main__ import main
+
+X = torch.linspace(-1, 1, 4 * 6).reshape(4, 6)
+
+
+class Net(nn.Module):
+    """A fold whose result is fused, a name that HTML must escape, and a refused fold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())
+        self.second = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.second(self.first(x))
+        return {"<&>": self.norm(y) + y}
+
+
+@pytest.fixture(scope="module")
+def report() -> optimizer.Report:
+    passes = ["fold_batchnorm", "fuse_linear_relu"]
+    return optimizer.optimize(Net().eval(), X, only=passes).report
+
+
+class Page(HTMLParser):
+    """The rows of all tables, and whatever a browser would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.classes: list[str] = []
+        self.fetched: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        values = dict(attributes)
+        self.fetched += [values[name] for name in ("src", "href") if name in values]
+        self.classes.append(values.get("class", ""))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def test_a_new_node_says_which_pass_made_it_of_what(report: optimizer.Report) -> None:
+    made = {line.made_by: line for line in report.graph_after if line.made_by}
+
+    assert set(made) == {"fuse_linear_relu"}  # of what fold_batchnorm had made
+    line = made["fuse_linear_relu"]
+    assert line.text == "LinearReLU(x)"
+    assert set(line.made_from) == {"first_0", "first_1", "first_2"}
+    assert set(line.made_from) <= {before.name for before in report.graph_before}
+
+
+def test_the_listings_are_the_graphs(report: optimizer.Report) -> None:
+    model = Net().eval()
+    captured, fast = optimizer.capture(model, X), optimizer.optimize(model, X)
+
+    assert [n.name for n in captured.graph.nodes] == [n.name for n in report.graph_before]
+    assert [n.name for n in fast.graph.nodes] == [n.name for n in fast.report.graph_after]
+    assert [n.shape for n in report.graph_before][:2] == ["4x6", "4x6"]
+
+
+def test_the_page_tells_all_and_fetches_nothing(report: optimizer.Report) -> None:
+    page = Page(report.to_html())
+
+    assert page.fetched == []
+    assert page.open == []
+    assert {"gone", "new"} <= set(page.classes)
+    for rewrite in report.fired:
+        assert [rewrite.name, rewrite.node, rewrite.source] in page.rows
+    for refusal in report.refused:
+        assert refusal.reason in [cell for row in page.rows for cell in row]
+    cells = [cell for row in page.rows for cell in row]
+    assert "fuse_linear_relu of first_0, first_1, first_2" in cells
+    assert ["nodes", "8", "7"] in page.rows
+
+
+def test_nodes_that_stayed_are_on_one_row(report: optimizer.Report) -> None:
+    rows = [row for row in Page(report.to_html()).rows if len(row) == 8]
+
+    stayed = [row for row in rows if row[0].startswith("second = ")]
+    assert [row[4].partition(" ")[0] for row in stayed] == ["second"]
+
+
+def test_what_is_left_as_it_is_has_a_page_as_well() -> None:
+    fast = optimizer.optimize(nn.Sequential(nn.ReLU()).eval(), X, only=[])
+    unchanged = optimizer.optimize(Branching().eval(), X)
+
+    assert "output = output _0" in fast.report.to_html()
+    assert "left as it is" in unchanged.report.to_html()
+
+
+class Branching(nn.Module):
+    """What cannot be recorded, with a name in its reason."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+def test_the_page_escapes_what_a_model_is_called() -> None:
+    kind = type("<script>", (Net,), {})
+
+    assert "<script>" not in optimizer.optimize(kind().eval(), X).report.to_html()
+
+
+def test_the_same_report_gives_the_same_page(report: optimizer.Report) -> None:
+    assert copy.deepcopy(report).to_html() == report.to_html()
+    assert json.loads(json.dumps(report.to_dict()))["graph_after"][0]["name"] == "x"
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.html"
+
+    assert main(["optimize", "toy_model", "--html", str(file)]) == 0
+
+    assert capsys.readouterr().out.startswith("ToyModel, level 1")
+    assert "fold_batchnorm" in file.read_text(encoding="utf-8")

@@ -48,8 +48,7 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     require(not is_written(layer), "the forward writes their tensors")
     require_only_reader(affine, layer)
     require(dtype(source) == linear.weight.dtype, "dtype or device differ")
-    same_shape = rank(source) == rank(affine) and tensor(source).shape == tensor(affine).shape
-    require(same_shape, "the constant changes the shape")
+    require(_keeps_shape(affine, source), "the constant changes the shape")
     require(_commutes(linear, transform), "the layer pads with zeros, which are not shifted")
     moderate = bool(transform.shift.square().mean().sqrt() <= _LARGEST_SHIFT)
     require(moderate, "the shift is so large that it would cancel after the layer only")
@@ -57,6 +56,12 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     folded = call_folded(affine, (layer, affine), (source,), absorbed_before, transform)
     supersede(affine, source)
     return folded
+
+
+def _keeps_shape(affine: fx.Node, source: fx.Node) -> bool:
+    if affine.op == "call_module":
+        return True  # as every BatchNorm does
+    return rank(source) == rank(affine) and tensor(source).shape == tensor(affine).shape
 
 
 def _commutes(layer: Layer, affine: Affine) -> bool:

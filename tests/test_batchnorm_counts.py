@@ -1,0 +1,73 @@
+"""How many BatchNorms of well-known models fold, and that the answer stays to 1e-9 in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import optimizer
+from models._randomize import randomize
+from models._torchvision_import import import_torchvision
+from optimizer._graph import module_of
+
+torchvision = import_torchvision()
+
+# Of how many BatchNorms how many fold. In densenet121 a ReLU stands between the others and what
+# reads them; in repvgg_a0 the others are branches of their own, which no layer feeds.
+COUNTS = {
+    "torchvision resnet50": (53, 53),
+    "torchvision r3d_18": (20, 20),
+    "torchvision maxvit_t": (34, 34),
+    "torchvision densenet121": (121, 59),
+    "timm efficientnet_b0": (49, 49),
+    "timm mobilenetv3_large_100": (46, 46),
+    "timm regnety_004": (53, 53),
+    "timm repvgg_a0": (61, 44),
+}
+SHAPES = {"torchvision r3d_18": (1, 3, 4, 32, 32), "torchvision maxvit_t": (1, 3, 224, 224)}
+
+
+def load(name: str, **settings: Any) -> nn.Module:
+    library, _, model = name.partition(" ")
+    if library == "timm":
+        import timm
+
+        built: nn.Module = timm.create_model(model)
+    else:
+        built = torchvision.models.get_model(model, weights=None, **settings)
+    randomize(built, torch.Generator().manual_seed(0))
+    return built.double().eval()
+
+
+def assert_same_answer(model: nn.Module, fast: nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        expected, actual = model(x), fast(x)
+    assert (actual - expected).abs().max() <= 1e-9 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_batchnorms_fold(name: str) -> None:
+    model = load(name)
+    x = torch.randn(SHAPES.get(name, (1, 3, 64, 64)), dtype=torch.float64)
+
+    fast: Any = optimizer.optimize(model, x, check=None)
+
+    calls = [module_of(node) for node in fast.graph.nodes if node.op == "call_module"]
+    total = sum(isinstance(module, _BatchNorm) for module in model.modules())
+    left = sum(isinstance(module, _BatchNorm) for module in calls)
+    assert (total, total - left) == COUNTS[name]
+    assert_same_answer(model, fast, x)
+
+
+def test_frozen_batchnorms_fold() -> None:
+    model = load("torchvision resnet50", norm_layer=torchvision.ops.FrozenBatchNorm2d)
+    x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+
+    fast = optimizer.optimize(model, x, check=None)
+
+    assert fast.report.counts()["fold_affine"] == 2 * 53
+    assert_same_answer(model, fast, x)

@@ -83,6 +83,9 @@ ARITHMETIC: dict[str, Emit] = {
     "hardswish": expression("{v} * F.relu6({v} + 3, inplace=True) / 6"),
     "hardsigmoid": expression("torch.clamp({v} + 3.0, 0, 6) / 6.0"),
     "gelu": expression("{v} * 0.5 * (1 + torch.erf({v} / 2.0**0.5))"),
+    "gelu_tanh": expression(
+        "{v} * 0.5 * (1 + torch.tanh((2 / 3.141592653589793) ** 0.5 * ({v} + 0.044715 * {v} ** 3)))"
+    ),
     # The clone is for a view of what is written: torch refuses to read and write it at once.
     "iadd": binary("{w}.add_({v}.clone())"),
     "ishift": statement("{v} += 1.0"),

@@ -249,8 +249,14 @@ MOTIFS: dict[str, Motif] = {
         ),
     ),
     "recognize_activations": Motif(
-        fires=("swish relu", "linear hardswish", "gelu", "hardsigmoid"),
-        near=("swish_gate", "linear swish mask", "gelu idouble_statement", "dup swish add"),
+        fires=("swish relu", "linear hardswish", "gelu_tanh", "hardsigmoid"),
+        near=(
+            "swish_gate",
+            "linear swish mask",
+            "gelu_tanh idouble_statement",
+            "gelu relu",
+            "dup swish add",
+        ),
     ),
     "remove_identities": Motif(
         fires=("identity relu", "dropout relu", "dropout_F relu", "dropout_alpha relu"),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from optimizer._edit import erase_run, insert_function
 from optimizer._expression import PRODUCTS, Form, form_of_function, is_closed, readings
-from optimizer._facts import dtype, is_unchanged, tensor
+from optimizer._facts import is_unchanged, tensor
 from optimizer._match import call
 from optimizer._pass import require, rewrite
 
@@ -35,9 +35,9 @@ def recognize_activations(root: fx.Node) -> fx.Node | None:
 
     Both are the same function of x, since they have one form, and every call between x and
     the result computes with x and numbers only. None of what it makes is read elsewhere, and
-    x is not written meanwhile. The operators compute in float32 or better and round once.
-    GELU by erf is not among them: F.gelu of an x that has overflowed to +inf is NaN on CPUs
-    in float32, where the spelling keeps +inf.
+    x is not written meanwhile. The operators compute in float32 or better and round once;
+    integers, which a spelling takes, they reject. GELU by erf is not among them: F.gelu of an
+    x that has overflowed to +inf is NaN on CPUs in float32, where the spelling keeps +inf.
     """
     for form, x, inner in readings(root):
         if form not in _natives():
@@ -45,7 +45,7 @@ def recognize_activations(root: fx.Node) -> fx.Node | None:
         function, settings = _natives()[form]
         require(is_closed(root, inner), "what it computes on the way is read elsewhere")
         require(is_unchanged(x, min(inner), root), "its input is written on the way")
-        require(dtype(x).is_floating_point, "its input is not floating point")
+        require(tensor(x).is_floating_point(), "its input is not floating point")
         result = function(tensor(x), **settings)
         require(_geometry(result) == _geometry(tensor(root)), "the result would differ in layout")
         native = insert_function(root, function, (x,), **settings)

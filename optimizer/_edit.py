@@ -66,7 +66,8 @@ def insert_buffer(before: fx.Node, value: torch.Tensor, stem: str) -> fx.Node:
 
 
 def _described(node: fx.Node, origin: fx.Node, like: fx.Node | None = None) -> fx.Node:
-    node.meta.update(new=True, source=origin.meta.get("source", ""))
+    source, made_from = origin.meta.get("source", ""), origin.meta.get("made_from", (origin.name,))
+    node.meta.update(new=True, source=source, made_by="", made_from=made_from)
     facts = facts_of(node.graph)
     if facts is not None and like is not None:
         facts.copy(like, node)

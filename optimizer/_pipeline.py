@@ -143,37 +143,38 @@ class Pipeline:
         rely_on_asked(root.graph)
         self.steps += 1
         self.fired.append(Rewrite(each.name, root.name, source_of(root)))
-        _sign(replacement, each, captured)
         if replacement.meta.get("stands_for") is None and "new" in replacement.meta:
             replacement.meta["stands_for"] = root.meta.get("stands_for", root.name)
         facts = facts_of(root.graph)
         if facts is not None:
             facts.stand_in(root, replacement)
         root.replace_all_uses_with(replacement)
-        _erase(root)
+        _sign(replacement, each, [*captured.values(), *_erase(root)])
 
 
-def _sign(replacement: fx.Node, each: Pass, captured: Captured) -> None:
+def _sign(replacement: fx.Node, each: Pass, origins: list[fx.Node]) -> None:
     """Note on all nodes that a rewrite made which pass it was, and of which nodes of the model."""
-    origins = [node.meta.get("made_from", (node.name,)) for node in captured.values()]
-    made_from = tuple(dict.fromkeys(name for names in reversed(origins) for name in names))
     pending = [replacement]
     while pending:
         node = pending.pop()
-        if "new" in node.meta and "made_by" not in node.meta:
+        if node.meta.get("made_by") == "":
+            groups = [n.meta.get("made_from", (n.name,)) for n in (node, *reversed(origins))]
+            made_from = tuple(dict.fromkeys(name for group in groups for name in group))
             node.meta.update(made_by=each.name, made_from=made_from)
             pending += node.all_input_nodes
 
 
-def _erase(root: fx.Node) -> None:
-    """Erase a replaced node and whatever was only computed for it."""
-    pending = [root]
+def _erase(root: fx.Node) -> list[fx.Node]:
+    """Erase a replaced node and whatever was only computed for it; return all that went."""
+    pending, erased = [root], []
     while pending:
         node = pending.pop()
         if node._erased or node.users or (node is not root and not is_pure(node)):
             continue
         pending += node.all_input_nodes
         node.graph.erase_node(node)
+        erased.append(node)
+    return erased
 
 
 def _guard(graph: fx.Graph) -> None:

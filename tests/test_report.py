@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def report() -> optimizer.Report:
-    passes = ["fold_batchnorm", "fuse_linear_relu"]
+    passes = ["fold_affine", "fuse_linear_relu"]
     return optimizer.optimize(Net().eval(), X, only=passes).report
 
 
@@ -71,7 +71,7 @@ class Page(HTMLParser):
 def test_a_new_node_says_which_pass_made_it_of_what(report: optimizer.Report) -> None:
     made = {line.made_by: line for line in report.graph_after if line.made_by}
 
-    assert set(made) == {"fuse_linear_relu"}  # of what fold_batchnorm had made
+    assert set(made) == {"fuse_linear_relu"}  # of what fold_affine had made
     line = made["fuse_linear_relu"]
     assert line.text == "LinearReLU(x)"
     assert set(line.made_from) == {"first_0", "first_1", "first_2"}
@@ -141,4 +141,4 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["optimize", "toy_model", "--html", str(file)]) == 0
 
     assert capsys.readouterr().out.startswith("ToyModel, level 1")
-    assert "fold_batchnorm" in file.read_text(encoding="utf-8")
+    assert "fold_affine" in file.read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from optimizer._module import OptimizedModule, Unchanged
 from optimizer._pass import Pass
 from optimizer._pipeline import FaultyPassError, Pipeline
 from optimizer._refit import Recipe
-from optimizer._registry import select
+from optimizer._registry import all_passes, select
 from optimizer._report import Line, Report, Size, listing
 
 Check: TypeAlias = Literal["final", "each"] | None
@@ -137,7 +137,8 @@ class Run:
             self._require_same(module)
         pipeline = Pipeline(module, self._verifier(module))
         pipeline.run(self.passes)
-        names = tuple(each.name for each in self.passes)
+        ours = all_passes()
+        names = tuple(each.name if each in ours else each for each in self.passes)
         known = self.front_end in FRONT_ENDS  # to `optimize` the model again
         recipe = Recipe.of(self.model, self.call, self.level, names) if known else None
         optimized = OptimizedModule.of(module, self._report(before, pipeline), recipe)

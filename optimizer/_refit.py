@@ -51,18 +51,18 @@ class Recipe:
         devices: where each of those was.
         call: the example inputs, a Blank for each tensor.
         level: the level it was optimized at.
-        passes: the names of the passes that ran.
+        passes: the names of the passes that ran; those from elsewhere, themselves.
     """
 
     model: nn.Module
     devices: dict[str, torch.device]
     call: Any
     level: int
-    passes: tuple[str, ...]
+    passes: tuple[Any, ...]
 
     @classmethod
     def of(
-        cls, model: nn.Module, call: Call | None, level: int, passes: tuple[str, ...]
+        cls, model: nn.Module, call: Call | None, level: int, passes: tuple[Any, ...]
     ) -> Recipe | None:
         """The recipe of a model that was optimized; None where it cannot be told."""
         try:

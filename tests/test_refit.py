@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -112,6 +113,17 @@ def test_a_refitted_model_is_as_if_optimized_from_the_start() -> None:
     assert fast.report.checked == "final"
     for name, tensor in expected.state_dict().items():
         assert torch.equal(fast.state_dict()[name], tensor)
+
+
+def test_a_pass_from_elsewhere_runs_again() -> None:
+    [fold] = [each for each in optimizer.all_passes() if each.name == "fold_affine"]
+    old, new = seeded(Tied, 0), seeded(Tied, 1)
+    fast = optimizer.optimize(old, X, only=[dataclasses.replace(fold, name="mine")])
+
+    fast.refit(new.state_dict())
+
+    assert set(fast.report.counts()) == {"mine"}
+    torch.testing.assert_close(call(fast, X), call(new, X))
 
 
 def test_what_is_kept_for_it_holds_no_weights() -> None:

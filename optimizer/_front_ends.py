@@ -18,8 +18,12 @@ FrontEnds: TypeAlias = dict[str, Callable[[nn.Module, Any], fx.GraphModule]]
 FRONT_ENDS: FrontEnds = {"symbolic": capture_call, "export": capture_exported}
 
 
-def choose(model: Any, call: Call | None, capture: str) -> tuple[Any, Call | None, FrontEnds]:
+def choose(
+    model: Any, call: Call | None, capture: str, *, static_shapes: bool
+) -> tuple[Any, Call | None, FrontEnds]:
     """The module to optimize, what it is called with, and who may capture it, in order.
+
+    Export takes sizes from the example, and so is not asked unless sizes may be fixed.
 
     Raises:
         InputError: `capture` names none, or one that needs example inputs.
@@ -33,7 +37,8 @@ def choose(model: Any, call: Call | None, capture: str) -> tuple[Any, Call | Non
         return module, call, {"exported program": partial(capture_program, model)}
     if capture == "export" and call is None:
         raise InputError("capture='export' runs the model: pass example_inputs.")
-    names = FRONT_ENDS if capture == "auto" and call else [capture.replace("auto", "symbolic")]
+    both = capture == "auto" and call is not None and static_shapes
+    names = list(FRONT_ENDS) if both else [capture.replace("auto", "symbolic")]
     return model, call, {name: FRONT_ENDS[name] for name in names}
 
 

@@ -75,6 +75,7 @@ class OptimizedModule(_Result, fx.GraphModule):
             model,
             inputs,
             level=recipe.level,
+            capture="export" if self.report.front_end == "export" else "symbolic",
             check=None if example_inputs is None else "final",
             only=recipe.passes,
         )

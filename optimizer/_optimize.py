@@ -53,7 +53,8 @@ def optimize(
         level: 0 keeps the same bits; 1 keeps the function up to rounding.
         capture: "symbolic" records the forward by calling it with stand-ins; "export" asks
             torch.export, and holds later calls to what that took from the example inputs (sizes
-            but that of the batch, dtypes, memory formats); "auto" is the first that can.
+            but that of the batch, dtypes, memory formats); "auto" is "symbolic" and, where that
+            cannot go and sizes may be fixed (`static_shapes`), "export".
         check: "final" compares the answer with the model's on the example inputs; "each" does so
             after every pass; None does not. A pass that changes the answer is rolled back.
         only: names of the passes to run, or passes of your own; all there are if None.
@@ -69,7 +70,7 @@ def optimize(
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
     call = None if example_inputs is None else as_call(example_inputs)
-    model, call, front_ends = choose(model, call, capture)
+    model, call, front_ends = choose(model, call, capture, static_shapes=static_shapes)
     run = Run(require_module(model), call, front_ends, level, check if call else None, passes)
     with undisturbed():
         return run.result()

@@ -244,13 +244,14 @@ def test_a_hook_is_not_lost() -> None:
 
 def test_auto_exports_what_cannot_be_traced_and_gives_both_reasons_where_neither_can() -> None:
     traced = optimizer.optimize(Model(masked), ROWS)
-    fast = optimizer.optimize(Model(branch_on_features), ROWS)
+    fast = optimizer.optimize(Model(branch_on_features), ROWS, static_shapes=True)
     symbolic = optimizer.optimize(Model(branch_on_features), ROWS, capture="symbolic")
-    neither = optimizer.optimize(Model(branch_on_data), ROWS)
+    free = optimizer.optimize(Model(branch_on_features), ROWS)
+    neither = optimizer.optimize(Model(branch_on_data), ROWS, static_shapes=True)
 
     assert traced.report.front_end == "symbolic"
     assert fast.report.front_end == "export"
-    assert symbolic.report.front_end == ""
+    assert symbolic.report.front_end == free.report.front_end == ""
     assert "control flow" in neither.report.remarks[-1]
     assert "data-dependent" in neither.report.remarks[-1]
 
@@ -321,7 +322,7 @@ def test_nested_optional_and_keyword_inputs() -> None:
 
 def test_a_result_of_export_pickles_and_is_optimized_again() -> None:
     model = Model(branch_on_features)
-    fast = optimizer.optimize(model, ROWS)
+    fast = optimizer.optimize(model, ROWS, static_shapes=True)
 
     fast.refit(model.state_dict())
     loaded = pickle.load(io.BytesIO(pickle.dumps(fast)))

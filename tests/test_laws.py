@@ -122,7 +122,7 @@ def parameter_shared_by_two_layers() -> Case:
 
 def module_under_two_names() -> Case:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return self.bn(self.layer(x)) + self.other(x)
+        return self.bn(self.layer(x)) + self.other(2 * x)
 
     modules = conv_bn()
     return Case(Net(forward, **modules, other=modules["layer"]), folds=1)
@@ -334,7 +334,8 @@ def relu_of_a_read_linear(self: Any, x: Tensor) -> Tensor:
 
 def assign_a_tensor(self: Any, x: Tensor) -> Tensor:
     y = x.clone()
-    y[x > 0] = x[x > 0].flip(0)
+    mask = x > 0
+    y[mask] = x[mask].flip(0)
     return y
 
 

@@ -1,0 +1,109 @@
+"""Each trap of the catalogue: what eager does, call by call, and rewritten only where it may be."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import optimizer
+from tests.traps.__main__ import FAMILIES, table
+from tests.traps._catalogue import TRAPS, Trap
+from tests.traps.elsewhere import NOT_HERE, TESTED
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
+    pytest.mark.filterwarnings("ignore:the model is in training mode"),
+]
+NAMED = {f"{trap.number} {trap.what}": trap for trap in TRAPS}
+
+
+@pytest.mark.parametrize("example", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_trap_is_answered_as_eager_answers(name: str, example: bool) -> None:
+    trap = NAMED[name]
+    eager, fast = trap.build(), optimized(trap, example)
+
+    for call in trap.calls:
+        expected = observed(eager, call)
+        with contextlib.suppress(() if example else optimizer.InputError):  # an error is no lie
+            assert_same(expected, observed(fast, call))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_trap_is_rewritten_where_it_should_be(name: str) -> None:
+    trap = NAMED[name]
+
+    assert bool(optimized(trap, True).report.fired) or not trap.rewritten
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_trap_passes_its_check(name: str) -> None:
+    trap = NAMED[name]
+    fast = optimizer.optimize(trap.build(), copy.deepcopy(trap.calls[0]), check="each")
+
+    assert not any(
+        "rolled back" in remark or "another answer" in remark for remark in fast.report.remarks
+    )
+
+
+def optimized(trap: Trap, example: bool) -> Any:
+    inputs = copy.deepcopy(trap.calls[0]) if example else None
+    return optimizer.optimize(trap.build(), inputs, check=None)
+
+
+def observed(model: nn.Module, call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a call returns, leaves in its inputs, and which results share storage with what."""
+    inputs = copy.deepcopy(call)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        output = model(*inputs)
+    leaves = pytree.tree_leaves((output, inputs))
+    places = [storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    shared = [[one == other for other in places] for one in places]
+    return output, inputs, shared
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def assert_same(expected: Any, actual: Any) -> None:
+    assert pytree.tree_structure(expected) == pytree.tree_structure(actual)
+    for one, other in zip(*map(pytree.tree_leaves, (expected, actual)), strict=True):
+        if not isinstance(one, torch.Tensor):
+            assert one == other
+            continue
+        torch.testing.assert_close(other, one, equal_nan=True, check_stride=True)
+        if one.dtype == torch.float64 and one.numel():
+            gap = (one - other).nan_to_num(0.0, 0.0, 0.0).abs().max()
+            assert gap <= 1e-9 * max(1.0, float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()))
+
+
+def test_every_trap_of_the_catalogue_is_somewhere() -> None:
+    assert all(family.__doc__ for family in FAMILIES)
+    numbers = {trap.number for trap in TRAPS} | TESTED.keys() | NOT_HERE.keys()
+
+    assert sorted(numbers) == list(range(1, 96))
+
+
+@pytest.mark.parametrize("test", [test for _, test in TESTED.values()])
+def test_a_test_that_the_catalogue_names_exists(test: str) -> None:
+    file, _, name = test.partition("::")
+    tree = ast.parse((Path(__file__).parent / file).read_text())
+
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_page_is_what_the_command_prints() -> None:
+    page = Path(__file__).parent.parent / "docs" / "traps.md"
+
+    assert page.read_text() == table() + "\n"

@@ -1,0 +1,96 @@
+"""Traps 82 to 95: recording a forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.traps._catalogue import IMAGE, ROWS, SQUARE, conv, linear, norm, norm1, trap
+
+
+@trap(82, "control flow on data", ROWS, -ROWS, fc=linear(), bn=norm1())
+def control_flow(m: Any, x: Any) -> Any:
+    return m.bn(m.fc(x)) if x[0].sum() > 0 else x
+
+
+@trap(82, "an optional argument that is left out", ROWS)
+def optional(m: Any, x: Any, y: Any = None) -> Any:
+    return x if y is None else x + y
+
+
+@trap(82, "an optional argument that is given", (ROWS, ROWS), (ROWS[:1], ROWS))
+def optional_given(m: Any, x: Any, y: Any = None) -> Any:
+    return x if y is None else x + y
+
+
+@trap(83, "dropout by self.training", ROWS, rewritten=True)
+def training_flag(m: Any, x: Any) -> Any:
+    return F.dropout(x, 0.5, m.training) * 2
+
+
+@trap(
+    84,
+    "a dropout in training mode",
+    ROWS,
+    ROWS,
+    change=lambda m: m.drop.train(),
+    drop=lambda: nn.Dropout(),
+)
+def dropout_trains(m: Any, x: Any) -> Any:
+    return m.drop(x)
+
+
+@trap(
+    84,
+    "dropouts of every kind, by keyword",
+    IMAGE,
+    rewritten=True,
+    drop=lambda: nn.Dropout2d(),
+    a=lambda: nn.AlphaDropout(),
+)
+def dropouts(m: Any, x: Any) -> Any:
+    return F.dropout(input=m.a(m.drop(input=x)), training=False) * 2
+
+
+@trap(88, "a value behind an opaque function", SQUARE, SQUARE)
+def opaque(m: Any, x: Any) -> Any:
+    return torch.linalg.qr(x)[1].abs()
+
+
+def share(m: Any) -> None:
+    m.second = nn.ModuleList([m.first[0], m.first[1]])
+
+
+@trap(
+    90,
+    "a layer below two parents",
+    IMAGE,
+    rewritten=True,
+    change=share,
+    first=lambda: nn.Sequential(conv()(), norm()()),
+)
+def two_parents(m: Any, x: Any) -> Any:
+    return m.first(x) + m.second[1](m.second[0](x))
+
+
+@trap(
+    95,
+    "complex weights",
+    SQUARE.to(torch.complex128),
+    w=lambda: nn.Parameter(torch.ones(4, 4, dtype=torch.complex128)),
+)
+def complex_weights(m: Any, x: Any) -> Any:
+    return F.linear(x, m.w.to(torch.complex128)).abs()
+
+
+@trap(
+    95,
+    "a sparse buffer",
+    SQUARE,
+    change=lambda m: setattr(m, "s", torch.eye(4).double().to_sparse()),
+)
+def sparse(m: Any, x: Any) -> Any:
+    return torch.sparse.mm(m.s, x)

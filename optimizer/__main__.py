@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def _parser() -> argparse.ArgumentParser:
         ("check", _check, "check that the optimized model gives the model's answers"),
         ("bisect", _bisect, "find the single rewrite that changes the answer"),
         ("compare", _compare, "time the optimized model against the model, interleaved"),
+        ("cost", _cost, "what each node computes, moves and launches, and the time that takes"),
+        ("memory", _memory, "what is alive at each node, and the peak that was measured"),
     ):
         _add_model(_add(commands, name, run, text))
     commands.choices["optimize"].add_argument("--html", help="a file to write the report to")
@@ -94,6 +97,29 @@ def _bisect(options: argparse.Namespace) -> str:
 def _compare(options: argparse.Namespace) -> str:
     model, fast, inputs = _optimized(options)
     return f"{options.model}: {optimizer.compare(model, fast, inputs)}"
+
+
+def _cost(options: argparse.Namespace) -> str:
+    from optimizer.analysis import roofline
+
+    model, fast, inputs = _optimized(options)
+    before = roofline(model, inputs)
+    after = roofline(fast, inputs, before.ceilings)
+    if options.json:
+        return json.dumps({"before": asdict(before), "after": asdict(after)}, indent=2)
+    return f"{after}\nbefore: {before.totals()}"
+
+
+def _memory(options: argparse.Namespace) -> str:
+    from optimizer.analysis import memory
+
+    _, fast, inputs = _optimized(options)
+    bound = memory(fast, inputs)
+    measured = optimizer.measure(fast, inputs, repeats=1, warmup=1).peak_memory
+    if options.json:
+        return json.dumps(asdict(bound) | {"measured": measured}, indent=2)
+    ratio = f", {measured / bound.peak:.2f} times that" if bound.peak else ""
+    return f"{bound}\nmeasured {measured:,} bytes{ratio}"
 
 
 def _optimized(options: argparse.Namespace, **settings: Any) -> tuple[nn.Module, Any, Any]:

@@ -137,13 +137,13 @@ class Report:
         if not self.fired:
             return "rewritten: nothing"
         rows = [(str(count), name) for name, count in self.counts().items()]
-        return f"rewritten: {len(self.fired)}\n" + _table(rows)
+        return f"rewritten: {len(self.fired)}\n" + table(rows)
 
     def _refused(self) -> str:
         if not self.refused:
             return ""
         rows = [(r.name, r.node, r.source, r.reason) for r in self.refused]
-        return f"refused: {len(self.refused)}\n" + _table(rows)
+        return f"refused: {len(self.refused)}\n" + table(rows)
 
     def _remarks(self) -> str:
         return "\n".join(f"remark: {remark}" for remark in self.remarks)
@@ -152,7 +152,7 @@ class Report:
         before, after = asdict(self.before), asdict(self.after)
         rows = [("", "before", "after")]
         rows += [(name, f"{before[name]:,}", f"{after[name]:,}") for name in before]
-        return _table(rows)
+        return table(rows)
 
 
 _CHECKED = {
@@ -162,7 +162,8 @@ _CHECKED = {
 }
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows of text with their columns under one another."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(f"  {line}".rstrip() for line in lines)

@@ -172,6 +172,12 @@ def test_the_fuzz_kit_is_imported_by_nobody() -> None:
     assert importers == []
 
 
+def test_the_analysis_is_imported_by_the_command_line_only() -> None:
+    importers = [path for path in CORE if any("analysis" in name for name in everywhere(path))]
+
+    assert [named(path) for path in importers] == ["optimizer/__main__.py"]
+
+
 def test_importing_the_package_needs_torch_only() -> None:
     program = (
         "import sys, optimizer; optimizer.all_passes();"

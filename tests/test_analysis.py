@@ -1,0 +1,237 @@
+"""What is said to be alive, computed, moved and launched, against counts by hand and by torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import models
+import optimizer
+from optimizer.__main__ import main
+from optimizer.analysis import Ceilings, Cost, memory, roofline
+
+SLOW = Ceilings(flops=100.0, bytes=10.0)
+KIB = torch.zeros(256)  # 1024 bytes
+IMPLICIT = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+NO_WORKSPACES = ("toy_model", "simple_mlp", "masked_assign_where", "transpose_chain_10")
+SMALL = (*NO_WORKSPACES, "simple_cnn", "tiny_convnet", "resnet_block", "linear_bn_relu_10")
+
+
+class Run(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = [function]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function[0](x)
+
+
+def with_view(x: torch.Tensor) -> torch.Tensor:
+    """1: a; 2: a, seen through a view; 3: a and b; 4: a, b and c, as the view is read; 5: c."""
+    a = x + 1
+    view = a.view(16, 16)
+    b = x * 2
+    return b.view(16, 16) - view
+
+
+def unread(x: torch.Tensor) -> torch.Tensor:
+    x.exp()
+    return x.sin()
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    return x.cos().relu_().neg_()
+
+
+def returned_early(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    first = x.cos()
+    return first, first.sin().exp().tan()
+
+
+@pytest.mark.parametrize(
+    ("function", "peak", "last"),
+    [(with_view, 3, 1), (unread, 1, 1), (in_place, 1, 1), (returned_early, 3, 2)],
+)
+def test_a_storage_lives_until_its_last_reader(function: Any, peak: int, last: int) -> None:
+    found = memory(Run(function), KIB)
+
+    assert found.peak == found.at.live == peak * 1024
+    assert found.rows[-1].live == last * 1024
+    assert sum(row.made for row in found.rows) >= found.peak
+
+
+def test_weights_inputs_and_their_views_are_not_counted() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
+
+    assert memory(model, torch.zeros(2, 2, 2)).peak == 2 * 4 * 4
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("optimized", [False, True])
+def test_no_run_takes_less_than_what_is_alive(name: str, optimized: bool) -> None:
+    work = models.load(name)
+    module, inputs = work.module, work.example_inputs
+    if optimized:
+        module = optimizer.optimize(module, inputs)
+
+    bound = memory(module, inputs).peak
+    measured = optimizer.measure(module, inputs, repeats=1, warmup=1).peak_memory
+
+    assert measured >= bound > 0
+    assert name not in NO_WORKSPACES or measured <= 1.1 * bound
+
+
+def test_a_node_of_which_nothing_is_known_says_so() -> None:
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda *_: None)
+    model = nn.Sequential(nn.Linear(4, 4), hooked)
+    inputs = torch.zeros(2, 4)
+
+    cost, alive = roofline(model, inputs, SLOW), memory(model, inputs)
+
+    assert [bool(row.unknown) for row in cost.rows] == [False, True]
+    assert cost.rows[1].bound(SLOW) == "unknown"
+    assert "1 nodes of which nothing is known" in cost.totals()
+    assert alive.peak == 32
+    assert "hooks" in str(cost)
+    assert "hooks" in str(alive)
+
+
+@pytest.mark.parametrize(
+    ("model", "flops", "tensors", "launches"),
+    [
+        (nn.Linear(256, 1, bias=False), 512, 256 + 256 + 1, 1),
+        (Run(torch.cos), 0, 512, 1),
+        (Run(lambda x: x.cos().relu_()), 0, 512 + 512, 2),
+        (Run(lambda x: x.view(16, 16).t().unsqueeze(0)), 0, 0, 0),
+        (Run(lambda x: torch.empty_like(x).squeeze_()), 0, 0, 0),
+        (Run(lambda x: x[:2].expand(8, 2) + 1), 0, 2 + 16, 1),
+        (Run(lambda x: x[:1].expand(9).cos()), 0, 1 + 9, 1),
+    ],
+)
+def test_what_operators_compute_and_move(
+    model: nn.Module, flops: int, tensors: int, launches: int
+) -> None:
+    inputs = torch.zeros(1, 256) if isinstance(model, nn.Linear) else KIB
+
+    found = roofline(model, inputs, SLOW)
+
+    assert (found.flops, found.bytes, found.launches) == (flops, 4 * tensors, launches)
+
+
+def test_the_ceiling_that_is_reached_bounds_the_time() -> None:
+    rows = Cost(flops=200, bytes=10, launches=1), Cost(flops=10, bytes=20, launches=1), Cost()
+
+    assert [row.seconds(SLOW) for row in rows] == [2.0, 2.0, 0.0]
+    assert [row.bound(SLOW) for row in rows] == ["compute", "memory", ""]
+    assert [row.intensity for row in rows] == [20.0, 0.5, 0.0]
+
+
+def test_the_ceilings_are_measured_on_one_thread_and_leave_no_trace() -> None:
+    threads = torch.get_num_threads()
+
+    found = roofline(nn.Linear(4, 4), torch.zeros(2, 4))
+
+    assert found.ceilings.flops > 1e8
+    assert found.ceilings.bytes > 1e8
+    assert 0 < found.seconds < 1e-3
+    assert torch.get_num_threads() == threads
+
+
+def kernels_run(module: nn.Module, inputs: Any) -> list[str]:
+    """The outermost operators that a CPU is given, without views and empty tensors.
+
+    An operator that is made of others on every device hands on what it is given; below one that
+    is not, a kernel runs, whatever else it calls.
+    """
+    overloads = torch._C._profiler._ExperimentalConfig(capture_overload_names=True)
+    with (
+        torch.no_grad(),
+        profile(activities=[ProfilerActivity.CPU], experimental_config=overloads) as seen,
+        record_function("model"),
+    ):
+        module(*inputs)
+    pending = [event for event in seen.events() if event.name == "model"]
+    found = []
+    while pending:
+        event = pending.pop()
+        name = ".".join(filter(None, (event.name, event.overload_name)))
+        if not event.name.startswith("aten::") or name in IMPLICIT:
+            pending += event.cpu_children
+        elif not is_view(name) and "empty" not in name and "scalar_tensor" not in name:
+            found.append(name)
+    return found
+
+
+def is_view(name: str) -> bool:
+    operator, _, overload = name.partition(".")
+    results = torch._C._get_schema(operator, overload).returns
+    shared = [each.alias_info for each in results]
+    hidden = name in ("aten::_unsafe_view", "aten::_reshape_alias")
+    return hidden or all(info is not None and not info.is_write for info in shared)
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "shufflenet_v2_x1_0", "masked_postprocess_256", "toy_model"]
+)
+def test_as_many_kernels_as_the_profiler_sees(name: str, optimized: bool) -> None:
+    work = models.load(name)
+    module, inputs = work.module, work.example_inputs
+    if optimized:
+        module = optimizer.optimize(module, inputs)
+
+    assert roofline(module, inputs, SLOW).launches == len(kernels_run(module, inputs))
+
+
+def test_flops_are_those_of_torch() -> None:
+    work = models.load("resnet18")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        work.module(*work.example_inputs)
+
+    assert roofline(work.module, work.example_inputs, SLOW).flops == counter.get_total_flops()
+
+
+def test_resnet50_runs_a_third_less_kernels() -> None:
+    work = models.load("resnet50")
+    fast = optimizer.optimize(work.module, work.example_inputs, check=None)
+
+    assert roofline(work.module, work.example_inputs, SLOW).launches >= 174
+    assert roofline(fast, work.example_inputs, SLOW).launches <= 122
+
+
+def test_the_command_prints_what_each_node_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cost", "toy_model"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["node", "calls", "shape"]
+    assert lines[-2].startswith("3 kernels, ")
+    assert lines[-1].startswith("before: 4 kernels, ")
+
+
+def test_the_command_prints_what_is_alive(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "toy_model"]) == 0
+
+    out = capsys.readouterr().out
+    assert "\n\npeak " in out
+    assert "\nmeasured " in out
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"), [("cost", {"before", "after"}), ("memory", {"rows", "measured"})]
+)
+def test_both_commands_give_data(
+    command: str, keys: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "toy_model", "--json"]) == 0
+
+    assert set(json.loads(capsys.readouterr().out)) == keys

@@ -55,7 +55,7 @@ def backend(
 
 
 class _Variant(NamedTuple):
-    """A graph optimized for certain weights, which are kept alive with their addresses."""
+    """A graph optimized for certain weights, whose memory is kept, and with it their addresses."""
 
     weights: list[torch.Tensor]
     versions: list[int]
@@ -85,7 +85,9 @@ class _Graph:
             if self.made == _MOST:
                 return self.module(*args)
             self.made += 1
-            known = _Variant(weights, versions, self._optimized(args))
+            # A parameter that is given other data lets go of the memory that it had.
+            kept = [weight.detach() for weight in weights]
+            known = _Variant(kept, versions, self._optimized(args))
             self.variants[place] = known
         return known.run(*args)
 

@@ -11,7 +11,7 @@ from optimizer._trees import storages_in
 
 
 class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collect the storages written and whether random numbers were drawn."""
+    """Collect the storages written, whether numbers were drawn, and whether data gave a size."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -24,10 +24,12 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reset(self) -> None:
         self.writes: set[int] = set()
         self.random = False
+        self.counts = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        self.counts |= torch.Tag.dynamic_output_shape in func.tags and not _is_by_number(func, args)
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         for argument in func._schema.arguments:
             written = argument.alias_info is not None and argument.alias_info.is_write
@@ -36,3 +38,10 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if written or silent:
                 self.writes |= storages_in(given.get(argument.name))
         return func(*args, **kwargs)
+
+
+def _is_by_number(func: Any, args: Any) -> bool:
+    """Whether it is `v[i]` for numbers i, which yields as many elements as there are numbers."""
+    masks = (torch.bool, torch.uint8)
+    by_index = func is torch.ops.aten.index.Tensor
+    return by_index and not any(each is not None and each.dtype in masks for each in args[1])

@@ -89,6 +89,8 @@ def number_from_sizes(node: fx.Node) -> bool | int | float:
     known = fact(node)
     if not isinstance(known.value, bool | int | float):
         raise Refused("it is no number")
+    if known.size_varies:
+        raise Refused("it depends on how many elements a mask chooses")
     if any(not isinstance(each.meta["fact"].value, torch.Tensor) for each in known.inputs):
         raise Refused("it rests on an argument that is no tensor")
     _use(node, "shape")

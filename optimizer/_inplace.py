@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -63,6 +64,25 @@ def alike(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors have one dtype, shape and layout, and so has their sum or product."""
     same = first.dtype == second.dtype and first.shape == second.shape
     return same and first.stride() == second.stride()
+
+
+def where_into(mask: Any, value: Any, other: Any, *, out: Any) -> Any:
+    """`torch.where` that has `out` also where gradients are recorded."""
+    given = (mask, value, other, out)
+    if has_torch_function(given):
+        return handle_torch_function(where_into, given, mask, value, other, out=out)
+    if torch.is_grad_enabled() and (value.requires_grad or other.requires_grad):
+        return out.copy_(torch.where(mask, value, other))
+    return torch.where(mask, value, other, out=out)
+
+
+def where_like(mask: Any, value: Any, other: Any) -> Any:
+    """`torch.where` laid out as a copy of `other` is, and not as the mask."""
+    if has_torch_function((mask, value, other)):
+        return handle_torch_function(where_like, (mask, value, other), mask, value, other)
+    result = torch.where(mask, value, other)
+    alike = result.stride() == other.stride()
+    return result if alike else torch.empty_like(other).copy_(result)
 
 
 add_over = _over_an_operand(operator.add, Tensor.add_)

@@ -35,6 +35,7 @@ class Fact:
     writes: frozenset[int] = frozenset()
     random: bool = False
     rank_varies: bool = False  # with sizes: a squeeze came before
+    size_varies: bool = False  # with data: a mask came before
     inputs: frozenset[fx.Node] = frozenset()  # the placeholders that it depends on
     error: str = ""
 
@@ -113,12 +114,14 @@ class Facts:
         }
         given: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
         varies = _may_vary_rank(node) or any(each.rank_varies for each in given)
+        counted = self._effects.counts or any(each.size_varies for each in given)
         inputs = frozenset[fx.Node]().union(*(each.inputs for each in given))
         kept, storages = _snapshot(value)
         if given and _name(node) in MAY_COPY:
             self._shared |= dict.fromkeys(storages - given[0].storages, given[0].storages)
         storages, writes = self._with_shared(storages), self._with_shared(lasting_writes)
-        self._record(node, Fact(kept, storages, writes, self._effects.random, varies, inputs))
+        drawn = self._effects.random
+        self._record(node, Fact(kept, storages, writes, drawn, varies, counted, inputs))
 
     def _with_shared(self, storages: Iterable[int]) -> frozenset[int]:
         """Some storages and those that they are in calls which need no copy."""

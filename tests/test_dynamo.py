@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import tomllib
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -140,6 +142,19 @@ def test_changed_weights_are_folded_again(change: Callable[[Any], object]) -> No
     change(model)
 
     assert not torch.equal(model(IMAGES), before)
+    assert_same(model(IMAGES), fast(IMAGES))
+
+
+def test_memory_of_earlier_weights_is_not_taken_for_them() -> None:
+    model = Block()
+    fast = torch.compile(model, backend=backend)
+    fast(IMAGES)
+    memory = StorageWeakRef(model.conv.weight.untyped_storage())
+
+    model.conv.weight.data = Block(5).conv.weight.detach()
+    gc.collect()
+
+    assert not memory.expired()  # or the next weights might lie there, and pass for these
     assert_same(model(IMAGES), fast(IMAGES))
 
 

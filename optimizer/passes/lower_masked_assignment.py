@@ -12,6 +12,7 @@ from torch import fx, nn
 from optimizer._edit import insert_function, replace_later_uses
 from optimizer._facts import dtype, is_private, is_unchanged, on_one_device, rank, tensor
 from optimizer._graph import arg
+from optimizer._inplace import where_like
 from optimizer._match import call
 from optimizer._pass import require, rewrite
 
@@ -44,13 +45,9 @@ def lower_masked_assignment(assignment: fx.Node) -> fx.Node | None:
     require(on_one_device(assignment.graph), "the tensors may live on different devices")
     missing = 0 if assignment.target == "masked_fill_" else rank(target) - rank(mask)
     indices = (..., *[None] * missing)
-    known = tensor(number) if isinstance(number, fx.Node) else number
-    result = torch.where(tensor(mask)[indices], known, tensor(source))
-    same = _geometry(result) == _geometry(tensor(target))
-    require(same, "where would lay the result out differently in memory")
 
     aligned = insert_function(assignment, operator.getitem, (mask, indices)) if missing else mask
-    where = insert_function(assignment, torch.where, (aligned, number, source))
+    where = insert_function(assignment, where_like, (aligned, number, source))
     replace_later_uses(target, where, after=assignment)
     return where
 
@@ -96,6 +93,7 @@ def _unwritten(target: fx.Node, assignment: fx.Node) -> fx.Node:
     """What `target` is a copy of, if it was copied only to be written; else `target`."""
     source = arg(target, 0)
     copied = (target.op, target.target) == ("call_method", "clone") or target.target is torch.clone
+    copied &= len(target.args) == 1 and not target.kwargs  # a copy in the layout of its source
     if not (copied and isinstance(source, fx.Node)) or any(u < assignment for u in target.users):
         return target
     same = _geometry(tensor(source)) == _geometry(tensor(target))

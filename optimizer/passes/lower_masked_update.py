@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from optimizer._edit import erase_run, insert_function, replace_later_uses
 from optimizer._facts import dtype, is_private, is_unchanged, on_one_device, rank, shares
-from optimizer._inplace import iadd, imul, isub, itruediv
+from optimizer._inplace import iadd, imul, isub, itruediv, where_into
 from optimizer._match import call
 from optimizer._pass import require, rewrite
 
@@ -51,7 +51,7 @@ def lower_masked_update(assignment: fx.Node) -> fx.Node | None:
     whole = source
     for step in steps[1:]:
         whole = insert_function(assignment, _ELEMENTWISE[step.target], (whole, step.args[1]))
-    where = insert_function(assignment, torch.where, (mask, whole, target), out=target)
+    where = insert_function(assignment, where_into, (mask, whole, target), out=target)
     replace_later_uses(target, where, after=assignment)
     erase_run(assignment, steps)
     return where

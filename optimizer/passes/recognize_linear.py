@@ -46,9 +46,9 @@ def recognize_linear(product: fx.Node) -> fx.Node | None:
     require(all(is_read_only(n) for n in (matrix, bias) if n), "the forward may write the matrix")
 
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta").eval()
-    linear.weight = _parameter(weight)
+    linear.weight = _parameter(weight, _held(matrix))
     if bias is not None:
-        linear.bias = _parameter(_held(bias))
+        linear.bias = _parameter(_held(bias), _held(bias))
     stem = str(matrix.target).replace(".", "_")
     return insert_module(product, linear, (source,), f"{stem}_linear", like=product)
 
@@ -80,8 +80,9 @@ def _weight(right: Any, matrix: fx.Node) -> torch.Tensor:
     return held if same else weight
 
 
-def _parameter(value: torch.Tensor) -> nn.Parameter:
-    return value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
+def _parameter(value: torch.Tensor, held: torch.Tensor) -> nn.Parameter:
+    """A matmul chooses its kernel also by whether the matrix may ask for a gradient."""
+    return value if isinstance(value, nn.Parameter) else nn.Parameter(value, held.requires_grad)
 
 
 class _Product(nn.Module):

@@ -38,6 +38,7 @@ def reuse_activations(activation: fx.Node) -> fx.Node | None:
     if _is_in_place(activation):
         return None
     require(is_spare(arg(activation, 0)), "its input is needed elsewhere")
+    require(_keeps_signs(activation), "a gradient needs the signs, which a negative slope changes")
 
     if activation.op == "call_module":
         return _module(activation)
@@ -55,6 +56,15 @@ def _is_in_place(activation: fx.Node) -> bool:
     if callee(activation) is F.relu:
         return arg(activation, 1) is not False
     return activation.kwargs.get("inplace", False) is not False
+
+
+def _keeps_signs(activation: fx.Node) -> bool:
+    """Whether it is sure to be no leaky_relu with a negative slope."""
+    slope = arg(activation, 1, activation.kwargs.get("negative_slope", 0.0))
+    if activation.op == "call_module":
+        slope = getattr(module_of(activation), "negative_slope", 0.0)
+    leaky = callee(activation) in (F.leaky_relu, nn.LeakyReLU)
+    return not leaky or (isinstance(slope, int | float) and slope >= 0)
 
 
 def _module(activation: fx.Node) -> fx.Node:

@@ -41,6 +41,8 @@ def reuse_operands(combination: fx.Node) -> fx.Node | None:
     size = tensor(first).nbytes
     require(alike(tensor(first), tensor(second)), "the operands differ in dtype, shape or layout")
     require(is_spare(first) or is_spare(second), "its operands are needed elsewhere")
+    squared = first is second and OVER[callee(combination)] is mul_over
+    require(not squared, "a gradient of a square needs its root")
     require(size >= WORTHWHILE, "its operands are too small for it to pay")
 
     overwritten = 0 if is_spare(first) else 1

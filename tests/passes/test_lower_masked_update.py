@@ -176,4 +176,15 @@ def test_it_gathers_and_scatters_nothing() -> None:
     fast = optimized(Model(update("y[m] += 1.0")).eval(), *inputs(4, 3))
 
     called = [callee(node) for node in fast.graph.nodes if node.op == "call_function"]
-    assert [each.__name__ for each in called[-3:]] == ["mul", "add", "where"]
+    assert [each.__name__ for each in called[-3:]] == ["mul", "add", "where_into"]
+
+
+def test_gradients_flow_as_in_eager() -> None:
+    model = Model(update("y[m] = v[m] * 3.0 + 1")).eval()
+    x, v, m = inputs(4, 3)
+    fast = optimized(model, x, v, m)
+
+    given = [t.nan_to_num(2.0, 3.0, 4.0).requires_grad_() for t in (x, v)]
+    expected, actual = (torch.autograd.grad(f(*given, m).sum(), given) for f in (model, fast))
+
+    assert all(map(torch.equal, actual, expected))

@@ -154,3 +154,16 @@ def test_the_result_still_changes_its_dtype(path: str) -> None:
     fast = optimized(ANY_RANK[path], torch.randn(7, 4)).double()
 
     assert fast(torch.randn(7, 4).double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_the_kernel_is_the_same_for_every_layout(learns: bool) -> None:
+    x = torch.randn(4, 3, 2, 64)
+    model: Any = Product(lambda m, x: x @ m.matrix, torch.float32)
+    model.matrix = nn.Parameter(torch.randn(64, 48), requires_grad=learns)
+
+    fast = optimizer.optimize(model.eval(), x, only=[NAME], check=None)
+
+    assert [linear.weight.requires_grad for linear in linears(fast)] == [learns]
+    with torch.no_grad():
+        assert torch.equal(fast(x.permute(2, 1, 0, 3)), model(x.permute(2, 1, 0, 3)))

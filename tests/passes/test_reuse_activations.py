@@ -175,6 +175,27 @@ def test_refuses(case: str) -> None:
     assert_equivalent(model, fast, inputs, exact=True)
 
 
+NEGATIVE: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a module": lambda m, x: m.activation(m.linear(x)),
+    "a function": lambda m, x: F.leaky_relu(m.linear(x), -0.5),
+    "by name": lambda m, x: F.leaky_relu(m.linear(x), negative_slope=-0.5),
+    "computed": lambda m, x: F.leaky_relu(m.linear(x), 1 - x.shape[0]),
+}
+
+
+@pytest.mark.parametrize("case", NEGATIVE)
+def test_refuses_a_negative_slope(case: str) -> None:
+    model = randomize(Layers(NEGATIVE[case], nn.LeakyReLU(-0.5)).double().eval())
+    inputs = inputs_like([(3, 4)], "random", 0)
+
+    fast = optimized(model, *inputs)
+
+    reason = "a gradient needs the signs, which a negative slope changes"
+    assert [refusal.reason for refusal in fast.report.refused] == [reason]
+    assert_equivalent(model, fast, inputs, exact=True)
+    fast(*inputs).sum().backward()  # raised an error
+
+
 def test_a_hooked_activation_is_left_alone() -> None:
     activation = nn.SiLU()
     activation.register_forward_hook(lambda module, given, result: result + given[0])

@@ -137,6 +137,7 @@ def test_autocast_may_give_the_operands_two_dtypes() -> None:
 
 NEEDED = "its operands are needed elsewhere"
 UNLIKE = "the operands differ in dtype, shape or layout"
+SQUARE = "a gradient of a square needs its root"
 SMALL = "its operands are too small for it to pay"
 REFUSALS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "inputs": (lambda m, x: x + x, NEEDED),
@@ -145,6 +146,7 @@ REFUSALS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "a second reader": (lambda m, x: (y := m.linear(x), x + y), NEEDED),
     "a view that is read later": (lambda m, x: (y := m.linear(x), z := y[0], x + y, z), NEEDED),
     "a result given by the caller": (lambda m, x: x * torch.add(x, 1.0, out=x.clone()), NEEDED),
+    "a square": (lambda m, x: (y := m.linear(x)) * y, SQUARE),
     "a broadcast": (lambda m, x: m.linear(x) + m.norm(x)[:1], UNLIKE),
     "another dtype": (lambda m, x: m.linear(x) + x.float(), UNLIKE),
     "another layout": (lambda m, x: m.linear(x) + x.t().contiguous().t(), UNLIKE),

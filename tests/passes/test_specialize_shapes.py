@@ -56,6 +56,9 @@ ALONE: dict[str, Callable[..., Any]] = {
     "a property of the layout": lambda x, n: x * x.is_contiguous(),
     "a number that is given": lambda x, n: x * (n + 1),
     "a method of a number": lambda x, n: x * x.shape[0].bit_length(),
+    "how many a mask chooses": lambda x, n: x * x[x > 0].size(0),
+    "what follows from it": lambda x, n: x * ((x[x > 0] * 2).relu().numel() > 12),
+    "how many are not zero": lambda x, n: x * torch.nonzero(x > 0).shape[0],
     "a shape as it is": lambda x, n: (x * 2).reshape(x.shape),
 }
 

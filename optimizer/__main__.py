@@ -114,7 +114,7 @@ def _memory(options: argparse.Namespace) -> str:
     from optimizer.analysis import memory
 
     _, fast, inputs = _optimized(options)
-    bound = memory(fast, inputs)
+    bound = memory(fast, inputs, workspaces=True)
     measured = optimizer.measure(fast, inputs, repeats=1, warmup=1).peak_memory
     if options.json:
         return json.dumps(asdict(bound) | {"measured": measured}, indent=2)

@@ -90,6 +90,30 @@ def test_no_run_takes_less_than_what_is_alive(name: str, optimized: bool) -> Non
     assert name not in NO_WORKSPACES or measured <= 1.1 * bound
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_workspaces_are_all_that_a_run_takes_besides(name: str) -> None:
+    work = models.load(name)
+    fast = optimizer.optimize(work.module, work.example_inputs)
+
+    most = memory(fast, work.example_inputs, workspaces=True).highest
+
+    measured = optimizer.measure(fast, work.example_inputs, repeats=1, warmup=1).peak_memory
+    assert most.live + most.workspace == measured
+
+
+def test_measuring_workspaces_changes_nothing() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout())
+    inputs, before = torch.randn(8, 4), {k: v.clone() for k, v in model.state_dict().items()}
+    state, kept = torch.get_rng_state(), inputs.clone()
+
+    found = memory(model, {"input": inputs}, workspaces=True)
+
+    assert found.highest.workspace > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(inputs, kept)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
 def test_a_node_of_which_nothing_is_known_says_so() -> None:
     hooked = nn.Linear(4, 4)
     hooked.register_forward_hook(lambda *_: None)
@@ -219,10 +243,11 @@ def test_the_command_prints_what_each_node_costs(capsys: pytest.CaptureFixture[s
 
 
 def test_the_command_prints_what_is_alive(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["memory", "toy_model"]) == 0
+    assert main(["memory", "simple_cnn"]) == 0
 
     out = capsys.readouterr().out
     assert "\n\npeak " in out
+    assert "; with workspaces " in out
     assert "\nmeasured " in out
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
+import torch
 from torch import fx, nn
 
+from optimizer._device import Device, device_of
 from optimizer._graph import describe, shape_text
-from optimizer._inputs import ExampleInputs
+from optimizer._inputs import Call, ExampleInputs, as_call
 from optimizer._report import table
 from optimizer._trees import tensors_in
 from optimizer.analysis._observed import observed
@@ -24,6 +27,7 @@ class Live:
     made: int
     live: int
     unknown: str = ""  # why nothing is known of what this node makes; it counts as nothing
+    workspace: int = 0  # what it takes besides, while it runs, where that was measured
 
 
 @dataclass(frozen=True)
@@ -42,25 +46,44 @@ class Memory:
         """The first node at which the peak is reached."""
         return max(self.rows, key=lambda row: row.live)
 
+    @property
+    def highest(self) -> Live:
+        """The first node at which most is taken, workspaces included."""
+        return max(self.rows, key=lambda row: row.live + row.workspace)
+
     def __str__(self) -> str:
-        head = ("node", "calls", "shape", f"{'makes':>14}", f"{'live, bytes':>14}")
+        head = ("node", "calls", "shape", *(f"{name:>12}" for name in ("makes", "live", "besides")))
         rows = [
-            (r.node, r.text, r.unknown or r.shape, f"{r.made:14,}", f"{r.live:14,}")
+            (
+                r.node,
+                r.text,
+                r.unknown or r.shape,
+                *map("{:12,}".format, (r.made, r.live, r.workspace)),
+            )
             for r in self.rows
         ]
-        return f"{table([head, *rows])}\n\npeak {self.peak:,} bytes at {self.at.node}"
+        most = self.highest
+        besides = f"; with workspaces {most.live + most.workspace:,} at {most.node}"
+        told = besides if any(row.workspace for row in self.rows) else ""
+        return f"{table([head, *rows])}\n\npeak {self.peak:,} bytes at {self.at.node}{told}"
 
 
-def memory(model: nn.Module, example_inputs: ExampleInputs) -> Memory:
+def memory(model: nn.Module, example_inputs: ExampleInputs, *, workspaces: bool = False) -> Memory:
     """A lower bound of a model's peak memory, node by node.
 
     A storage lives from the node that makes it to the last reader of any view of it; what is
     returned stays. Weights and inputs are there before, and what an operator takes for itself
     while it runs is not seen. What a mask chooses is counted as if it chose all.
 
+    Args:
+        model: any module that can be recorded.
+        example_inputs: what it is called with.
+        workspaces: run each node, and measure what it takes besides what it makes.
+
     Raises:
         InputError: the model or the inputs have no use.
         CaptureError: the model cannot be recorded; the message says why.
+        DeviceError: workspaces are asked for on a device that cannot be measured.
     """
     module, facts = observed(model, example_inputs)
     nodes = list(module.graph.nodes)
@@ -70,7 +93,37 @@ def memory(model: nn.Module, example_inputs: ExampleInputs) -> Memory:
         made[first] += sizes[storage]
         freed[last + 1] += sizes[storage]
     live = accumulate(new - old for new, old in zip(made, freed, strict=False))
-    return Memory(tuple(map(_row, nodes, made, live)))
+    rows = tuple(map(_row, nodes, made, live))
+    return Memory(_with_workspaces(rows, module, as_call(example_inputs)) if workspaces else rows)
+
+
+def _with_workspaces(
+    rows: tuple[Live, ...], module: fx.GraphModule, call: Call
+) -> tuple[Live, ...]:
+    device = device_of(tensors_in([*call, *module.parameters()]))
+    run = _NodeByNode(module, call.map(torch.clone), device)
+    with device.keep_random_state(), torch.no_grad():
+        run.run()
+    return tuple(replace(row, workspace=max(0, run.taken[row.node] - row.made)) for row in rows)
+
+
+class _NodeByNode(fx.Interpreter):
+    """Measure the memory that each node takes. Its module is a copy, so buffers may be written."""
+
+    def __init__(self, module: fx.GraphModule, call: Call, device: Device) -> None:
+        super().__init__(module)
+        names = (str(node.target) for node in module.graph.find_nodes(op="placeholder"))
+        self.given = dict(zip(names, call.args, strict=False)) | call.kwargs
+        self.device, self.taken = device, dict[str, int]()
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.given.get(target, args[0] if args else None)
+
+    def run_node(self, n: fx.Node) -> Any:
+        results: list[Any] = []
+        run = super().run_node
+        self.taken[n.name] = self.device.peak_memory(lambda: results.append(run(n)))
+        return results.pop()
 
 
 def _lifetimes(

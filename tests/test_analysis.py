@@ -43,6 +43,11 @@ def with_view(x: torch.Tensor) -> torch.Tensor:
     return b.view(16, 16) - view
 
 
+def view_read_first(x: torch.Tensor) -> torch.Tensor:
+    a = x + 1
+    return a.view(16, 16).cos().sin().view(-1) + a
+
+
 def unread(x: torch.Tensor) -> torch.Tensor:
     x.exp()
     return x.sin()
@@ -59,7 +64,13 @@ def returned_early(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("function", "peak", "last"),
-    [(with_view, 3, 1), (unread, 1, 1), (in_place, 1, 1), (returned_early, 3, 2)],
+    [
+        (with_view, 3, 1),
+        (view_read_first, 3, 1),
+        (unread, 1, 1),
+        (in_place, 1, 1),
+        (returned_early, 3, 2),
+    ],
 )
 def test_a_storage_lives_until_its_last_reader(function: Any, peak: int, last: int) -> None:
     found = memory(Run(function), KIB)

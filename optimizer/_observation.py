@@ -117,11 +117,19 @@ class Facts:
         counted = self._effects.counts or any(each.size_varies for each in given)
         inputs = frozenset[fx.Node]().union(*(each.inputs for each in given))
         kept, storages = _snapshot(value)
-        if given and _name(node) in MAY_COPY:
-            self._shared |= dict.fromkeys(storages - given[0].storages, given[0].storages)
+        sources = self._may_be_part_of_result(node, given)
+        self._shared |= dict.fromkeys(storages - sources, sources) if sources else {}
         storages, writes = self._with_shared(storages), self._with_shared(lasting_writes)
         drawn = self._effects.random
         self._record(node, Fact(kept, storages, writes, drawn, varies, counted, inputs))
+
+    def _may_be_part_of_result(self, node: fx.Node, given: list[Fact]) -> frozenset[int]:
+        """What a call that made a copy may share in another call, which needs none."""
+        torchvisions = str(getattr(node.target, "__module__", "")).startswith("torchvision.")
+        if _is_users_code(node) and not torchvisions:  # it may reshape what it is given or holds
+            held = list(tensors_of(module_of(node))) if node.op == "call_module" else []
+            return _given(node) | frozenset(storages_in(self.to_meta(held)))
+        return given[0].storages if given and _name(node) in MAY_COPY else frozenset()
 
     def _with_shared(self, storages: Iterable[int]) -> frozenset[int]:
         """Some storages and those that they are in calls which need no copy."""
@@ -181,7 +189,11 @@ class Facts:
 
 
 def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
+    """The name of a function, an overload, a method or, in small letters, a module's class."""
+    if node.op == "call_module":
+        return type(module_of(node)).__name__.lower()
+    target: Any = node.target
+    return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
 
 
 def _given(node: fx.Node) -> frozenset[int]:
@@ -198,9 +210,11 @@ def _is_users_module(node: fx.Node) -> bool:
 
 def _may_vary_rank(node: fx.Node) -> bool:
     """Whether a result's rank may depend on sizes: a squeeze, or code that is not torch's."""
+    return _is_users_code(node) or "squeeze" in _name(node).split("_")
+
+
+def _is_users_code(node: fx.Node) -> bool:
     if _is_users_module(node):
-        return True
-    if "squeeze" in _name(node).split("_"):
         return True
     home = str(getattr(node.target, "__module__", None) or "torch")
     ours = home.split(".")[0] in ("torch", "_operator", "builtins", "math", "optimizer")

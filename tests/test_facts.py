@@ -332,3 +332,44 @@ def test_code_is_trusted_by_the_name_of_its_package(package: str, trusted: bool)
     relu.target, relu.args = double, relu.args[:1]
 
     assert is_pure(relu) is trusted
+
+
+class Flattening(nn.Module):
+    """Reshapes in a way that tracing cannot look into, unless it is told to."""
+
+    def __init__(self, opaque: bool) -> None:
+        super().__init__()
+        self.opaque, self.calls = opaque, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.opaque
+        return x.reshape(-1)
+
+
+class WritesAReshaped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, flat = torch.relu(x), self.inner(x)
+        flat.add_(1.0)
+        return before.reshape(-1) * torch.relu(x).reshape(-1)
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "export"])
+@pytest.mark.parametrize("flatten", [nn.Flatten(0), Flattening(False), Flattening(True)])
+def test_what_is_copied_in_the_example_may_be_a_view_in_another_call(
+    flatten: Any, capture: Any
+) -> None:
+    if capture == "export" and getattr(flatten, "opaque", False):
+        return  # export refuses a model that keeps state
+    model = WritesAReshaped(flatten).eval()
+    copied = torch.linspace(-1, 1, 24).reshape(4, 6).t()
+    viewed = torch.linspace(-1, 1, 48)[::2].view(6, 4)
+
+    fast = optimizer.optimize(model, copied, check=None, capture=capture)
+
+    one, other = (torch.empty_strided((6, 4), (8, 2)).copy_(viewed) for _ in range(2))
+    assert torch.equal(fast(one), model(other))
+    assert torch.equal(one, other)

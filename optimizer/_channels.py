@@ -90,6 +90,8 @@ def _constant_of(node: fx.Node, mapped: Any, layer: Layer, channels: int) -> tor
     require(is_read_only(node), "the forward writes their tensors")
     value: torch.Tensor = attribute(owner(node), str(node.target))
     require(_fits(layer.weight, value), "dtype or device differ")
+    narrowed = value.dim() > 0 and torch.is_autocast_enabled(value.device.type)
+    require(not narrowed, "autocast gives the layer another dtype than the constant")
     axis = 1 - layer.weight.ndim
     size = value.shape[axis] if value.dim() >= -axis else 1
     require(value.numel() == size in (1, channels), "the constant is not one number a channel")

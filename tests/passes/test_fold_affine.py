@@ -504,3 +504,23 @@ def test_another_rank_than_the_example_is_an_error(shape: tuple[int, ...]) -> No
         return
     with pytest.raises(optimizer.InputError, match="2 dimensions and got 3"):
         fast(other)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.linspace(0.5, 2.0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def test_a_constant_that_widens_what_autocast_narrows_stays() -> None:
+    model, x = Scaled().eval(), torch.ones(2, 4)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        fast: Any = optimizer.optimize(model, x, check=None)
+
+        assert fast(x).dtype == model(x).dtype == torch.float32
+    reason = "autocast gives the layer another dtype than the constant"
+    assert reason in [refusal.reason for refusal in fast.report.refused]

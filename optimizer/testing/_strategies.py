@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from optimizer.testing._assemble import Spec
 from optimizer.testing._data import REGIMES
 from optimizer.testing._machine import Shape
-from optimizer.testing._motifs import MOTIFS, words
+from optimizer.testing._motif import words
 from optimizer.testing._tokens import TOKENS
+from optimizer.testing.motifs import MOTIFS
 
 # Equal sizes turn crashes into silent errors, distinct ones show wrong shapes: both are needed.
 SHAPES: tuple[Shape, ...] = (

@@ -1,0 +1,51 @@
+"""A motif: the token programs that a pass must rewrite, and the near misses around them.
+
+A near miss is a motif with something at one of its edges that makes the rewrite wrong or partly
+wrong: a second reader, an extra output, a second call, a tied weight, a hook. Planting them makes
+a bug with several readers show after some 100 examples instead of some 1,400.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from optimizer.testing._tokens import TOKENS
+
+INTERRUPTIONS = ("dup", "out", "again", "dup swap", "tie", "hook", "relu_method_inplace", "mask")
+
+
+@dataclass(frozen=True)
+class Motif:
+    """What to plant for one pass.
+
+    Attributes:
+        fires: programs, as words, on which the pass must change something.
+        near: further programs that are close to its pattern.
+        shape: of the input for `fires`.
+    """
+
+    fires: tuple[str, ...]
+    near: tuple[str, ...] = ()
+    shape: tuple[int, ...] = (2, 4, 4, 4)
+
+    def near_misses(self) -> Iterator[str]:
+        """`near`, and every motif with every interruption at every edge."""
+        yield from self.near
+        for motif in self.fires:
+            words = motif.split()
+            for edge in range(1, len(words)):
+                for interruption in INTERRUPTIONS:
+                    yield " ".join([*words[:edge], interruption, *words[edge:]])
+
+
+def words(program: str) -> tuple[str, ...]:
+    """The tokens of a program.
+
+    Raises:
+        KeyError: a word is no token.
+    """
+    tokens = tuple(program.split())
+    for token in tokens:
+        TOKENS[token]
+    return tokens

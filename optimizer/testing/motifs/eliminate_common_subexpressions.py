@@ -1,0 +1,27 @@
+"""What eliminate_common_subexpressions must rewrite, and what comes close to it."""
+
+from __future__ import annotations
+
+from optimizer.testing._motif import Motif
+
+MOTIF = Motif(
+    fires=(
+        "dup tanh swap tanh add",
+        "linear dup shift swap shift mul",
+        "dup linear swap again add",
+    ),
+    near=(
+        "dup tanh swap ishift tanh add",
+        "dup tanh swap tanh ishift add",
+        "dup tanh out swap tanh out",
+        "dup tanh dup t01 out swap tanh out",
+        "dup relu_F swap relu_F mask add",
+        "dup t01 swap t01 idouble_statement add",
+        "dup clone swap clone idouble_statement add",
+        "dup contiguous swap contiguous idouble_statement add",
+        "dup dropout_train swap dropout_train add",
+        "dup bn_train swap again add",
+        "dup linear hook swap again add",
+        "dup double swap halve add",
+    ),
+)

@@ -1,0 +1,31 @@
+"""What lower_masked_assignment must rewrite, and what comes close to it."""
+
+from __future__ import annotations
+
+from optimizer.testing._motif import Motif
+
+MOTIF = Motif(
+    fires=("clone mask", "clone mask_half", "clone mask_int"),
+    near=(
+        "mask",
+        "relu mask",
+        "clone dup mask",
+        "clone dup relu swap mask",
+        "clone dup t01 swap mask",
+        "clone mask dup t01",
+        "clone t01 mask t01",
+        "clone mask_named",
+        "dup clone mask_below add",
+        "clone mask mask_half",
+        "clone mask_rows",
+        "clone mask_gather",
+        "clone mask_fill",
+        "mask_fill",
+        "clone mask_put mask_fill",
+        "clone mask_row relu",
+        "clone mask_view",
+        "linear mask",
+        "identity mask",
+        "dropout mask residual",
+    ),
+)

@@ -1,0 +1,16 @@
+"""What recognize_activations must rewrite, and what comes close to it."""
+
+from __future__ import annotations
+
+from optimizer.testing._motif import Motif
+
+MOTIF = Motif(
+    fires=("swish relu", "linear hardswish", "gelu_tanh", "hardsigmoid"),
+    near=(
+        "swish_gate",
+        "linear swish mask",
+        "gelu_tanh idouble_statement",
+        "gelu relu",
+        "dup swish add",
+    ),
+)

@@ -1,0 +1,22 @@
+"""What reuse_activations must rewrite, and what comes close to it."""
+
+from __future__ import annotations
+
+from optimizer.testing._motif import Motif
+
+MOTIF = Motif(
+    fires=("linear leaky", "conv relu", "bn relu_F", "dup conv add relu_method"),
+    near=(
+        "relu",
+        "identity leaky",
+        "flatten relu",
+        "contiguous leaky",
+        "conv t01 leaky",
+        "conv dup t01 swap leaky",
+        "conv relu_inplace leaky",
+        "conv relu_statement leaky",
+        "bn_train leaky",
+        "linear_matmul leaky",
+        "conv leaky dup mask",
+    ),
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer._graph import callee, module_of
-from optimizer._guards import GUARDS
-from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
+from optimizer._graph import module_of
+from optimizer.testing import assert_equivalent, inputs_like, randomize
+from tests.single_pass import callees, optimized_by
 
 IMAGE = (2, 3, 6, 6)
+optimized = partial(optimized_by, "fold_affine")
 
 
 class Over(nn.Module):
@@ -38,16 +40,6 @@ class Over(nn.Module):
 
 def conv(**settings: Any) -> nn.Module:
     return nn.Conv2d(3, 4, 3, **settings)
-
-
-def optimized(model: nn.Module, *inputs: Tensor) -> Any:
-    with untouched(model):
-        return optimizer.optimize(model, inputs or None, only=["fold_affine"], check=None)
-
-
-def callees(fast: Any) -> list[Any]:
-    called = [callee(node) or node.target for node in fast.graph.nodes if node.op[:4] == "call"]
-    return [each for each in called if each not in GUARDS]
 
 
 def folded_layers(fast: Any) -> list[Any]:

@@ -11,32 +11,21 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-from optimizer._graph import callee
-from optimizer._guards import GUARDS
 from optimizer.testing import assert_equivalent, untouched
+from tests.single_pass import Forward, callees
 
 NAME = "compose_transposes"
 
 
-class Layout(nn.Module):
-    def __init__(self, forward: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
+def model_of(function: Callable[[Tensor], Any]) -> nn.Module:
+    return Forward(lambda _, x: function(x)).eval()
 
 
 def optimized(function: Callable[[Tensor], Any], *inputs: Tensor) -> Any:
     """The optimized function, after a look at its answer; example inputs only where given."""
-    model = Layout(function).eval()
+    model = model_of(function)
     with untouched(model):
         return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
-
-
-def callees(fast: Any) -> list[Any]:
-    calls = [callee(node) or node.target for node in fast.graph.nodes if node.op[:4] == "call"]
-    return [each for each in calls if each not in GUARDS]
 
 
 def tensor(*shape: int) -> Tensor:
@@ -83,7 +72,7 @@ def test_two_swaps_vanish_in_every_spelling(outer: str, inner: str) -> None:
     fast = optimized(function, tensor(2, 3, 4))
 
     assert callees(fast) == ["exp"]
-    assert_equivalent(Layout(function), fast, (tensor(2, 3, 4),), exact=True)
+    assert_equivalent(model_of(function), fast, (tensor(2, 3, 4),), exact=True)
 
 
 @pytest.mark.parametrize("spelling", SWAPS)
@@ -92,7 +81,7 @@ def test_a_single_swap_is_left_as_it_is(spelling: str) -> None:
 
     assert len(callees(fast)) == 1
     assert fast.report.fired == ()
-    assert_equivalent(Layout(SWAPS[spelling]), fast, (tensor(2, 3, 4),), exact=True)
+    assert_equivalent(model_of(SWAPS[spelling]), fast, (tensor(2, 3, 4),), exact=True)
 
 
 @pytest.mark.parametrize("outer", list(permutations(range(3))))
@@ -106,7 +95,7 @@ def test_two_permutes_compose(inner: tuple[int, ...], outer: tuple[int, ...]) ->
     identity = function(x).shape == x.shape
     assert callees(fast) == ([] if identity else [torch.permute])
     assert fast(x).stride() == function(x).stride()
-    assert_equivalent(Layout(function), fast, (x,), exact=True)
+    assert_equivalent(model_of(function), fast, (x,), exact=True)
 
 
 def chain(*steps: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -159,21 +148,21 @@ def test_a_run_becomes_one_or_none(case: str) -> None:
 
     assert callees(fast) == expected
     assert fast(x).stride() == function(x).stride()
-    assert_equivalent(Layout(function), fast, (x,), exact=True)
+    assert_equivalent(model_of(function), fast, (x,), exact=True)
 
 
 def test_the_notebooks_own_example_vanishes_without_example_inputs() -> None:
     fast = optimized(lambda x: x.transpose(1, 2).transpose(1, 2))
 
     assert callees(fast) == []
-    assert_equivalent(Layout(lambda x: x), fast, (tensor(2, 3, 4),), exact=True)
+    assert_equivalent(model_of(lambda x: x), fast, (tensor(2, 3, 4),), exact=True)
 
 
 def test_equal_transposes_cancel_at_any_rank() -> None:
     fast = optimized(lambda x: x.transpose(0, -1).transpose(-1, 0), tensor(2, 3))
 
     assert callees(fast) == []
-    assert_equivalent(Layout(lambda x: x), fast, (tensor(2, 3, 4),), exact=True)
+    assert_equivalent(model_of(lambda x: x), fast, (tensor(2, 3, 4),), exact=True)
 
 
 def test_a_second_reader_keeps_the_inner_transpose() -> None:
@@ -182,7 +171,7 @@ def test_a_second_reader_keeps_the_inner_transpose() -> None:
     fast = optimized(function, tensor(2, 3, 4))
 
     assert callees(fast) == [torch.transpose]
-    assert_equivalent(Layout(function), fast, (tensor(2, 3, 4),), exact=True)
+    assert_equivalent(model_of(function), fast, (tensor(2, 3, 4),), exact=True)
 
 
 def written_between(x: Tensor) -> Tensor:
@@ -210,7 +199,7 @@ def test_whoever_writes_one_view_is_seen_through_the_others(
     fast = optimized(function, tensor(2, 3, 4))
 
     assert fast.report.counts() == {NAME: 1}
-    assert_equivalent(Layout(function), fast, (tensor(2, 3, 4),), exact=True)
+    assert_equivalent(model_of(function), fast, (tensor(2, 3, 4),), exact=True)
 
 
 def test_a_rank_that_was_relied_on_is_required_of_later_calls() -> None:
@@ -226,7 +215,7 @@ def test_a_permute_states_its_rank(function: Callable[[Tensor], Tensor]) -> None
     fast = optimized(chain(function, SWAPS["transpose"]))
 
     assert callees(fast) == []
-    assert_equivalent(Layout(lambda x: x), fast, (tensor(2, 3, 4),), exact=True)
+    assert_equivalent(model_of(lambda x: x), fast, (tensor(2, 3, 4),), exact=True)
 
 
 MIXED = chain(SWAPS["transpose"], SWAPS["mT"])
@@ -258,7 +247,7 @@ def test_refuses(case: str) -> None:
 
     assert [refusal.reason.split(":")[0] for refusal in fast.report.refused] == [reason]
     assert fast.report.fired == ()
-    assert_equivalent(Layout(function), fast, (tensor(2, 3, 4),), exact=True)
+    assert_equivalent(model_of(function), fast, (tensor(2, 3, 4),), exact=True)
 
 
 def test_a_squeeze_may_give_another_rank_later() -> None:
@@ -266,4 +255,4 @@ def test_a_squeeze_may_give_another_rank_later() -> None:
 
     fast = optimized(function, tensor(2, 3, 4))
 
-    assert_equivalent(Layout(function), fast, (tensor(1, 2, 3, 4),), exact=True)
+    assert_equivalent(model_of(function), fast, (tensor(1, 2, 3, 4),), exact=True)

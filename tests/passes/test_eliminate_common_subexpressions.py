@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,33 +12,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer.testing import assert_equivalent, inputs_like, untouched
+from optimizer.testing import assert_equivalent, inputs_like
+from tests.single_pass import Forward, optimized_by
 
 NAME = "eliminate_common_subexpressions"
+optimized = partial(optimized_by, NAME)
 SHAPE = (4, 4)
 
 
-class Holder(nn.Module):
+class Holder(Forward):
     """Runs a forward of a case over layers and a buffer."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
+        super().__init__(forward)
         self.linear, self.other = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
         self.norm, self.drop = nn.BatchNorm1d(4).double(), nn.Dropout(0.5)
         self.register_buffer("scale", torch.ones(4, dtype=torch.float64))
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
 
 
 def model_of(forward: Callable[[Any, Tensor], Any]) -> Holder:
     return Holder(forward).eval()
-
-
-def optimized(model: nn.Module, *inputs: Tensor) -> Any:
-    with untouched(model):
-        return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
 
 
 def given() -> tuple[Tensor, ...]:

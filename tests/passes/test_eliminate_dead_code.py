@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,26 +12,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
+from optimizer.testing import assert_equivalent, inputs_like, randomize
+from tests.single_pass import Forward, optimized_by
 
 NAME = "eliminate_dead_code"
+optimized = partial(optimized_by, NAME)
 
 
-class Model(nn.Module):
+class Model(Forward):
     """Runs a forward of a case over some layers and a buffer."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
+        super().__init__(forward)
         self.linear, self.norm, self.custom = nn.Linear(3, 3), nn.BatchNorm1d(3), Counting()
         self.hooked, self.inplace = nn.Linear(3, 3), nn.ReLU(inplace=True)
         self.hooked.register_forward_hook(lambda module, given, result: given[0].add_(1.0))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
         self.register_buffer("var", torch.ones(3, dtype=torch.float64))
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
 
 
 class Counting(nn.Module):
@@ -38,11 +37,6 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.add_(1.0) if x.sum() > -1e9 else x
-
-
-def optimized(model: nn.Module, *inputs: Tensor) -> Any:
-    with untouched(model):
-        return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
 
 
 def calls(fast: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,43 +13,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer._graph import callee, module_of
-from optimizer._guards import GUARDS
-from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
+from optimizer._graph import module_of
+from optimizer.testing import assert_equivalent, inputs_like, randomize
+from tests.single_pass import Forward, callees, optimized_by
 
 NAME = "fold_affine"
+optimized = partial(optimized_by, NAME)
 EPS = 0.125  # a power of two: then a correct fold of dyadic values rounds nothing
-
-
-def optimized(model: nn.Module, *inputs: Tensor) -> Any:
-    with untouched(model):
-        return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
-
-
-def callees(fast: Any) -> list[Any]:
-    """What the graph calls, in order, but for the guards of its inputs."""
-    called = [callee(node) for node in fast.graph.nodes if node.op.startswith("call")]
-    return [each for each in called if each not in GUARDS]
 
 
 def reasons(fast: Any) -> set[str]:
     return {refusal.reason for refusal in fast.report.refused if refusal.name == NAME}
-
-
-class Forward(nn.Module):
-    """Runs `forward(self, x)` of a case over some layers."""
-
-    def __init__(self, forward: Callable[[Any, Tensor], Any], **layers: nn.Module | Tensor) -> None:
-        super().__init__()
-        for name, value in layers.items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                self.register_buffer(name, value)
-            else:
-                setattr(self, name, value)
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
 
 
 def batchnorm(dimensions: int, features: int = 4, **settings: Any) -> nn.Module:
@@ -269,7 +244,7 @@ def test_a_batchnorm_behind_a_flatten_folds_into_the_linear(
 
     fast = optimized(model, *inputs)
 
-    assert [kind for kind in callees(fast) if kind] == [nn.Linear, torch.flatten]
+    assert callees(fast) == [nn.Linear, torch.flatten, "reshape_as"]
     assert_equivalent(model, fast, inputs)
     with pytest.raises(optimizer.InputError, match="3 dimensions and got 4"):
         fast(torch.randn(2, 5, 3, 3).double())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-from optimizer._graph import callee
-from optimizer._guards import GUARDS
-from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
+from optimizer.testing import assert_equivalent, inputs_like, randomize
+from tests.single_pass import callees, optimized_by
 
 NAME = "fold_affine_forward"
+optimized = partial(optimized_by, NAME)
 IMAGE = (2, 4, 6, 6)
 
 
@@ -30,16 +31,6 @@ class Before(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.layer(self.function(x, self.constant))
-
-
-def optimized(model: nn.Module, *inputs: Tensor) -> Any:
-    with untouched(model):
-        return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
-
-
-def callees(fast: Any) -> list[Any]:
-    called = [callee(node) or node.target for node in fast.graph.nodes if node.op[:4] == "call"]
-    return [each for each in called if each not in GUARDS]
 
 
 def times(x: Tensor, constant: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import copy
 import io
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,18 +16,19 @@ from torch import Tensor, nn
 import models
 import optimizer
 from models._torchvision_import import import_torchvision
-from optimizer._graph import callee
-from optimizer.testing import assert_equivalent, inputs_like, untouched
+from optimizer.testing import assert_equivalent, inputs_like
+from tests.single_pass import Forward, callees, optimized_by
 
 NAME = "fold_constants"
+optimized = partial(optimized_by, NAME)
 SHAPE = (2, 3)
 
 
-class Holder(nn.Module):
+class Holder(Forward):
     """Runs a forward of a case over parameters, buffers and layers of every kind."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
+        super().__init__(forward)
         draw = torch.Generator().manual_seed(0)
         self.weight = nn.Parameter(torch.randn(3, generator=draw).double())
         self.matrix = nn.Parameter(torch.randn(3, 3, generator=draw).double())
@@ -36,10 +38,6 @@ class Holder(nn.Module):
         self.register_buffer("large", torch.ones(600).double())
         self.linear = nn.Linear(3, 3).double()
         self.norm = nn.BatchNorm1d(3).double()
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
 
 
 def model_of(forward: Callable[[Any, Tensor], Any]) -> Holder:
@@ -48,15 +46,6 @@ def model_of(forward: Callable[[Any, Tensor], Any]) -> Holder:
 
 def given() -> tuple[Tensor, ...]:
     return inputs_like([SHAPE], "random", 0)
-
-
-def optimized(model: nn.Module, *inputs: Tensor, **options: Any) -> Any:
-    with untouched(model):
-        return optimizer.optimize(model, inputs or None, only=[NAME], check=None, **options)
-
-
-def called(fast: Any) -> list[Any]:
-    return [callee(node) or node.target for node in fast.graph.nodes if node.op[:4] == "call"]
 
 
 FOLDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -84,7 +73,7 @@ def test_folds(case: str) -> None:
 
     fast = optimized(model, *given())
 
-    assert len([each for each in called(fast) if each != "exp"]) == 1
+    assert len([each for each in callees(fast) if each != "exp"]) == 1
     assert fast.report.counts()[NAME] >= 1
     assert_equivalent(model, fast, given(), exact=True)
     assert_equivalent(model, fast, inputs_like([(7, 3)], "random", 1), exact=True)
@@ -113,7 +102,7 @@ def test_a_value_with_several_readers_is_folded_once() -> None:
     fast = optimized(model, *given())
 
     assert fast.report.counts() == {NAME: 2}
-    assert len(called(fast)) == 4
+    assert len(callees(fast)) == 4
     assert_equivalent(model, fast, given(), exact=True)
 
 
@@ -141,7 +130,7 @@ def test_the_position_biases_of_maxvit_are_folded() -> None:
     fast = optimized(model, x)
 
     assert fast.report.counts() == {NAME: 22}
-    assert len(called(before)) - len(called(fast)) == 6 * 22
+    assert len(callees(before)) - len(callees(fast)) == 6 * 22
 
 
 def size(fast: Any) -> int:
@@ -282,7 +271,7 @@ def test_what_a_refused_value_is_made_of_is_folded() -> None:
     fast = optimized(model, *given())
 
     assert fast.report.counts() == {NAME: 1}
-    assert called(fast) == [operator.getitem, "expand", operator.add]
+    assert callees(fast) == [operator.getitem, "expand", operator.add]
     assert_equivalent(model, fast, given(), exact=True)
 
 

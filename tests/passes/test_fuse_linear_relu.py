@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,33 +13,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer._graph import callee, module_of
+from optimizer._graph import module_of
 from optimizer.passes.fuse_linear_relu import LinearReLU
-from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
+from optimizer.testing import assert_equivalent, inputs_like, randomize
+from tests.single_pass import Forward, callees, optimized_by
 
 NAME = "fuse_linear_relu"
+optimized = partial(optimized_by, NAME)
 
 
-class Layers(nn.Module):
+class Layers(Forward):
     """Runs a forward of a case over two layers and two parameters of its own."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
+        super().__init__(forward)
         self.linear, self.relu, self.inplace = nn.Linear(3, 4), nn.ReLU(), nn.ReLU(inplace=True)
         self.w, self.b = nn.Parameter(torch.empty(4, 3)), nn.Parameter(torch.empty(4))
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
-
-
-def optimized(model: nn.Module, *inputs: Tensor) -> Any:
-    with untouched(model):
-        return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
-
-
-def callees(fast: Any) -> list[Any]:
-    return [callee(node) for node in fast.graph.nodes if node.op.startswith("call")]
 
 
 SPELLINGS: dict[str, Callable[[Any, Tensor], Tensor]] = {

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import optimizer
-from optimizer._graph import callee
-from optimizer._guards import GUARDS
 from optimizer._inplace import where_like
-from optimizer.testing import assert_equivalent, untouched
+from optimizer.testing import assert_equivalent
+from tests.single_pass import Forward, callees, optimized_by
 
 NAME = "lower_masked_assignment"
+optimized = partial(optimized_by, NAME)
 
 
-class Model(nn.Module):
+class Unary(Forward):
     """Runs a forward of a case; `seen` is a buffer that it may write."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.ones(4, 3, dtype=torch.float64))
-        self.function = forward
-
-    def forward(self, *args: Tensor) -> Any:
-        return self.function(self, *args)
+        super().__init__(forward, seen=torch.ones(4, 3, dtype=torch.float64))
 
 
-class Unary(Model):
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
-
-
-class Binary(Model):
+class Binary(Unary):
     def forward(self, x: Tensor, z: Tensor) -> Any:
         return self.function(self, x, z)
 
@@ -46,16 +37,6 @@ def values(*shape: int) -> Tensor:
     if tensor.numel() >= 4:
         tensor[:4] = torch.tensor([-0.0, torch.nan, torch.inf, -torch.inf])
     return tensor.reshape(shape)
-
-
-def optimized(model: nn.Module, *inputs: Tensor) -> Any:
-    with untouched(model):
-        return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
-
-
-def targets(fast: Any) -> list[Any]:
-    called = [n for n in fast.graph.nodes if n.op.startswith("call") and callee(n) not in GUARDS]
-    return [callee(node) or node.target for node in called]
 
 
 def reasons(fast: Any) -> list[str]:
@@ -109,7 +90,7 @@ def test_fires_on_every_number_and_mask(case: str, shape: tuple[int, ...]) -> No
 
     fast = optimized(model, *inputs)
 
-    assert targets(fast)[-1] is where_like
+    assert callees(fast)[-1] is where_like
     assert "setitem" not in fast.code
     assert "clone" not in fast.code
     assert_equivalent(model, fast, inputs, exact=True)
@@ -122,7 +103,7 @@ def test_rounds_the_number_as_the_assignment_does(dtype: torch.dtype) -> None:
 
     fast = optimized(model, x)
 
-    assert where_like in targets(fast)
+    assert where_like in callees(fast)
     assert_equivalent(model, fast, (x,), exact=True)
 
 
@@ -142,7 +123,7 @@ def test_fires_on_integers_and_booleans(dtype: torch.dtype, value: int) -> None:
 
     fast = optimized(model, x)
 
-    assert where_like in targets(fast)
+    assert where_like in callees(fast)
     assert_equivalent(model, fast, (x,), exact=True)
 
 
@@ -160,7 +141,7 @@ def test_a_run_of_assignments_becomes_a_run_of_wheres() -> None:
 
     fast = optimized(model, *inputs)
 
-    assert targets(fast).count(where_like) == 3
+    assert callees(fast).count(where_like) == 3
     assert_equivalent(model, fast, inputs, exact=True)
 
 
@@ -177,7 +158,7 @@ def test_readers_before_the_assignment_read_the_old_value() -> None:
 
     fast = optimized(model, x)
 
-    assert where_like in targets(fast)
+    assert where_like in callees(fast)
     assert_equivalent(model, fast, (x,), exact=True)
 
 
@@ -244,7 +225,7 @@ def test_the_copy_is_saved_only_where_its_source_stays_the_same(
 
     fast = optimized(model, *inputs)
 
-    assert where_like in targets(fast)
+    assert where_like in callees(fast)
     assert fast(*inputs)[0].stride() == model(*inputs)[0].stride()
     assert_equivalent(model, fast, inputs, exact=True)
 
@@ -275,7 +256,7 @@ def test_the_result_is_laid_out_as_in_eager_whatever_the_inputs_are(
     x, transposed = values(4, 3), values(3, 4).t()
     fast = optimized(model, x, x)
 
-    assert where_like in targets(fast)
+    assert where_like in callees(fast)
     for inputs in [(x, x), (x, transposed), (transposed, x), (x[:1].expand(4, 3), transposed)]:
         try:
             expected = model(*inputs)
@@ -308,7 +289,7 @@ def test_another_dtype_than_the_assigned_number_is_cast_as_the_assignment_casts(
 
         fast = optimized(model, x)
 
-        assert where_like in targets(fast)
+        assert where_like in callees(fast)
         assert_equivalent(model, fast, (x,), exact=True)
 
 
@@ -371,7 +352,7 @@ def test_fires_on_every_form(forward: Callable[..., Any]) -> None:
 
     fast = optimized(model, *inputs)
 
-    assert where_like in targets(fast)
+    assert where_like in callees(fast)
     assert_equivalent(model, fast, inputs, exact=True)
     for shape in ((1, 3), (5, 2)):
         assert_equivalent(model, fast, (values(*shape),), exact=True)

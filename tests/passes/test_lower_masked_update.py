@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import optimizer
 from optimizer._graph import callee
-from optimizer.testing import assert_equivalent, untouched
+from optimizer.testing import assert_equivalent
+from tests.single_pass import Forward, optimized_by
 
 NAME = "lower_masked_update"
+optimized = partial(optimized_by, NAME)
 
 
-class Model(nn.Module):
+class Model(Forward):
     """Runs a forward of a case on values, other values of the same shape, and a mask."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = forward
 
     def forward(self, x: Tensor, v: Tensor, m: Tensor) -> Any:
         return self.function(x, v, m)
@@ -33,11 +32,6 @@ def inputs(*shape: int, kind: torch.dtype = torch.float64) -> tuple[Tensor, Tens
     specials = torch.tensor([-0.0, torch.nan, torch.inf, -torch.inf], dtype=torch.float64)
     v = specials.repeat(count)[:count].reshape(shape) if kind.is_floating_point else x * 5
     return x.to(kind), v.to(kind), (torch.arange(count) % 3 != 1).reshape(shape)
-
-
-def optimized(model: nn.Module, *given: Tensor) -> Any:
-    with untouched(model):
-        return optimizer.optimize(model, given or None, only=[NAME], check=None)
 
 
 def update(statement: str) -> Callable[..., Any]:

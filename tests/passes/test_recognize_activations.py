@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,35 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import optimizer
-from optimizer._graph import callee
-from optimizer._guards import GUARDS
-from optimizer.testing import assert_equivalent, untouched
+from optimizer.testing import assert_equivalent
+from tests.single_pass import Forward, callees, optimized_by
 
 NAME = "recognize_activations"
+optimized = partial(optimized_by, NAME)
 
 
-class Model(nn.Module):
+class Model(Forward):
     """Runs a forward of a case, with the activations that are modules."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
+        super().__init__(forward)
         self.sigmoid, self.tanh, self.relu6 = nn.Sigmoid(), nn.Tanh(), nn.ReLU6(inplace=True)
         self.hardtanh = nn.Hardtanh(0.0, 6.0)
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
-
-
-def optimized(model: nn.Module, *inputs: Tensor) -> Any:
-    with untouched(model):
-        return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
-
-
-def callees(fast: Any) -> list[Any]:
-    called = [callee(node) for node in fast.graph.nodes if node.op.startswith("call")]
-    return [each for each in called if each not in GUARDS]
 
 
 def values(dtype: torch.dtype = torch.float64) -> Tensor:

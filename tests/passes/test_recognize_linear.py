@@ -11,30 +11,26 @@ from torch import Tensor, nn
 
 import optimizer
 from optimizer._graph import callee, module_of
-from optimizer.testing import assert_equivalent, untouched
+from optimizer.testing import assert_equivalent
+from tests.single_pass import Forward, optimized_by
 
 NAME = "recognize_linear"
 
 
-class Product(nn.Module):
+class Product(Forward):
     def __init__(self, forward: Callable[[Any, Tensor], Any], dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__(forward)
         torch.manual_seed(0)
-        self.function = forward
         self.weight = nn.Parameter(torch.randn(5, 4, dtype=dtype))
         self.bias = nn.Parameter(torch.randn(5, dtype=dtype))
         self.vector = nn.Parameter(torch.randn(4, dtype=dtype))
         self.square = nn.Parameter(torch.randn(4, 4, dtype=dtype))
         self.register_buffer("untransposed", torch.randn(4, 5, dtype=dtype))
 
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
-
 
 def optimized(function: Callable[[Any, Tensor], Any], x: Tensor | None, **options: Any) -> Any:
     model = Product(function, torch.float64 if x is None else x.dtype).eval()
-    with untouched(model):
-        return optimizer.optimize(model, x, only=[NAME], check=None, **options)
+    return optimized_by(NAME, model, *(() if x is None else (x,)), **options)
 
 
 def linears(fast: Any) -> list[Any]:

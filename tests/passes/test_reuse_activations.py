@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,29 +13,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
+from optimizer.testing import assert_equivalent, inputs_like, randomize
+from tests.single_pass import Forward, optimized_by
 
 NAME = "reuse_activations"
+optimized = partial(optimized_by, NAME)
 
 
-class Layers(nn.Module):
+class Layers(Forward):
     """Runs a forward of a case over a few layers, and an activation of its own."""
 
     def __init__(
         self, forward: Callable[[Any, Tensor], Any], activation: nn.Module | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(forward)
         self.linear, self.conv, self.norm = nn.Linear(4, 4), nn.Conv1d(4, 4, 1), nn.LayerNorm(4)
         self.weight = nn.Parameter(torch.empty(3, 4))
-        self.activation, self.function = activation, forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
-
-
-def optimized(model: nn.Module, *inputs: Tensor) -> Any:
-    with untouched(model):
-        return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
+        self.activation = activation
 
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {

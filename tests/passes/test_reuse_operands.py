@@ -5,19 +5,21 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import optimizer
 from optimizer._graph import callee
 from optimizer._inplace import add_over, mul_over
 from optimizer.passes import reuse_operands
-from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
+from optimizer.testing import assert_equivalent, inputs_like, randomize
+from tests.single_pass import Forward, optimized_by
 
 NAME = "reuse_operands"
+optimized = partial(optimized_by, NAME)
 
 
 @pytest.fixture(autouse=True)
@@ -27,22 +29,13 @@ def small_tensors_are_worthwhile() -> Iterator[None]:
         yield
 
 
-class Layers(nn.Module):
+class Layers(Forward):
     """Runs a forward of a case over a few layers and a parameter of its own."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
+        super().__init__(forward)
         self.linear, self.other, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
         self.weight = nn.Parameter(torch.empty(3, 4))
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
-
-
-def optimized(model: nn.Module, *inputs: Tensor) -> Any:
-    with untouched(model):
-        return optimizer.optimize(model, inputs or None, only=[NAME], check=None)
 
 
 def overwritten(fast: Any) -> list[Any]:

@@ -13,22 +13,18 @@ from torch.nn import functional as F
 import optimizer
 from optimizer._graph import callee
 from optimizer.testing import assert_equivalent, untouched
+from tests.single_pass import Forward
 
 NAME = "sink_transposes"
 LAYOUTS = (torch.permute, torch.transpose, torch.t, torch.movedim)
 
 
-class Layout(nn.Module):
-    def __init__(self, forward: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
+def model_of(function: Callable[[Tensor], Any]) -> nn.Module:
+    return Forward(lambda _, x: function(x)).eval()
 
 
 def optimized(function: Callable[[Tensor], Any], *inputs: Tensor) -> Any:
-    model = Layout(function).eval()
+    model = model_of(function)
     with untouched(model):
         only = [NAME, "compose_transposes"]
         return optimizer.optimize(model, inputs or None, only=only, check=None)
@@ -69,8 +65,8 @@ def test_a_pair_around_an_operation_vanishes_and_keeps_every_bit(
     assert transposes(fast) == 0
     for shape in ((2, 3, 4, 5), (7, 17, 9, 3), (1, 2, 33, 1)):
         x = tensor(*shape).to(dtype)
-        assert_equivalent(Layout(function), fast, (x,), exact=True)
-        assert_equivalent(Layout(function), fast, (x.mT.contiguous().mT,), exact=True)
+        assert_equivalent(model_of(function), fast, (x,), exact=True)
+        assert_equivalent(model_of(function), fast, (x.mT.contiguous().mT,), exact=True)
 
 
 class Around(nn.Module):
@@ -146,8 +142,8 @@ def test_transposes_meet(case: str) -> None:
 
     assert fast.report.counts()[NAME] >= 1
     assert transposes(fast) == left
-    assert_equivalent(Layout(function), fast, (x,), exact=True)
-    assert_equivalent(Layout(function), fast, (tensor(5, 6, 7),), exact=True)
+    assert_equivalent(model_of(function), fast, (x,), exact=True)
+    assert_equivalent(model_of(function), fast, (tensor(5, 6, 7),), exact=True)
 
 
 LEFT: dict[str, Callable[[Tensor], Any]] = {
@@ -168,7 +164,7 @@ def test_leaves_alone(case: str) -> None:
 
     assert NAME not in fast.report.counts()
     assert [refusal for refusal in fast.report.refused if refusal.name == NAME] == []
-    assert_equivalent(Layout(LEFT[case]), fast, (tensor(2, 3, 4),), exact=True)
+    assert_equivalent(model_of(LEFT[case]), fast, (tensor(2, 3, 4),), exact=True)
 
 
 def read_between(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,7 +204,7 @@ def test_refuses(case: str) -> None:
 
     assert [r.reason for r in fast.report.refused if r.name == NAME] == [reason]
     assert NAME not in fast.report.counts()
-    assert_equivalent(Layout(function), fast, (x,), exact=True)
+    assert_equivalent(model_of(function), fast, (x,), exact=True)
 
 
 def test_nothing_is_known_to_be_pure_without_example_inputs() -> None:
@@ -233,4 +229,4 @@ def test_a_chain_with_operations_between_needs_one_transpose(count: int) -> None
 
     assert transposes(fast) == 1
     assert fast(tensor(2, 3, 4)).stride() == function(tensor(2, 3, 4)).stride()
-    assert_equivalent(Layout(function), fast, (tensor(2, 3, 4),), exact=True)
+    assert_equivalent(model_of(function), fast, (tensor(2, 3, 4),), exact=True)

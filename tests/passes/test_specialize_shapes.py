@@ -7,21 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import optimizer
 from models._torchvision_import import import_torchvision
 from optimizer._guards import expect_shape
+from tests.single_pass import Forward
 
 NAME = "specialize_shapes"
 DEEP = torch.linspace(-1.0, 1.0, 24).reshape(2, 3, 4)
 
 
-class Holder(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
+class Holder(Forward):
     def forward(self, x: Any, n: Any = 1) -> Any:
         return self.function(x, n)
 

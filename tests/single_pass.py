@@ -1,0 +1,41 @@
+"""What the tests of the passes share: a model of one forward, one pass alone, what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+import optimizer
+from optimizer._graph import callee
+from optimizer._guards import GUARDS
+from optimizer.testing import untouched
+
+
+class Forward(nn.Module):
+    """Runs `forward(self, x)` of a case over some layers, parameters and buffers."""
+
+    def __init__(self, forward: Callable[..., Any], **held: nn.Module | Tensor | None) -> None:
+        super().__init__()
+        for name, value in held.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+        self.function = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def optimized_by(name: str, model: nn.Module, *inputs: Any, **options: Any) -> Any:
+    """What one pass makes of a model, unchecked; the model is left as it was."""
+    with untouched(model):
+        return optimizer.optimize(model, inputs or None, only=[name], check=None, **options)
+
+
+def callees(fast: Any) -> list[Any]:
+    """The functions, classes and methods that a graph calls, in order, but for its guards."""
+    called = [callee(node) or node.target for node in fast.graph.nodes if node.op[:4] == "call"]
+    return [each for each in called if each not in GUARDS]

@@ -15,6 +15,7 @@ from torch import nn
 
 import optimizer
 from optimizer import InputError, OptimizerError
+from optimizer._report import columns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,8 +68,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _passes(options: argparse.Namespace) -> str:
     rows = [(each.name, each.numerics, each.summary) for each in optimizer.all_passes()]
-    name, numerics = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"{row[0]:{name}}  {row[1]:{numerics}}  {row[2]}" for row in rows)
+    return columns(rows)
 
 
 def _explain(options: argparse.Namespace) -> str:

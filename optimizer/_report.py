@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from textwrap import indent
 from typing import Any
 
 from torch import fx
@@ -137,13 +138,13 @@ class Report:
         if not self.fired:
             return "rewritten: nothing"
         rows = [(str(count), name) for name, count in self.counts().items()]
-        return f"rewritten: {len(self.fired)}\n" + table(rows)
+        return f"rewritten: {len(self.fired)}\n" + indent(columns(rows), "  ")
 
     def _refused(self) -> str:
         if not self.refused:
             return ""
         rows = [(r.name, r.node, r.source, r.reason) for r in self.refused]
-        return f"refused: {len(self.refused)}\n" + table(rows)
+        return f"refused: {len(self.refused)}\n" + indent(columns(rows), "  ")
 
     def _remarks(self) -> str:
         return "\n".join(f"remark: {remark}" for remark in self.remarks)
@@ -152,7 +153,7 @@ class Report:
         before, after = asdict(self.before), asdict(self.after)
         rows = [("", "before", "after")]
         rows += [(name, f"{before[name]:,}", f"{after[name]:,}") for name in before]
-        return table(rows)
+        return indent(columns(rows), "  ")
 
 
 _CHECKED = {
@@ -162,8 +163,7 @@ _CHECKED = {
 }
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Rows of text with their columns under one another."""
+def columns(rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows of text with their cells under one another."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(f"  {line}".rstrip() for line in lines)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

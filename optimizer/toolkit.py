@@ -22,6 +22,7 @@ from optimizer._inputs import require_graph
 from optimizer._match import call
 from optimizer._pass import Pass, require, rewrite, whole_graph
 from optimizer._replace import replace_matches
+from optimizer._report import columns
 from optimizer._spelling import spelled
 from optimizer._subgraph import inline, paths_of, record
 
@@ -59,9 +60,7 @@ def table(nodes: fx.GraphModule | Iterable[fx.Node]) -> str:
         reads = " ".join(each.name for each in node.all_input_nodes)
         readers = " ".join(each.name for each in node.users)
         rows.append((node.name, describe(node), reads, readers, shape_text(node)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
+    return columns(rows)
 
 
 def replace_op(

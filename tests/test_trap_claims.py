@@ -22,12 +22,12 @@ def model() -> nn.Module:
 
 
 def test_autocast_around_the_result_gives_the_dtype_of_the_model(model: nn.Module) -> None:
-    fast = optimizer.optimize(model, IMAGE)
+    fast, truth = optimizer.optimize(model, IMAGE), model(IMAGE)
     with torch.autocast("cpu", torch.bfloat16):
         expected, actual = model(IMAGE), fast(IMAGE)
 
     assert actual.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
+    assert torch.dist(actual, truth) <= 2 * torch.dist(expected, truth)
 
 
 def test_a_result_is_not_overwritten_by_the_next_call(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from optimizer._graph import describe, shape_text
 from optimizer._inputs import ExampleInputs
 from optimizer._known_results import EVERY_MASK_IS_FULL
 from optimizer._observation import Facts
-from optimizer._report import table
+from optimizer._report import columns
 from optimizer.analysis._ceilings import Ceilings, ceilings
 from optimizer.analysis._observed import observed
 from optimizer.analysis._operators import Operators, run
@@ -73,7 +73,7 @@ class Roofline:
         return sum(row.seconds(self.ceilings) for row in self.rows)
 
     def __str__(self) -> str:
-        return f"{table([_HEAD, *map(self._line, self.rows)])}\n\n{self.totals()}"
+        return f"{columns([_HEAD, *map(self._line, self.rows)])}\n\n{self.totals()}"
 
     def totals(self) -> str:
         """All of it in one line."""

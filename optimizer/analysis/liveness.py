@@ -12,7 +12,7 @@ from torch import fx, nn
 from optimizer._device import Device, device_of
 from optimizer._graph import describe, shape_text
 from optimizer._inputs import Call, ExampleInputs, as_call
-from optimizer._report import table
+from optimizer._report import columns
 from optimizer._trees import tensors_in
 from optimizer.analysis._observed import observed
 
@@ -65,7 +65,7 @@ class Memory:
         most = self.highest
         besides = f"; with workspaces {most.live + most.workspace:,} at {most.node}"
         told = besides if any(row.workspace for row in self.rows) else ""
-        return f"{table([head, *rows])}\n\npeak {self.peak:,} bytes at {self.at.node}{told}"
+        return f"{columns([head, *rows])}\n\npeak {self.peak:,} bytes at {self.at.node}{told}"
 
 
 def memory(model: nn.Module, example_inputs: ExampleInputs, *, workspaces: bool = False) -> Memory:

@@ -25,13 +25,13 @@ _PUTS = ("index_put_", torch.index_put_, torch.ops.aten.index_put_.default)
     phase="simplify",
 )
 def lower_masked_assignment(assignment: fx.Node) -> fx.Node | None:
-    """Replace the assignment of a number under a boolean mask by torch.where.
+    """Replace the assignment of a number under a boolean mask by `where_like`.
 
-    `y[mask] = value` writes into y; where(mask, value, y) makes a new tensor with what y holds
-    afterwards. Whoever reads y later reads the new tensor instead. That is all there is to see
-    if y was made here and no view of it that was taken before is read after. A number is cast
-    as the assignment casts it; a tensor without dimensions must have y's dtype. The mask has
-    the first dimensions of y, or in a masked_fill_ any that broadcast to it.
+    `y[mask] = value` writes into y; where_like is torch.where in y's layout: it makes a new
+    tensor with what y holds afterwards. Whoever reads y later reads the new tensor instead. That
+    is all there is to see if y was made here and no view of it that was taken before is read
+    after. A number is cast as the assignment casts it; a tensor without dimensions must have y's
+    dtype. The mask has the first dimensions of y, or in a masked_fill_ any that broadcast to it.
     """
     target, mask, value = _operands(assignment)
     if not (isinstance(target, fx.Node) and isinstance(mask, fx.Node) and _is_mask(mask)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -26,6 +26,8 @@ AFFINES = (
 
 # The only rank that these accept; BatchNorm1d takes two and must be looked at.
 _RANK: dict[type, int] = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
+_LARGEST_SHIFT = 4.0  # root mean square
+Absorbed = TypeVar("Absorbed")
 
 
 def operand(node: fx.Node) -> fx.Node | None:
@@ -111,6 +113,18 @@ def _fits(weight: torch.Tensor, other: torch.Tensor) -> bool:
     return floating and same and weight.device == other.device
 
 
+def require_moderate_shift(affine: Affine) -> None:
+    """Refuse where values were centred by a shift far beyond their size.
+
+    A layer that absorbs it rounds before the two cancel, and eager rounds after.
+
+    Raises:
+        Refused: the root mean square of the shift is too large.
+    """
+    moderate = bool(affine.shift.square().mean().sqrt() <= _LARGEST_SHIFT)
+    require(moderate, "the shift is so large that it would cancel after the layer only")
+
+
 def require_only_reader(node: fx.Node, reader: fx.Node) -> None:
     """Refuse where anyone but `reader` reads more of a value than its shape.
 
@@ -143,23 +157,23 @@ def call_folded(
     before: fx.Node,
     pair: tuple[fx.Node, fx.Node],
     args: tuple[Any, ...],
-    absorb: Callable[[Layer, Affine], Layer],
-    affine: Affine,
+    absorb: Callable[[Layer, Absorbed], Layer],
+    transform: Absorbed,
 ) -> fx.Node:
-    """Call a layer that absorbed an affine, just before a node; a pair is folded only once.
+    """Call a layer that absorbed another node, just before a node; a pair is folded only once.
 
     Args:
         before: where to insert the call.
         pair: the calls of the layer and of what it absorbs.
         args: the arguments of the call.
         absorb: what makes the new layer.
-        affine: what the second of the pair does.
+        transform: what the second of the pair does.
     """
     layer, absorbed = pair
     done = owner(layer).meta.setdefault("folded_pairs", {})
     key = (absorb.__name__, layer.target, absorbed.target, *map(_identity, absorbed.args))
     if key not in done:
-        folded = absorb(module_of(layer), affine)
+        folded = absorb(module_of(layer), transform)
         stem = f"{layer.target}_folded".replace(".", "_")
         node = insert_module(before, folded, args, stem, like=layer)
         done[key] = node.target

@@ -17,7 +17,7 @@ from optimizer._graph import module_of
 torchvision = import_torchvision()
 
 # Of how many BatchNorms how many fold. In densenet121 a ReLU stands between the others and what
-# reads them; in repvgg_a0 the others are branches of their own, which no layer feeds.
+# reads them.
 COUNTS = {
     "torchvision resnet50": (53, 53),
     "torchvision r3d_18": (20, 20),
@@ -26,7 +26,7 @@ COUNTS = {
     "timm efficientnet_b0": (49, 49),
     "timm mobilenetv3_large_100": (46, 46),
     "timm regnety_004": (53, 53),
-    "timm repvgg_a0": (61, 44),
+    "timm repvgg_a0": (61, 61),
 }
 SHAPES = {"torchvision r3d_18": (1, 3, 4, 32, 32), "torchvision maxvit_t": (1, 3, 224, 224)}
 

@@ -13,6 +13,7 @@ from optimizer._channels import (
     affine_over,
     call_folded,
     operand,
+    require_moderate_shift,
     require_only_reader,
 )
 from optimizer._edit import supersede
@@ -20,8 +21,6 @@ from optimizer._facts import dtype, is_written, rank, tensor
 from optimizer._graph import module_of
 from optimizer._match import call
 from optimizer._pass import require, rewrite
-
-_LARGEST_SHIFT = 4.0  # root mean square
 
 
 @rewrite(
@@ -50,8 +49,7 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     require(dtype(source) == linear.weight.dtype, "dtype or device differ")
     require(_keeps_shape(affine, source), "the constant changes the shape")
     require(_commutes(linear, transform), "the layer pads with zeros, which are not shifted")
-    moderate = bool(transform.shift.square().mean().sqrt() <= _LARGEST_SHIFT)
-    require(moderate, "the shift is so large that it would cancel after the layer only")
+    require_moderate_shift(transform)
 
     folded = call_folded(affine, (layer, affine), (source,), absorbed_before, transform)
     supersede(affine, source)

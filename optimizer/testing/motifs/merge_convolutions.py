@@ -1,0 +1,20 @@
+"""What merge_convolutions must rewrite, and what comes close to it."""
+
+from __future__ import annotations
+
+from optimizer.testing._motif import Motif
+
+MOTIF = Motif(
+    fires=("dup conv_k3 swap conv add", "dup conv_k3 swap bn add", "relu dup bn swap conv add"),
+    near=(
+        "dup conv swap conv4 add",
+        "dup conv_k3 swap conv_groups add",
+        "dup conv_stride swap conv_stride add",
+        "dup conv_valid swap conv_dilated add",
+        "dup conv_k3 swap bn_train add",
+        "dup conv_k3 swap scale add",
+        "dup conv swap scale_everywhere add",
+        "relu dup conv_k3 swap relu_statement conv add",
+        "dup conv swap again add",
+    ),
+)

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import optimizer.testing
 from optimizer.testing import (
+    FAMILIES,
     MOTIFS,
     REGIMES,
     SHAPES,
@@ -87,15 +88,17 @@ class TestGeneration:
         @given(models(focus=focus))
         def runs(spec: Spec) -> None:
             nonlocal ran
-            spec.build()(*spec.inputs())
+            with torch.no_grad():
+                spec.build()(*spec.inputs())
             ran += 1
 
         runs()
 
         assert ran == 100
 
-    @pytest.mark.parametrize("token", TOKENS)
-    def test_every_token_is_found_and_stands_alone(self, token: str) -> None:
+    # One of each family: all are one choice among the others.
+    @pytest.mark.parametrize("token", [list(family)[-1] for family in FAMILIES.values()])
+    def test_a_token_is_found_and_stands_alone(self, token: str) -> None:
         assert smallest_of(lambda tokens: token in tokens) == Spec((token,), SHAPES[0])
 
     @pytest.mark.parametrize("name", MOTIFS)

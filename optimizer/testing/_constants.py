@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from optimizer.testing._layers import Emit
-from optimizer.testing._machine import Machine, Value
+from optimizer.testing._machine import Emit, Machine, Value
 
 
 def constant(text: str, *, buffer: bool = False, before: str = "", after: str = "") -> Emit:

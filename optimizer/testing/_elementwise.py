@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from optimizer.testing._layers import Emit
-from optimizer.testing._machine import Machine, Shape
+from math import prod
+
+from optimizer.testing._machine import MAX_DEGREE, Emit, Machine, Shape, ranked
 
 
 def expression(text: str) -> Emit:
@@ -43,6 +44,16 @@ def product(machine: Machine) -> None:
     machine.combine("{v} * {w}", below, machine.top.degree + below.degree)
 
 
+def squared(machine: Machine) -> None:
+    if 2 * machine.top.degree <= MAX_DEGREE:
+        machine.replace("{v} ** 2", degree=2 * machine.top.degree)
+
+
+def broadcast(text: str) -> Emit:
+    """`text` of the top and of something smaller that is made of it; nothing for what is empty."""
+    return lambda machine: machine.replace(text) if prod(machine.top.shape) else None
+
+
 def residual(machine: Machine) -> None:
     """Add the oldest value of the top's shape."""
     oldest = next(value for value in machine.history if value.shape == machine.top.shape)
@@ -74,24 +85,39 @@ ARITHMETIC: dict[str, Emit] = {
     "double": expression("{v} * 2.0"),
     "halve": expression("0.5 * {v}"),
     "shift": expression("{v} + 1"),
+    "sub": binary("{w} - {v}"),
+    "sub_method": binary("{w}.sub({v}, alpha=2)"),
+    "rsub": expression("1.0 - {v}"),
+    "rsub_torch": expression("torch.rsub({v}, 2.0, alpha=0.5)"),
+    "div": binary("{w} / ({v}.abs() + 1.0)"),
+    "div_scalar": expression("torch.div({v}, 4)"),
+    "neg": expression("-{v}"),
+    "abs": expression("{v}.abs()"),
+    "square": squared,
+    "maximum": binary("torch.maximum({w}, {v})"),
+    "lerp": binary("torch.lerp({w}, {v}, 0.5)"),
+    "addcmul": binary("torch.addcmul({w}, {v}.tanh(), {v}.tanh(), value=0.5)"),
+    "center": broadcast("{v} - {v}.mean(-1, keepdim=True)"),
+    "add_row": broadcast("{v} + {v}[:1]"),
+    "scale_column": broadcast("{v} * {v}[..., :1].sigmoid()"),
+    "add_outer": broadcast("{v}.sum(0) + {v}"),
     "add_alpha": binary("torch.add({w}, {v}, alpha=2)"),
     "add_method": binary("{w}.add({v})"),
-    "leaky": expression("F.leaky_relu({v}, 0.5)"),
-    "tanh": expression("torch.tanh({v})"),
-    "swish": expression("{v} * torch.sigmoid({v})"),
     "swish_gate": binary("{w} * torch.sigmoid({v})"),
-    "hardswish": expression("{v} * F.relu6({v} + 3, inplace=True) / 6"),
-    "hardsigmoid": expression("torch.clamp({v} + 3.0, 0, 6) / 6.0"),
-    "gelu": expression("{v} * 0.5 * (1 + torch.erf({v} / 2.0**0.5))"),
-    "gelu_tanh": expression(
-        "{v} * 0.5 * (1 + torch.tanh((2 / 3.141592653589793) ** 0.5 * ({v} + 0.044715 * {v} ** 3)))"
-    ),
     # The clone is for a view of what is written: torch refuses to read and write it at once.
     "iadd": binary("{w}.add_({v}.clone())"),
+    "iadd_alpha": binary("{w}.add_({v}.clone(), alpha=0.5)"),
+    "isub": statement("{v} -= 0.5"),
+    "imul": statement("{v} *= -1.0"),
+    "idiv": expression("{v}.div_(2.0)"),
+    "ineg": statement("torch.neg_({v})"),
+    "into": statement("torch.mul({v}, 0.5, out={v})"),
+    "icopy": statement("{v}.copy_({v}.tanh())"),
+    "izero": ranked(2, statement("{v}[:1].zero_()")),
     "ishift": statement("{v} += 1.0"),
     "idouble": expression("{v}.mul_(2.0)"),
     "idouble_statement": statement("{v}.mul_(2.0)"),
-    "iview_statement": statement("{v}.transpose(0, 1).mul_(2.0)"),
+    "iview_statement": ranked(2, statement("{v}.transpose(0, 1).mul_(2.0)")),
 }
 
 IDENTITIES: dict[str, Emit] = {
@@ -105,5 +131,16 @@ IDENTITIES: dict[str, Emit] = {
     "dropout_train": member("dropout", "nn.Dropout(0.5)", training=True),
     "clone": expression("{v}.clone()"),
     "contiguous": expression("{v}.contiguous()"),
+    "plus_zero": expression("{v} + 0.0"),
+    "minus_zero": expression("{v} - 0"),
+    "over_one": expression("{v} / 1"),
+    "power_one": expression("{v} ** 1"),
+    "cast_same": expression("{v}.to({v}.dtype)"),
+    "cast_wide": expression("{v}.double().to({v}.dtype)"),
+    "type_as": expression("{v}.type_as({v})"),
+    "detach": expression("{v}.detach()"),
+    "dropout_feature": member("dropout", "nn.FeatureAlphaDropout(0.5)"),
+    "dropout_F_train": expression("F.dropout({v}, 0.25, True)"),
+    "droppath": expression("{v} if not self.training else {v} * 0.0"),
     "times_one": expression("{v} * 1.0"),
 }

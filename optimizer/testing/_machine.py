@@ -12,6 +12,10 @@ MAX_RANK = 5
 # The power to which the input can appear in a value: keeps float64 far from overflow.
 MAX_DEGREE = 4
 
+# How a layer is called: `{m}` is its name, `{v}` the top.
+MODULE = "self.{m}({v})"
+KEYWORD = "self.{m}(input={v})"
+
 Shape: TypeAlias = tuple[int, ...]
 
 
@@ -74,13 +78,15 @@ class Machine:
         self.history.append(new)
         self.stack[-1] = new
 
-    def combine(self, expression: str, other: Value, degree: int) -> None:
+    def combine(
+        self, expression: str, other: Value, degree: int, shape: Shape | None = None
+    ) -> None:
         """Bind `expression` of the top `{v}` and `{w}`; `other` leaves the stack if it is below."""
         if degree > MAX_DEGREE:
             return
         if len(self.stack) > 1 and self.stack[-2] is other:
             del self.stack[-2]
-        self.replace(expression.replace("{w}", other.name), degree=degree)
+        self.replace(expression.replace("{w}", other.name), shape, degree)
 
     def do(self, statement: str) -> None:
         """Execute `statement`, in which `{v}` is the top, for its effect."""
@@ -99,11 +105,24 @@ class Machine:
         self.layers.append(layer)
         return layer
 
-    def call(self, layer: Layer, spelling: str = "self.{m}({v})") -> None:
-        """Call `layer` on the top as `spelling`, where `{m}` is the layer's name."""
+    def call(self, layer: Layer, spelling: str = MODULE) -> None:
+        """Call `layer` on the top as `spelling`."""
         shape = layer.result(self.top.shape)
         if shape is not None and fits(shape):
             self.replace(spelling.replace("{m}", layer.name), shape)
+
+
+Emit: TypeAlias = Callable[[Machine], None]
+
+
+def ranked(minimum: int, emit: Emit) -> Emit:
+    """`emit` where the top has at least so many dimensions; nothing elsewhere."""
+
+    def guarded(machine: Machine) -> None:
+        if len(machine.top.shape) >= minimum:
+            emit(machine)
+
+    return guarded
 
 
 def fits(shape: Shape) -> bool:

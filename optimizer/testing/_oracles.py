@@ -36,6 +36,11 @@ class Outcome:
     sharing: list[list[str]]
     random_state: torch.Tensor
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Outputs, inputs and buffers afterwards."""
+        values = [*self.values.values(), *(value for _, value in self.buffers.values())]
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
 
 def assert_equivalent(
     model: nn.Module,
@@ -182,12 +187,9 @@ def _rounds_nothing(model: nn.Module, inputs: Sequence[torch.Tensor], reference:
     narrow = [tensor.float() for tensor in inputs]
     if not all(map(torch.equal, (tensor.double() for tensor in narrow), inputs)):
         return False
-    observed = observe(copy.deepcopy(model).float(), narrow).values
-    return all(
-        _same_values(observed[name].double(), value)
-        for name, value in reference.values.items()
-        if isinstance(value, torch.Tensor)
-    )
+    observed = observe(copy.deepcopy(model).float(), narrow)
+    found, wanted = observed.tensors(), reference.tensors()
+    return all(map(_same_values, (tensor.double() for tensor in found), wanted))
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:

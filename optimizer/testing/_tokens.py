@@ -7,17 +7,27 @@ that Hypothesis makes one choice per token and can delete it in one step.
 
 from __future__ import annotations
 
+from optimizer.testing._activations import ACTIVATIONS
 from optimizer.testing._constants import CONSTANTS
 from optimizer.testing._control import CONTROL
+from optimizer.testing._convolutions import CONVOLUTIONS
 from optimizer.testing._elementwise import ARITHMETIC, IDENTITIES, RELUS
-from optimizer.testing._layers import LAYERS, Emit
+from optimizer.testing._layers import LAYERS
+from optimizer.testing._machine import Emit
+from optimizer.testing._norms import NORMS
+from optimizer.testing._pools import POOLS
+from optimizer.testing._shapes import JOINS, RESHAPES, SLICES
 from optimizer.testing._views import ASSIGNMENTS, VIEWS
 
 FAMILIES: dict[str, dict[str, Emit]] = {
     "relu": RELUS,
-    "layer": LAYERS,
+    "layer": LAYERS | NORMS | CONVOLUTIONS,
     "control": CONTROL,
     "arithmetic": ARITHMETIC,
+    "activation": ACTIVATIONS,
+    "pool": POOLS,
+    "shape": RESHAPES | SLICES,
+    "join": JOINS,
     "view": VIEWS,
     "identity": IDENTITIES,
     "assignment": ASSIGNMENTS,

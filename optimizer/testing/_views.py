@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from optimizer.testing._layers import Emit
-from optimizer.testing._machine import Machine, Shape, fits
+from optimizer.testing._elementwise import expression
+from optimizer.testing._machine import Emit, Machine, Shape, fits, ranked
 
 
 def permutation(text: str, order: Callable[[int], list[int]]) -> Emit:
@@ -22,7 +22,7 @@ def permutation(text: str, order: Callable[[int], list[int]]) -> Emit:
         filled = text.replace("{dims}", _listed(dims)).replace("{negative}", _listed(negative))
         machine.replace(filled, tuple(shape[d] for d in dims))
 
-    return emit
+    return ranked(2, emit)
 
 
 def _listed(dims: list[int]) -> str:
@@ -93,11 +93,16 @@ def merge(machine: Machine) -> None:
     )
 
 
-def assignment(text: str) -> Emit:
-    """`text` overwrites part of the top `{v}`; `{w}` is the value below it, of the same shape."""
+def assignment(text: str, *, full: bool = False) -> Emit:
+    """`text` overwrites part of the top `{v}`; `{w}` is the value below it, of the same shape.
+
+    What is `full` needs a value that is not empty.
+    """
 
     def emit(machine: Machine) -> None:
-        if machine.top.shape[-1] > 0:
+        if full and not machine.top.shape[0]:
+            return
+        if prod(machine.top.shape[1:]) and machine.top.shape[-1] > 0:
             machine.do(text.replace("{w}", machine.below().name))
 
     return emit
@@ -147,17 +152,17 @@ VIEWS: dict[str, Emit] = {
     "cycle_kw": permutation("{v}.permute(dims=({negative}))", _cycle),
     "reverse": permutation("{v}.permute({negative})", _reverse),
     "permute_same": permutation("{v}.permute({dims})", _same),
-    "flatten": flatten,
+    "flatten": ranked(2, flatten),
     "flatten_rows": flatten_rows,
     "unsqueeze": unsqueeze,
-    "merge": merge,
+    "merge": ranked(2, merge),
     "add_size": lambda machine: machine.replace("{v} + ({v}.shape[-1] // 2 + {v}.dim())"),
 }
 
 ASSIGNMENTS: dict[str, Emit] = {
     "mask": assignment("{v}[{v} > 0.0] = 0.0"),
     "mask_half": assignment("{v}[{v} <= 0.5] = 1.5"),
-    "mask_int": assignment("{v}[{v} < 0] = 1"),
+    "mask_int": assignment("{v}[{v} < 0] = 0"),
     "mask_below": assignment("{v}[{w} >= 1.0] = -1.0"),
     "mask_both": assignment("{v}[({v} > 0) & ({w} < 2)] = 0.5"),
     "mask_not": assignment("{v}[~({v} > 0)] = 0.5"),
@@ -168,11 +173,25 @@ ASSIGNMENTS: dict[str, Emit] = {
     "mask_add": assignment("{v}[{v} > 0] += 1.0"),
     "mask_scale": assignment("{v}[{v} > 0] *= 2.0"),
     "mask_rows_add": assignment("{v}[{v}[..., 0] > 0] += 1.0"),
-    "mask_row": assignment("{v}[{v}.flatten(1)[:, 0] > 0] = 0.5"),
+    "mask_row": ranked(2, assignment("{v}[{v}.flatten(1)[:, 0] > 0] = 0.5")),
+    "mask_sub": assignment("{v}[{v} < -0.25] -= 0.5"),
+    "mask_div": assignment("{v}[{v} >= 1] /= 2.0"),
+    "mask_columns": ranked(2, assignment("{v}[:, {v}.sum(0) > 0] = 0.5", full=True)),
+    "mask_scalar_tensor": assignment("{v}[{v} > 0] = torch.zeros((), dtype={v}.dtype)"),
+    "mask_vector": assignment("{v}[{v} > 0] = {v}[{v} > 0].flip(0)"),
+    "mask_scatter": assignment("{v}.masked_scatter_({v} > 0, {w}.clone())"),
+    "mask_copy_where": assignment("{v}.copy_(torch.where({v} > 0, {w}, {v}))"),
+    "mask_fill_torch": expression("torch.masked_fill({v}, {v} < -1, -1.0)"),
+    "mask_nonzero": assignment("{v}[({v} > 0).nonzero(as_tuple=True)] = 0.25"),
+    "mask_times": expression("{v} * ({v} > 0)"),
+    "index_rows": assignment("{v}[[0]] = 0.5", full=True),
+    "index_fill": assignment("{v}.index_fill_(-1, torch.tensor([0]), 0.5)"),
+    "slice_step": assignment("{v}[..., ::2] *= 2.0"),
+    "ellipsis": assignment("{v}[...] = {w}.clone() + 1.0"),
     "mask_put": assignment("{v}.index_put_(({v} > 0,), {v}.sum())"),
     "mask_gather_same": gathered_mask(""),
     "mask_gather_stale": gathered_mask("{w}.mul_(2.0); "),
-    "mask_view": assignment("{v}.transpose(0, 1)[{v}.transpose(0, 1) > 0] = 0.0"),
+    "mask_view": ranked(2, assignment("{v}.transpose(0, 1)[{v}.transpose(0, 1) > 0] = 0.0")),
     "slice": assignment("{v}[..., 0] = 1.0"),
     "mask_copy": lambda machine: machine.replace("{v}.masked_fill({v} > 0.0, 0.0)"),
     "where": lambda machine: machine.replace("torch.where({v} > 0, {v}, 0.0)"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx, nn
 
+from optimizer._caches import Place, are_constants, listing, put_entries, take_entries
 from optimizer._copy import structural_copy
 from optimizer._errors import CaptureError
 from optimizer._graph import clean, is_plain
@@ -43,9 +45,9 @@ def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx
 def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
     """`capture` for arguments that are known to be usable."""
     try:
-        module = _captured(model, call, record_factories=False)
-        if call is not None and _writes_a_constant(module):
-            module = _captured(model, call, record_factories=True)
+        module = _captured(model, call, trusting=True)
+        if call is not None and (_writes_a_constant(module) or not are_constants(module.graph)):
+            module = _captured(model, call, trusting=False)
         require(not _writes_a_constant(module), "it writes a tensor that it makes itself")
         spell(module)
         module.graph.lint()
@@ -64,8 +66,9 @@ def _told(error: Exception) -> str:
     return f"{reason}, at {line}: {way_out}" if line else reason
 
 
-def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) -> fx.GraphModule:
-    copied, graph = _trace(model, call, record_factories=record_factories)
+def _captured(model: nn.Module, call: Call | None, *, trusting: bool) -> fx.GraphModule:
+    """Trace and observe; if `trusting`, what depends on no input is taken to be a constant."""
+    copied, graph = _trace(model, call, trusting=trusting)
     for node in graph.nodes:
         if node.target in FACTORIES:
             node.meta.pop("is_wrapped", None)  # torch.zeros needs no mark to be traced again
@@ -77,13 +80,11 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
     return module
 
 
-def _trace(
-    model: nn.Module, call: Call | None, *, record_factories: bool
-) -> tuple[nn.Module, fx.Graph]:
+def _trace(model: nn.Module, call: Call | None, *, trusting: bool) -> tuple[nn.Module, fx.Graph]:
     """Trace a copy; once more around each submodule that turns out not to let it."""
     opaque: frozenset[str] = frozenset()
     while True:
-        tracer = Tracer(call, opaque, record_factories=record_factories)
+        tracer = Tracer(call, opaque, record_factories=not trusting)
         copied = structural_copy(model)
         require(is_plain(copied), "the model itself has hooks, parametrizations or a __call__")
         if isinstance(copied, fx.GraphModule) and issubclass(copied._tracer_cls or object, Tracer):
@@ -96,13 +97,36 @@ def _trace(
                 raise
             opaque = tracer.opaque
             continue
-        after = python_state(copied)
-        stateful = {name for name, state in before.items() if after.get(name) != state}
+        stateful = _changed(before, copied)
+        if stateful and trusting and call is not None and (entries := take_entries(copied)):
+            again = Tracer(call, opaque, record_factories=False)
+            if _finds(entries, model, again, graph):
+                return copied, graph
         if not stateful:
             return copied, graph
         known = "" in stateful or stateful <= opaque
         require(not known, "its forward keeps state in attributes of the model")
         opaque |= stateful
+
+
+def _changed(before: dict[str, Any], model: nn.Module) -> set[str]:
+    """The names of the modules that hold something else than before."""
+    after = python_state(model)
+    return {name for name, state in before.items() if after.get(name) != state}
+
+
+def _finds(
+    entries: dict[Place, fx.Node], model: nn.Module, tracer: Tracer, graph: fx.Graph
+) -> bool:
+    """Whether a forward that finds entries in its caches does what it did when it made them."""
+    filled = structural_copy(model)
+    names = put_entries(filled, entries)
+    before = python_state(filled)
+    try:
+        found = _recorded(tracer, filled)
+    except CaptureError:
+        return False
+    return not _changed(before, filled) and listing(found, {}) == listing(graph, names)
 
 
 def _recorded_before(module: fx.GraphModule) -> fx.Graph:

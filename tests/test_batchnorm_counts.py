@@ -27,8 +27,13 @@ COUNTS = {
     "timm mobilenetv3_large_100": (46, 46),
     "timm regnety_004": (53, 53),
     "timm repvgg_a0": (61, 61),
+    "timm levit_128s": (52, 52),
 }
-SHAPES = {"torchvision r3d_18": (1, 3, 4, 32, 32), "torchvision maxvit_t": (1, 3, 224, 224)}
+SHAPES = {
+    "torchvision r3d_18": (1, 3, 4, 32, 32),
+    "torchvision maxvit_t": (1, 3, 224, 224),
+    "timm levit_128s": (1, 3, 224, 224),
+}
 
 
 def load(name: str, **settings: Any) -> nn.Module:

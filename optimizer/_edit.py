@@ -85,9 +85,23 @@ def erase_run(root: fx.Node, inner: Iterable[fx.Node]) -> None:
 
 def replace_later_uses(node: fx.Node, replacement: fx.Node, after: fx.Node) -> None:
     """Let every reader of `node` that runs after `after` read `replacement` instead."""
+    _rename(node, replacement)
     for user in list(node.users):
         if after < user:
             user.replace_input_with(node, replacement)
+
+
+def _rename(node: fx.Node, replacement: fx.Node) -> None:
+    """What holds or writes a node's value after `replacement` will do so to that one's."""
+    facts, none = facts_of(node.graph), frozenset[int]()
+    was, now = (each.meta["fact"].storages if facts else none for each in (node, replacement))
+    later = replacement.next
+    while facts and later.op != "root":
+        fact = later.meta["fact"]
+        held, written = now if was & fact.storages else none, now if was & fact.writes else none
+        if held or written:
+            facts.also_names(later, held, written)
+        later = later.next
 
 
 def supersede(node: fx.Node, replacement: fx.Node) -> None:

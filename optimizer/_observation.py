@@ -168,14 +168,16 @@ class Facts:
         """Record for another node what is known of this one."""
         self._record(other, node.meta["fact"])
 
-    def stand_in(self, node: fx.Node, replacement: fx.Node) -> None:
-        """Let a replacement hold the storages of the node that it replaces.
-
-        Views of the replaced value name its storage; the replacement's own is another one.
-        """
-        old: Fact = node.meta["fact"]
-        new: Fact = replacement.meta["fact"]
-        self._record(replacement, replace(new, storages=new.storages | old.storages))
+    def also_names(
+        self,
+        node: fx.Node,
+        storages: frozenset[int] = frozenset(),
+        writes: frozenset[int] = frozenset(),
+    ) -> None:
+        """Record that a node holds, or writes, further storages."""
+        fact: Fact = node.meta["fact"]
+        held, written = fact.storages | storages, fact.writes | writes
+        self._record(node, replace(fact, storages=held, writes=written))
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a graph starts without facts: they speak of the nodes of this one."""

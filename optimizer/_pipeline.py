@@ -147,7 +147,8 @@ class Pipeline:
             replacement.meta["stands_for"] = root.meta.get("stands_for", root.name)
         facts = facts_of(root.graph)
         if facts is not None:
-            facts.stand_in(root, replacement)
+            # Views of the replaced value name its storage.
+            facts.also_names(replacement, root.meta["fact"].storages)
         root.replace_all_uses_with(replacement)
         _sign(replacement, each, [*captured.values(), *_erase(root)])
 

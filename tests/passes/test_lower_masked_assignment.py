@@ -558,3 +558,31 @@ def test_another_dtype_than_the_example_is_an_error() -> None:
 
     with pytest.raises(optimizer.InputError, match="float64 and got"):
         fast(torch.arange(12).reshape(4, 3))
+
+
+def seen_through_a_later_view(module: Any, x: Tensor) -> Any:
+    y = x * 2
+    y[x > 0] = 1.0
+    view = y[0]
+    y[x < -1] = 2.0
+    return view
+
+
+def written_after_it_was_read(module: Any, x: Tensor) -> Any:
+    y = x * 2
+    y[x > 0] = 1.0
+    mask = y > 0.5
+    chosen = y[mask]
+    y.mul_(2.0)
+    y[mask] = chosen
+    return y
+
+
+@pytest.mark.parametrize("function", [seen_through_a_later_view, written_after_it_was_read])
+def test_later_views_and_writes_are_those_of_what_replaced_the_value(function: Any) -> None:
+    model, inputs = Unary(function).eval(), (values(4, 3),)
+
+    fast = optimizer.optimize(model, inputs, level=0, check=None)
+
+    assert fast.report.counts()["lower_masked_assignment"] == 1
+    assert_equivalent(model, fast, inputs, exact=True)

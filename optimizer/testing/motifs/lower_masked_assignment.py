@@ -13,6 +13,8 @@ MOTIF = Motif(
         "clone dup relu swap mask",
         "clone dup t01 swap mask",
         "clone mask dup t01",
+        "clone mask dup t01 swap mask_half",
+        "linear mask_half mask_gather_stale",
         "clone t01 mask t01",
         "clone mask_named",
         "dup clone mask_below add",

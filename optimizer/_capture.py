@@ -20,7 +20,6 @@ from optimizer._spelling import spell
 from optimizer._state import python_state, random_fingerprint, random_state_kept
 from optimizer._tracer import Tracer
 from optimizer._trees import storages_in
-from optimizer._vocabulary import FACTORIES
 
 _LASTING = ("source", "tested", "is_wrapped")  # of the meta of a node, and facts of no other run
 
@@ -69,9 +68,6 @@ def _told(error: Exception) -> str:
 def _captured(model: nn.Module, call: Call | None, *, trusting: bool) -> fx.GraphModule:
     """Trace and observe; if `trusting`, what depends on no input is taken to be a constant."""
     copied, graph = _trace(model, call, trusting=trusting)
-    for node in graph.nodes:
-        if node.target in FACTORIES:
-            node.meta.pop("is_wrapped", None)  # torch.zeros needs no mark to be traced again
     module = fx.GraphModule(copied, graph, type(model).__name__)
     if call is not None:
         observe(module, call)

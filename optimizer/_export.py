@@ -38,7 +38,6 @@ from optimizer._watch import watch
 _SIZE = r"L\[\S+\]\.size\(\)\[\d+\]"
 _IMPLIED = re.compile(rf"{_SIZE} == {_SIZE}|{_SIZE} (==|<|<=|>|>=) \d+|\d+ (<|<=) {_SIZE}")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_ASSERTIONS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
 
 
 def capture_exported(model: nn.Module, call: Call) -> fx.GraphModule:
@@ -137,7 +136,8 @@ def _require_plain(node: fx.Node) -> None:
     operator = isinstance(node.target, torch._ops.OpOverload) or node.op == "get_attr"
     home = getattr(node.target, "__module__", "")
     require(operator or home in ("_operator", "math", "torch"), f"it enters {node.target}")
-    require(node.target not in _ASSERTIONS, "it asserts something of the data")
+    asserts = node.target is torch.ops.aten._assert_scalar.default
+    require(not asserts, "it asserts something of a number that it reads off the data")
 
 
 def _writes(module: fx.GraphModule, tensors: list[torch.Tensor]) -> bool:
@@ -155,8 +155,8 @@ def _held(graph: fx.Graph, value: Any) -> Any:
         items = {key: _held(graph, item) for key, item in value.items()}
         ordered = type(value) is OrderedDict
         return graph.call_function(OrderedDict, (list(items.items()),)) if ordered else items
-    known = isinstance(value, fx.Node | int | float | bool | str | None)
-    require(known, f"it returns a {type(value).__name__}")
+    known = isinstance(value, fx.Node | int | float | str | None)
+    require(known, f"it returns a {type(value).__name__}")  # a tree that the user registered
     return value
 
 
@@ -210,7 +210,6 @@ class _Inputs:
             elif symbol in self.symbols:
                 yield self.graph.call_method("size", self.symbols[symbol])
             else:
-                require(symbol.is_Symbol, "export found a size that depends on another")
                 self.symbols[symbol] = node, dimension
                 bounds = self.ranges[symbol]
                 yield int(bounds.lower), int(min(bounds.upper, sys.maxsize))

@@ -6,7 +6,6 @@ argument needs it does not fire and the report says why.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from optimizer._graph import attribute, callee, is_plain, module_of, owner, tensors_of
-from optimizer._guards import GUARDS
+from optimizer._guards import expect_structure
 from optimizer._inplace import INPLACE_OPERATORS
 from optimizer._observation import Fact, Facts
 from optimizer._trees import storages_in
@@ -210,7 +209,7 @@ _PURE_BY_DEFINITION = (
     torch.permute, torch.transpose, torch.t, torch.movedim, nn.Linear, nn.Conv1d, nn.Conv2d,
     nn.Conv3d, nn.Identity,
 )  # fmt: skip
-_EFFECTS_OF_PYTHON = (*GUARDS, *INPLACE_OPERATORS, operator.setitem, torch._assert)
+_EFFECTS_OF_PYTHON = (expect_structure, *INPLACE_OPERATORS)
 
 
 def _is_trusted(code: Any) -> bool:
@@ -229,7 +228,8 @@ def is_pure(node: fx.Node) -> bool:
     known: Fact | None = node.meta.get("fact")
     if known is None:
         return callee(node) in _PURE_BY_DEFINITION
-    if known.error or known.writes or known.random:
+    nothing = known.value is None  # an assertion, for one
+    if known.error or known.writes or known.random or nothing:
         return False
     if node.op == "call_module":
         module = module_of(node)

@@ -14,7 +14,6 @@ from optimizer._errors import CaptureError
 from optimizer._graph import attribute, callee, fresh_name, module_of, owner
 from optimizer._spelling import spell
 from optimizer._tracer import Tracer
-from optimizer._vocabulary import FACTORIES
 
 
 def record(
@@ -37,9 +36,6 @@ def record(
         for name, module in (held or {}).items():
             root.add_module(name, module)
         graph = Tracer().trace(root)
-        for node in graph.nodes:
-            if node.target in FACTORIES:
-                node.meta.pop("is_wrapped", None)  # as in the capture of a model
         part = fx.GraphModule(root, graph)
         spell(part)
     except Exception as error:  # whatever a user's code does with traced values

@@ -87,6 +87,9 @@ class Tracer(fx.Tracer):
             graph = super().trace(root, concrete_args)
         if self.failure is not None:  # a try statement of the forward swallowed it
             raise self.failure
+        for node in graph.nodes:
+            if node.target in FACTORIES:
+                node.meta.pop("is_wrapped", None)  # or the code would mark torch's own for fx
         return graph
 
     def fail(self, reason: str) -> CaptureError:

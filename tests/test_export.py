@@ -7,7 +7,7 @@ import copy
 import io
 import pickle
 import random
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +193,35 @@ def returns_a_pair(m: Any, x: Tensor) -> Any:
     return Pair(x, x * 2)
 
 
+def returns_a_defaultdict(m: Any, x: Tensor) -> Any:
+    return defaultdict(list, twice=x * 2)
+
+
+class Box:
+    """A tree that the user registered, as those of `transformers` are."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+pytree.register_pytree_node(
+    Box,
+    lambda box: ([box.value], None),
+    lambda values, _: Box(*values),
+    serialized_type_name="tests.Box",
+)
+
+
+def returns_a_box(m: Any, x: Tensor) -> Any:
+    return Box(x * 2)
+
+
+def checks_the_data(m: Any, x: Tensor) -> Any:
+    number = (x > 0).sum().item()
+    torch._check(number > 0)
+    return x * number
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -207,6 +236,9 @@ def returns_a_pair(m: Any, x: Tensor) -> Any:
         (writes_a_plain_tensor, "a tensor that is no buffer"),
         (records_gradients, "it enters"),
         (returns_a_pair, "it returns a Pair"),
+        (returns_a_defaultdict, "it returns a defaultdict"),
+        (returns_a_box, "it returns a Box"),
+        (checks_the_data, "asserts something of a number"),
     ],
 )
 def test_what_export_would_lose_is_refused(function: Callable[..., Any], reason: str) -> None:
@@ -228,6 +260,54 @@ def test_a_list_that_is_given_is_changed_as_in_eager() -> None:
 
     assert "changes a container" in fast.report.remarks[-1]
     assert len(given) == 2
+
+
+class AnyNumber(nn.Module):
+    def forward(self, *values: Tensor, **named: Tensor) -> Tensor:
+        return sum([*values, *named.values()])
+
+
+@pytest.mark.parametrize("given", [(ROWS, ROWS), {"x": ROWS, "y": ROWS}])
+def test_any_number_of_inputs_is_left_as_it_is(given: Any) -> None:
+    fast = optimizer.optimize(AnyNumber().eval(), given, capture="export")
+
+    assert "any number of inputs" in fast.report.remarks[-1]
+    assert_same(fast(ROWS, ROWS, z=ROWS), 3 * ROWS)
+
+
+class CountsExtras(nn.Module):
+    def forward(self, x: Tensor, extras: list[Tensor]) -> Tensor:
+        return x * (1 + len(extras))
+
+
+def test_an_empty_list_is_guarded_although_nothing_reads_it() -> None:
+    fast = optimizer.optimize(CountsExtras().eval(), (ROWS, []), capture="export")
+
+    assert_same(fast(ROWS, []), ROWS)
+    with pytest.raises(InputError, match="another structure"):
+        fast(ROWS, [ROWS])
+
+
+def test_autocast_that_was_on_is_not_baked_in() -> None:
+    model = Model(branch_on_features)
+    with torch.autocast("cpu", torch.bfloat16):
+        fast = optimizer.optimize(model, ROWS, capture="export")
+
+        assert fast(ROWS).dtype == torch.bfloat16
+    assert "autocast" in fast.report.remarks[-1]
+    assert fast(ROWS).dtype == torch.float32
+
+
+def test_an_assertion_of_the_data_still_fails() -> None:
+    def positive(m: Any, x: Tensor) -> Tensor:
+        torch._assert_async((x > -3).all(), "too low")
+        return x * 2
+
+    fast = exported(positive)
+
+    assert fast.report.front_end == "export"
+    with pytest.raises(RuntimeError, match="too low"):
+        fast(ROWS - 3)
 
 
 def test_a_hook_is_not_lost() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import optimizer
@@ -137,6 +137,18 @@ def test_a_copy_keeps_the_answer_and_the_report(way: str) -> None:
 
     assert torch.equal(again(X), fast(X))
     assert again.report == fast.report
+
+
+class Fills(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu() + torch.zeros(x.shape)
+
+
+@pytest.mark.parametrize("make", [optimizer.capture, optimizer.optimize])
+def test_a_pickle_with_a_factory_in_it_leaves_fx_as_it_was(make: Any) -> None:
+    copied = pickle.loads(pickle.dumps(make(Fills().eval())))
+
+    assert torch.equal(fx.symbolic_trace(copied)(-torch.ones(2)), torch.zeros(2))
 
 
 def test_the_same_model_gives_the_same_code() -> None:

@@ -221,6 +221,30 @@ def test_replaces_a_pattern_where_that_is_right(case: str) -> None:
     computes(edited, expected)
 
 
+class CountsUp(nn.Module):
+    """In training mode a BatchNorm writes what the sum around it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = x + self.bn.running_mean
+        self.bn(x)
+        return shifted.relu()
+
+
+def test_a_layer_in_training_mode_writes_meanwhile() -> None:
+    module = optimizer.capture(CountsUp().double())
+
+    edited = toolkit.replace_pattern(
+        module, lambda a, b: torch.relu(a + b), lambda a, b: (a + b).clamp(min=0)
+    )
+
+    x = torch.linspace(-1, 3, 12, dtype=torch.float64).reshape(4, 3)
+    assert torch.equal(edited(x), CountsUp().double()(x))
+
+
 def two_values(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, -x
 

@@ -39,7 +39,7 @@ def recognize_linear(product: fx.Node) -> fx.Node | None:
     if not (_is_attribute(matrix) and (bias is None or _is_attribute(bias))):
         return None
     require(not product.kwargs, "its terms are scaled, or the result is written elsewhere")
-    require(_is_real_matrix(_held(matrix)), "the model's tensor is no matrix of real numbers")
+    require(_held(matrix).dim() == 2, "the model's tensor is no matrix")
     weight = _weight(right, matrix)
     row = bias is None or _held(bias).shape == weight.shape[:1]
     require(row, "what is added is no bias, one number for each output")
@@ -65,10 +65,6 @@ def _is_attribute(node: Any) -> bool:
 
 def _held(node: Any) -> Any:
     return attribute(owner(node), str(node.target))
-
-
-def _is_real_matrix(value: torch.Tensor) -> bool:
-    return value.dim() == 2 and value.is_floating_point() and value.layout == torch.strided
 
 
 def _weight(right: Any, matrix: fx.Node) -> torch.Tensor:

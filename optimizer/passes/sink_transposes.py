@@ -47,7 +47,7 @@ def sink_transposes(outer: fx.Node) -> fx.Node | None:
 
     sunk = _without(inners, between)
     moved = insert_copy(outer, inner, lambda _: sunk[-1])
-    if _geometry(moved) != _geometry(between[-1]):
+    if tensor(moved).stride() != tensor(between[-1]).stride():
         for node in (moved, *reversed(sunk)):
             outer.graph.erase_node(node)
         raise Refused("the result would be laid out differently in memory")
@@ -72,7 +72,7 @@ def _sandwich(outer: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 def _is_elementwise(node: fx.Node) -> bool:
     called = node.target if node.op == "call_method" else callee(node)
-    return called in ELEMENTWISE and is_pure(node) and bool(node.all_input_nodes)
+    return called in ELEMENTWISE and is_pure(node)
 
 
 def _without(inners: list[fx.Node], between: list[fx.Node]) -> list[fx.Node]:
@@ -83,11 +83,6 @@ def _without(inners: list[fx.Node], between: list[fx.Node]) -> list[fx.Node]:
         source[node] = insert_copy(node, node, lambda read: source[read])
         sunk.append(source[node])
     return sunk
-
-
-def _geometry(node: fx.Node) -> tuple[object, ...]:
-    value = tensor(node)
-    return value.dtype, value.shape, value.stride()
 
 
 class _Sandwich(nn.Module):

@@ -106,6 +106,9 @@ KEPT: dict[str, Callable[[Any, Tensor], Any]] = {
     "a module of unknown effect": lambda m, x: gone(m.custom(x)),
     "a module with a hook": lambda m, x: gone(m.hooked(x)),
     "an assertion": lambda m, x: torch._assert(x.shape[0] == 4, "four rows"),
+    "an assertion on the device": lambda m, x: torch._assert_async(
+        torch.ones_like(x).sum() == 12, "four rows"
+    ),
 }
 
 
@@ -121,12 +124,13 @@ def test_keeps_what_does_something_else(case: str) -> None:
     assert_equivalent(model, fast, inputs, exact=True)
 
 
-def test_an_assertion_still_fails() -> None:
-    model = Model(lambda m, x: (KEPT["an assertion"](m, x), x.exp())[1]).double().eval()
+@pytest.mark.parametrize("case", ["an assertion", "an assertion on the device"])
+def test_an_assertion_still_fails(case: str) -> None:
+    model = Model(lambda m, x: (KEPT[case](m, x), x.exp())[1]).double().eval()
 
     fast = optimized(model, torch.ones(4, 3, dtype=torch.float64))
 
-    with pytest.raises(AssertionError, match="four rows"):
+    with pytest.raises((AssertionError, RuntimeError), match="four rows"):
         fast(torch.ones(5, 3, dtype=torch.float64))
 
 
@@ -166,3 +170,18 @@ def test_a_set_that_is_given_is_added_to_though_tensors_have_an_add_too() -> Non
     fast(torch.ones(2), seen)
 
     assert seen == {7}
+
+
+class Extends(nn.Module):
+    def forward(self, x: Tensor, given: list[Tensor]) -> list[Tensor]:
+        same = given
+        same += [x]
+        return given
+
+
+def test_a_list_that_is_extended_in_place_is_extended() -> None:
+    x = torch.ones(2)
+
+    fast = optimizer.optimize(Extends().eval(), (x, [x]), only=[NAME], check=None)
+
+    assert len(fast(x, [x])) == 2

@@ -87,6 +87,16 @@ def test_it_shares_the_models_own_numbers(spelling: str) -> None:
     assert linear.bias is None or linear.bias.data_ptr() == model.bias.data_ptr()
 
 
+def test_a_matrix_of_integers_is_one_too() -> None:
+    model: Any = Forward(lambda m, x: x @ m.matrix, matrix=torch.arange(12).reshape(4, 3)).eval()
+    x = torch.arange(28).reshape(7, 4)
+
+    fast = optimized_by(NAME, model, x)
+
+    assert len(linears(fast)) == 1
+    assert torch.equal(fast(x), model(x))
+
+
 def test_what_follows_folds_into_it() -> None:
     model = Product(lambda m, x: torch.relu(torch.addmm(m.bias, x, m.weight.t())), torch.float32)
 
@@ -124,7 +134,7 @@ SCALED = "its terms are scaled, or the result is written elsewhere"
 REFUSALS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "beta": (lambda m, x: torch.addmm(m.bias, x, m.weight.t(), beta=2.0), SCALED),
     "alpha": (lambda m, x: m.bias.addmm(x, m.weight.t(), alpha=0.5), SCALED),
-    "a vector": (lambda m, x: x @ m.vector, "the model's tensor is no matrix of real numbers"),
+    "a vector": (lambda m, x: x @ m.vector, "the model's tensor is no matrix"),
     "a bias for each row": (
         lambda m, x: torch.addmm(m.square, x, m.square.t()),
         "what is added is no bias, one number for each output",

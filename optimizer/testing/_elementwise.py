@@ -104,6 +104,10 @@ ARITHMETIC: dict[str, Emit] = {
     "add_alpha": binary("torch.add({w}, {v}, alpha=2)"),
     "add_method": binary("{w}.add({v})"),
     "swish_gate": binary("{w} * torch.sigmoid({v})"),
+    "attention_scaled": expression("F.softmax(({v} * 0.5) @ {v}.mT, dim=-1) @ {v}"),
+    "attention_maps": expression("(w := ({v} @ {v}.mT).softmax(-1)) @ {v} + w.mean()"),
+    "attention_masked": expression("({v} @ {v}.mT + {v}.mean()).softmax(-1) @ {v}"),
+    "attention_columns": expression("({v} @ {v}.mT).softmax(-2) @ {v}"),
     # The clone is for a view of what is written: torch refuses to read and write it at once.
     "iadd": binary("{w}.add_({v}.clone())"),
     "iadd_alpha": binary("{w}.add_({v}.clone(), alpha=0.5)"),

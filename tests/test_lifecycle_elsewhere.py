@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import onnx
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 import models
 import optimizer
@@ -95,10 +99,30 @@ def compiled_whole(fast: Any, inputs: Any) -> Any:
     return torch.compile(fast, backend="eager", fullgraph=True)
 
 
+def in_onnx(fast: Any, inputs: Any) -> Any:
+    """The result after `torch.onnx.export`, run by ONNX's reference evaluator."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch's own pickling
+        program = torch.onnx.export(fast, inputs, verbose=False)
+    proto = program.model_proto
+    onnx.checker.check_model(proto)
+    names = [each.name for each in proto.graph.input]
+    _, structure = pytree.tree_flatten(call_of(fast, *inputs))
+
+    def run(*given: Any) -> Any:
+        arrays = [each.numpy() for each in given if isinstance(each, Tensor)]
+        values = ReferenceEvaluator(proto).run(None, dict(zip(names, arrays, strict=True)))
+        outputs = map(torch.from_numpy, values[: structure.num_leaves])
+        return pytree.tree_unflatten(outputs, structure)
+
+    return run
+
+
 ELSEWHERE: dict[str, Callable[[Any, Any], Any]] = {
     "symbolic_trace": traced,
     "capture": lambda fast, inputs: optimizer.capture(fast),
     "export": exported,
+    "ONNX": in_onnx,
     "compile": compiled,
     "compile the whole graph": compiled_whole,
     "Transformer": lambda fast, inputs: fx.Transformer(fast).transform(),

@@ -20,7 +20,11 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
 def structural_copy(
-    model: ModuleType, *, share: bool = True, onto: Storages | None = None
+    model: ModuleType,
+    *,
+    share: bool = True,
+    onto: Storages | None = None,
+    only_ordinary: bool = True,
 ) -> ModuleType:
     """Copy all of a model but the data of its parameters.
 
@@ -33,6 +37,8 @@ def structural_copy(
         model: the module to copy.
         share: False clones the data of parameters too, for a forward that writes them.
         onto: what takes the place of a storage, by the `_cdata` of that one.
+        only_ordinary: False clones tensors that are more than storage and shape, such as sparse
+            ones, which would else be an error: nothing could be known of them.
 
     Raises:
         CaptureError: an attribute of the model cannot be copied.
@@ -40,7 +46,8 @@ def structural_copy(
     try:
         with warnings.catch_warnings():  # torch's own pickling uses what torch has deprecated
             warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
-            return cast(ModuleType, _copied(model, _memo(model, dict(onto or {}), share=share)))
+            memo = _memo(model, dict(onto or {}), share=share, only_ordinary=only_ordinary)
+            return cast(ModuleType, _copied(model, memo))
     except Exception as error:  # locks, handles, sparse tensors: whatever a model may hold
         raise CaptureError(f"the model cannot be copied: {error}") from error
 
@@ -56,6 +63,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         made = memo[id(value)] = kind()
         made.update((_copied(key, memo), _copied(held, memo)) for key, held in value.items())
         return made
+    if kind is torch.Tensor and not value.is_leaf:
+        return memo.setdefault(id(value), value.detach().clone())  # deepcopy refuses
     if kind is set and not value:
         return memo.setdefault(id(value), set())
     if not isinstance(value, nn.Module) or _says_how(kind):
@@ -71,10 +80,15 @@ def _says_how(kind: type) -> bool:
     return own or hasattr(kind, "__deepcopy__")
 
 
-def _memo(model: nn.Module, storages: Storages, *, share: bool) -> dict[int, Any]:
+def _memo(
+    model: nn.Module, storages: Storages, *, share: bool, only_ordinary: bool
+) -> dict[int, Any]:
     """What deepcopy takes for the tensors of a model instead of copying them."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
+        if not (only_ordinary or _is_ordinary(parameter)):
+            memo[id(parameter)] = _clone_of_another_kind(parameter)
+            continue
         _require_ordinary(parameter)
         if share:
             storages.setdefault(parameter.untyped_storage()._cdata, parameter.untyped_storage())
@@ -82,7 +96,8 @@ def _memo(model: nn.Module, storages: Storages, *, share: bool) -> dict[int, Any
         memo[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
     for value in held_tensors(model):
         if id(value) not in memo:
-            memo[id(value)] = _clone(value, storages)
+            whole = only_ordinary or _is_ordinary(value)
+            memo[id(value)] = _clone(value, storages) if whole else _clone_of_another_kind(value)
     return memo
 
 
@@ -102,14 +117,28 @@ def _clone(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
     return on_storage(tensor, storages[storage._cdata])
 
 
-def _require_ordinary(tensor: torch.Tensor) -> None:
-    """Require a tensor of which storage, dtype, shape and strides tell all."""
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether storage, dtype, shape and strides tell all of a tensor."""
     ordinary = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    if not ordinary or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    return ordinary and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _require_ordinary(tensor: torch.Tensor) -> None:
+    if not _is_ordinary(tensor):
         raise TypeError(
             f"it holds a tensor of class {type(tensor).__name__}, {tensor.dtype}, {tensor.layout},"
             " which is more than its storage and shape"
         )
+
+
+def _clone_of_another_kind(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor that is more than its storage and shape, and a view of no other."""
+    data = tensor.detach().clone()
+    is_parameter = isinstance(tensor, nn.Parameter)
+    copied = nn.Parameter(data, tensor.requires_grad) if is_parameter else data
+    if type(copied) is not type(tensor) or tensor.is_conj() or tensor.is_neg():
+        raise TypeError(f"it holds a tensor of class {type(tensor).__name__}")
+    return copied
 
 
 def on_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:

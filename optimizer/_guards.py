@@ -93,6 +93,22 @@ def expect_given(value: Any, name: str) -> None:
         )
 
 
+def expect_none_given(value: Any, name: str) -> None:
+    """Require that no argument is given beyond those that the model names.
+
+    Raises:
+        InputError: there are some in `value`.
+    """
+    if has_torch_function((value,)):
+        handle_torch_function(expect_none_given, (value,), value, name)
+        return
+    if value:
+        raise InputError(
+            f"this model was optimized for no further arguments in '{name}' and got {len(value)}:"
+            " optimize it again with example inputs that pass them."
+        )
+
+
 def expect_structure(value: Any, structure: str, name: str) -> list[Any]:
     """The leaves of an argument, which was a tree of this structure when the model was exported.
 
@@ -149,4 +165,7 @@ def chooses_a_branch(value: Any) -> bool:
     return value is None or isinstance(value, bool | str)
 
 
-GUARDS = (expect_value, expect_tensor, expect_given, expect_shape, expect_structure, expect_like)
+GUARDS = (
+    expect_value, expect_tensor, expect_given, expect_none_given, expect_shape, expect_structure,
+    expect_like,
+)  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from torch import fx, nn
 from torch.fx.graph_module import reduce_graph_module
@@ -115,9 +115,27 @@ class Unchanged(_Result):
 
     def __init__(self, model: nn.Module, report: Report) -> None:
         super().__init__()
-        self.model = model
-        self.report = report
-        self.training = model.training
+        self.report, self.training = report, model.training
+        try:
+            self.model = structural_copy(model, only_ordinary=False)
+        except CaptureError:  # the one that was given, and so no submodule of this
+            object.__setattr__(self, "model", model)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the copy."""
+        self._require_copy(mode == self.training)
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_copy()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _require_copy(self, changes_nothing: bool = False) -> None:
+        if not (changes_nothing or "model" in self._modules):
+            raise InputError(
+                "the model cannot be copied, and this calls the one that was given: change that"
+                " one, and optimize it again."
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""

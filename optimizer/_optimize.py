@@ -14,7 +14,6 @@ from torch import fx, nn
 
 from optimizer._capture import has_unknown_facts, writes_nothing_lasting
 from optimizer._check import Answer, Difference, answer, compare_answers, reference
-from optimizer._copy import structural_copy
 from optimizer._errors import CaptureError, InputError
 from optimizer._front_ends import FRONT_ENDS, FrontEnds, choose, record
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
@@ -125,7 +124,7 @@ class Run:
                     self._reference()  # was it the inputs?
                 self.remarks.append(f"left as it is: {error}")
                 self.front_end = ""
-                return Unchanged(_copy_or_self(self.model), self._report(Size()))
+                return Unchanged(self.model, self._report(Size()))
 
     def _attempt(self) -> OptimizedModule | Unchanged:
         self.front_end, module = record(self.front_ends, self.model, self.call)
@@ -210,10 +209,3 @@ def _remarks(model: nn.Module, call: Call | None) -> Iterator[str]:
         remark = "the model is in training mode: what depends on it is left alone; call .eval()"
         warnings.warn(remark, stacklevel=4)
         yield remark
-
-
-def _copy_or_self(model: nn.Module) -> nn.Module:
-    try:
-        return structural_copy(model)
-    except CaptureError:
-        return model

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from optimizer._constants import RecordConstants
 from optimizer._errors import CaptureError
 from optimizer._graph import is_plain, overrides_call
-from optimizer._guards import chooses_a_branch, expect_value
+from optimizer._guards import chooses_a_branch, expect_none_given, expect_value
 from optimizer._inputs import Call
 from optimizer._isinstance import answering_isinstance
 from optimizer._none_tests import tests_for_none
@@ -202,6 +202,9 @@ class Tracer(fx.Tracer):
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 if given.get(parameter.name):
                     raise self.fail(f"its forward takes any number of '{parameter.name}'")
+                stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**"
+                rest = self.create_proxy("placeholder", f"{stars}{parameter.name}", (), {})
+                self.create_proxy("call_function", expect_none_given, (rest, parameter.name), {})
             elif parameter.kind is parameter.KEYWORD_ONLY:
                 keyword[parameter.name] = self._argument(parameter, given)
             else:

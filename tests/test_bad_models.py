@@ -6,14 +6,16 @@ that cannot is.
 
 from __future__ import annotations
 
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -199,10 +201,10 @@ FOLDED: dict[str, Callable[[], nn.Module]] = {
 
 
 class Keywords(Net):
-    """Takes any keyword argument."""
+    """Takes any argument."""
 
-    def forward(self, x: Tensor, **settings: float) -> Any:
-        return super().forward(x) * settings.get("scale", 1)
+    def forward(self, x: Tensor, *more: Tensor, **settings: float) -> Any:
+        return sum(more, super().forward(x) * settings.get("scale", 1))
 
 
 def answers(model: nn.Module) -> list[Tensor]:
@@ -240,6 +242,31 @@ def test_a_model_runs_unchanged_with_a_remark_if_it(what: str, check: Any) -> No
     assert "\n" not in remark
 
 
+NOT_COPIED = ("holds a lock", "holds a conjugated view", "holds a negated view")
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "another dtype": lambda fast: fast.bfloat16(),
+    "another mode": lambda fast: fast.train(),
+    "the mode that it has": lambda fast: fast.eval(),
+    "no gradients": lambda fast: fast.requires_grad_(False),
+    "another storage": lambda fast: fast._apply(torch.clone),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("what", LEFT_AS_IT_IS)
+def test_a_change_of_the_result_does_not_reach_the_model(what: str, change: str) -> None:
+    model = LEFT_AS_IT_IS[what][0]()
+    before, expected = state_of(model), answers(model)
+    fast = optimizer.optimize(model, X, check=None)
+
+    locked = what in NOT_COPIED and change.startswith("another")
+    with pytest.raises(InputError, match="change that one") if locked else nullcontext():
+        CHANGES[change](fast)
+
+    assert state_of(model) == before
+    assert all(map(torch.equal, answers(model), expected))
+
+
 @pytest.mark.parametrize("check", ["final", "each", None])
 @pytest.mark.parametrize("what", FOLDED)
 def test_the_rest_is_optimized_around(what: str, check: Any) -> None:
@@ -264,6 +291,40 @@ def test_a_line_that_cannot_be_recorded_may_go_into_a_submodule() -> None:
     assert apart.report.counts() == {"fold_affine": 1}
     for actual, expected in zip(answers(apart), answers(inline), strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+def copied(fast: Any) -> Any:
+    return pickle.loads(pickle.dumps(fast))
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda fast: fast,
+    "pickled": copied,
+    "traced": fx.symbolic_trace,
+    "optimized": lambda fast: optimizer.optimize(fast, X),
+    "optimized once it was pickled": lambda fast: optimizer.optimize(copied(fast), X),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_arguments_that_the_example_had_not_are_an_input_error(way: str) -> None:
+    model = Keywords(lambda self, x: self.pair(x))
+    fast = COPIES[way](optimizer.optimize(model, X))
+
+    torch.testing.assert_close(fast(X), model(X))
+    with pytest.raises(InputError, match="no further arguments in 'settings' and got 1"):
+        fast(X, scale=2.0)
+    with pytest.raises(InputError, match="no further arguments in 'more' and got 2"):
+        fast(X, X, X)
+
+
+def test_arguments_that_the_example_has_leave_the_model_as_it_is() -> None:
+    model = Keywords(lambda self, x: self.pair(x))
+
+    fast = optimizer.optimize(model, {"x": X, "scale": 2.0})
+
+    assert "any number of 'settings'" in fast.report.remarks[0]
+    torch.testing.assert_close(fast(X, scale=3.0), model(X, scale=3.0))
 
 
 REJECTED: dict[str, tuple[Callable[[], nn.Module], str]] = {

@@ -108,6 +108,12 @@ SLICES: dict[str, Emit] = {
     "flip": reshaped("{v}.flip(-1)", lambda shape: shape),
     "roll": reshaped("torch.roll({v}, 1, -1)", lambda shape: shape),
     "pad": reshaped("F.pad({v}, (1, 0))", lambda s: (*s[:-1], s[-1] + 1)),
+    "pad_even": reshaped("F.pad({v}, (1, 1))", lambda s: (*s[:-1], s[-1] + 2)),
+    "pad_kw": ranked(
+        2,
+        reshaped("F.pad({v}, pad=(0, 0, 1, 1), value=0.0)", lambda s: (*s[:-2], s[-2] + 2, s[-1])),
+    ),
+    "pad_ones": reshaped("F.pad({v}, (1, 1), value=1.0)", lambda s: (*s[:-1], s[-1] + 2)),
     "chunk_swapped": ranked(
         2, reshaped("torch.cat({v}.chunk(2, 1)[::-1], dim=1)", lambda s: s if s[1] else None)
     ),

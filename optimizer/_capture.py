@@ -11,17 +11,22 @@ from torch import fx, nn
 from optimizer._caches import Place, are_constants, listing, put_entries, take_entries
 from optimizer._copy import structural_copy
 from optimizer._errors import CaptureError
-from optimizer._graph import clean, is_plain
+from optimizer._graph import clean, is_plain, module_of
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
 from optimizer._none_tests import tests_for_none
 from optimizer._observation import Fact, Facts
-from optimizer._source import line_of
+from optimizer._source import line_of, reason_of
 from optimizer._spelling import spell
 from optimizer._state import python_state, random_fingerprint, random_state_kept
 from optimizer._tracer import Tracer
 from optimizer._trees import storages_in
 
-_LASTING = ("source", "tested", "is_wrapped")  # of the meta of a node, and facts of no other run
+_LASTING = (
+    "source",
+    "tested",
+    "is_wrapped",
+    "opaque",
+)  # of the meta of a node, and facts of no other run
 
 
 def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx.GraphModule:
@@ -57,12 +62,28 @@ def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
 
 def _told(error: Exception) -> str:
     """Why a forward cannot be recorded, where, and what can be done about it."""
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
-    if not isinstance(error, CaptureError):
-        reason = f"its forward cannot be recorded: {reason}"
-    line = line_of(error)
     way_out = "in a submodule of its own it would be called as it is, and the rest optimized"
-    return f"{reason}, at {line}: {way_out}" if line else reason
+    return f"{reason_of(error)}: {way_out}" if line_of(error) else reason_of(error)
+
+
+def called_as_they_are(module: fx.GraphModule) -> list[str]:
+    """What was not recorded, because nothing is known of what it does; and the reasons."""
+    calls = {node.target: node for node in module.graph.nodes if node.op == "call_module"}
+    reasons = {name: _why_opaque(node) for name, node in calls.items()}
+    return [
+        f"'{name}' ({type(module_of(calls[name])).__name__}) is called as it is: {reason}"
+        for name, reason in reasons.items()
+        if reason
+    ]
+
+
+def _why_opaque(node: fx.Node) -> str:
+    """Why a call of a submodule was not recorded; empty for the layers of torch."""
+    module = module_of(node)
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is scripted"
+    hooked = "" if is_plain(module) else "it has hooks, parametrizations or a __call__"
+    return str(node.meta.get("opaque", hooked))
 
 
 def _captured(model: nn.Module, call: Call | None, *, trusting: bool) -> fx.GraphModule:
@@ -78,7 +99,7 @@ def _captured(model: nn.Module, call: Call | None, *, trusting: bool) -> fx.Grap
 
 def _trace(model: nn.Module, call: Call | None, *, trusting: bool) -> tuple[nn.Module, fx.Graph]:
     """Trace a copy; once more around each submodule that turns out not to let it."""
-    opaque: frozenset[str] = frozenset()
+    opaque: dict[str, str] = {}
     while True:
         tracer = Tracer(call, opaque, record_factories=not trusting)
         copied = structural_copy(model)
@@ -91,7 +112,7 @@ def _trace(model: nn.Module, call: Call | None, *, trusting: bool) -> tuple[nn.M
         except CaptureError:
             if tracer.opaque == opaque:
                 raise
-            opaque = tracer.opaque
+            opaque = dict(tracer.opaque)
             continue
         stateful = _changed(before, copied)
         if stateful and trusting and call is not None and (entries := take_entries(copied)):
@@ -100,9 +121,9 @@ def _trace(model: nn.Module, call: Call | None, *, trusting: bool) -> tuple[nn.M
                 return copied, graph
         if not stateful:
             return copied, graph
-        known = "" in stateful or stateful <= opaque
+        known = "" in stateful or stateful <= set(opaque)
         require(not known, "its forward keeps state in attributes of the model")
-        opaque |= stateful
+        opaque |= dict.fromkeys(stateful, "its forward keeps state in attributes")
 
 
 def _changed(before: dict[str, Any], model: nn.Module) -> set[str]:
@@ -137,6 +158,9 @@ def _recorded(tracer: Tracer, model: nn.Module) -> fx.Graph:
         drawn = random_fingerprint()
         graph = tracer.trace(model)
         require(random_fingerprint() == drawn, "it draws or seeds random numbers in Python")
+    for node in graph.nodes:
+        if node.op == "call_module" and node.target in tracer.opaque:
+            node.meta["opaque"] = tracer.opaque[node.target]
     return graph
 
 

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import fx, nn
 
-from optimizer._capture import has_unknown_facts, writes_nothing_lasting
+from optimizer._capture import called_as_they_are, has_unknown_facts, writes_nothing_lasting
 from optimizer._check import Answer, Difference, answer, compare_answers, reference
 from optimizer._errors import CaptureError, InputError
 from optimizer._front_ends import FRONT_ENDS, FrontEnds, choose, record
@@ -111,6 +111,7 @@ class Run:
         self.expected: Answer | None = None
         self.share = False
         self.graph: tuple[Line, ...] = ()
+        self.left: list[str] = []  # what is called as it is
 
     def result(self) -> OptimizedModule | Unchanged:
         """The optimized module, or the model as it is where nothing else is right."""
@@ -132,6 +133,7 @@ class Run:
         if self.call and self.expected is None and (self.check or has_unknown_facts(module)):
             self.expected = self._reference()  # facts are unknown also where inputs are wrong
         before, self.graph = Size.of(module), listing(module)
+        self.left = called_as_they_are(module)
         if self.check == "each":
             module.recompile()
             self._require_same(module)
@@ -193,7 +195,7 @@ class Run:
             level=self.level,
             fired=tuple(pipeline.fired) if pipeline else (),
             refused=tuple(pipeline.refused) if pipeline else (),
-            remarks=tuple(self.remarks),
+            remarks=(*self.remarks, *self.left) if pipeline else tuple(self.remarks),
             before=before,
             graph_before=self.graph if pipeline else (),
             checked=self.check or "",

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from optimizer._errors import CaptureError
+
 NOT_USER_CODE = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 
 
@@ -38,6 +40,15 @@ def line_of(error: BaseException) -> str:
     """The innermost line that an error went through and is neither torch's nor ours, likewise."""
     walked = traceback.walk_tb(error.__traceback__)
     return _innermost([(frame.f_code.co_filename, line) for frame, line in walked])
+
+
+def reason_of(error: Exception) -> str:
+    """Why a forward cannot be recorded, and where."""
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    if not isinstance(error, CaptureError):
+        reason = f"its forward cannot be recorded: {reason}"
+    line = line_of(error)
+    return f"{reason}, at {line}" if line else reason
 
 
 def _innermost(lines: list[tuple[str, Any]]) -> str:

@@ -12,7 +12,8 @@ import inspect
 import operator
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from optimizer._inputs import Call
 from optimizer._isinstance import answering_isinstance
 from optimizer._none_tests import tests_for_none
 from optimizer._proxy import Attribute, Value
-from optimizer._source import user_line
+from optimizer._source import reason_of, user_line
 from optimizer._state import held
 from optimizer._vocabulary import (
     CHANGES_SHAPE,
@@ -49,7 +50,7 @@ class Tracer(fx.Tracer):
     Args:
         call: the example inputs; they decide optional arguments and flags. Without them,
             defaults do.
-        opaque: qualified names of submodules that must not be traced into.
+        opaque: qualified names of submodules that must not be traced into, and why not.
         record_factories: record tensors that are made of nothing. Else they are made now and
             become constants, as caches in the model's code expect; random ones never do.
     """
@@ -59,7 +60,7 @@ class Tracer(fx.Tracer):
     def __init__(
         self,
         call: Call | None = None,
-        opaque: frozenset[str] = frozenset(),
+        opaque: Mapping[str, str] = MappingProxyType({}),
         *,
         record_factories: bool = True,
     ) -> None:
@@ -177,11 +178,13 @@ class Tracer(fx.Tracer):
             result = super().call_module(m, forward, args, kwargs)
             if self.failure is None:
                 return result
-        except Exception:  # whatever a user's forward raises on traced values
-            pass
+            error: Exception = self.failure
+        except Exception as raised:  # whatever a user's forward raises on traced values
+            error = self.failure or raised
         self.failure = None
         name = self.path_of_module(m)
-        self.opaque |= {name}  # the next try does not begin it, and so leaves no half of it done
+        # The next try does not begin it, and so leaves no half of it done.
+        self.opaque = {**self.opaque, name: reason_of(error)}
         self._forget_after(last)
         return self.create_proxy("call_module", name, args, kwargs)
 

@@ -7,6 +7,7 @@ that cannot is.
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -279,6 +280,50 @@ def test_the_rest_is_optimized_around(what: str, check: Any) -> None:
     assert "fold_affine" in fast.report.counts()
     for actual, expected in zip(answers(fast), answers(model), strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+def hooked() -> nn.Module:
+    layer = nn.ReLU()
+    layer.register_forward_hook(lambda module, inputs, result: result * 2)
+    return layer
+
+
+class Counting(nn.Module):
+    """Keeps a count."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+CALLED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a branch on data": (
+        Opaque,
+        r"'held' \(Opaque\) is called as it is: its control flow depends on a traced value, at"
+        r" test_bad_models\.py:\d+",
+    ),
+    "a hook": (hooked, r"'held' \(ReLU\) is called as it is: it has hooks, .*"),
+    "a count": (Counting, r"'held' \(Counting\) is called as it is: its forward keeps state .*"),
+    "a script": (
+        lambda: scripted(nn.Sequential(nn.Conv2d(4, 4, 1)).eval()),
+        r"'held' \(RecursiveScriptModule\) is called as it is: it is scripted",
+    ),
+    "an ordinary layer": (nn.Tanh, ""),
+}
+
+
+@pytest.mark.parametrize("what", CALLED)
+def test_what_is_called_as_it_is_is_named_with_the_reason(what: str) -> None:
+    make, words = CALLED[what]
+    model = Net(lambda self, x: self.held(self.held(self.pair(x))), make())
+
+    once = optimizer.optimize(model, X)
+    twice = optimizer.optimize(once, X)
+
+    for fast in (once, twice):
+        assert re.fullmatch(words, "; ".join(fast.report.remarks))
 
 
 def test_a_line_that_cannot_be_recorded_may_go_into_a_submodule() -> None:

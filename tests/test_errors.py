@@ -166,9 +166,10 @@ def test_bad_input_is_an_error_before_any_work(case: str, monkeypatch: pytest.Mo
     def work(*args: object, **kwargs: object) -> None:
         raise AssertionError("the model was copied, captured or called")
 
-    for place in ("_copy.structural_copy", "_check.answer", "_check.structural_copy"):
-        monkeypatch.setattr(f"optimizer.{place}", work)
-    for name in ("record", "reference", "answer", "structural_copy"):
+    for place in ("_copy", "_check", "_capture", "_module"):
+        monkeypatch.setattr(f"optimizer.{place}.structural_copy", work)
+    monkeypatch.setattr("optimizer._check.answer", work)
+    for name in ("record", "reference", "answer"):
         monkeypatch.setattr(f"optimizer._optimize.{name}", work)
     act, kind, _ = BAD_INPUT[case]
 

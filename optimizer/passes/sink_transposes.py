@@ -38,6 +38,8 @@ def sink_transposes(outer: fx.Node) -> fx.Node | None:
     between, inners = _sandwich(outer)
     if not between or not all(node.all_input_nodes == [arg(node, 0)] for node in (outer, *inners)):
         return None
+    if any(callee(arg(node, 0)) in LAYOUTS for node in inners):
+        return None  # first compose the two: a chain then halves at each sweep
     readers = {user for node in between for user in node.users}
     require(readers <= {outer, *between}, "a value between the transposes is read elsewhere")
     inner = inners[0]

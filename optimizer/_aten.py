@@ -29,6 +29,7 @@ _FUNCTIONS: dict[Any, Function] = {
     aten.movedim.int: torch.movedim, aten.movedim.intlist: torch.movedim,
     aten.add.Tensor: torch.add, aten.sub.Tensor: torch.sub, aten.mul.Tensor: torch.mul,
     aten.div.Tensor: torch.div, aten.clone.default: torch.clone, aten.where.self: torch.where,
+    aten.matmul.default: torch.matmul, aten.softmax.int: torch.softmax,
     aten.cat.default: torch.cat, aten.flatten.using_ints: torch.flatten,
     aten.add_.Tensor: operator.iadd, aten.sub_.Tensor: operator.isub,
     aten.mul_.Tensor: operator.imul, aten.div_.Tensor: operator.itruediv,

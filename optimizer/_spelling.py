@@ -33,7 +33,8 @@ _METHODS: dict[str, Function] = {
 }  # fmt: skip
 _FUNCTIONS: dict[Function, Function] = {
     torch.swapaxes: torch.transpose, torch.swapdims: torch.transpose,
-    torch.moveaxis: torch.movedim,
+    torch.moveaxis: torch.movedim, torch.dropout: F.dropout,
+    torch.alpha_dropout: F.alpha_dropout, torch.feature_alpha_dropout: F.feature_alpha_dropout,
 }  # fmt: skip
 _ARITHMETIC: dict[Function | str, Function] = {
     torch.add: operator.add, torch.sub: operator.sub, torch.mul: operator.mul,
@@ -62,7 +63,7 @@ _BUILTINS: dict[Function, dict[str, Any]] = {
     F.conv_transpose2d: _CONV_TRANSPOSE, F.conv_transpose3d: _CONV_TRANSPOSE,
     torch.flatten: {"input": ..., "start_dim": 0, "end_dim": -1},
 }  # fmt: skip
-_ALIASES = {"axis0": "dim0", "axis1": "dim1"}  # of swapaxes
+_ALIASES = {"axis0": "dim0", "axis1": "dim1", "train": "training"}  # of swapaxes, torch.dropout
 
 
 def spell(module: fx.GraphModule) -> None:

@@ -71,6 +71,13 @@ FUNCTIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = 
     "F.dropout2d": (lambda m, x: F.dropout2d(x, training=False), (2, 3, 4, 4)),
     "F.dropout3d": (lambda m, x: F.dropout3d(x, training=False), (2, 3, 4, 4, 4)),
     "F.alpha_dropout": (lambda m, x: F.alpha_dropout(x), (2, 3)),
+    "torch.dropout": (lambda m, x: torch.dropout(x, 0.5, m.training), (2, 3)),
+    "torch.dropout with keywords": (lambda m, x: torch.dropout(x, p=0.5, train=False), (2, 3)),
+    "torch.alpha_dropout": (lambda m, x: torch.alpha_dropout(x, 0.5, False), (2, 3)),
+    "torch.feature_alpha_dropout": (
+        lambda m, x: torch.feature_alpha_dropout(x, 0.5, False),
+        (2, 3, 4),
+    ),
     "F.feature_alpha_dropout": (lambda m, x: F.feature_alpha_dropout(x, 0.5, False), (2, 3, 4)),
 }
 
@@ -144,6 +151,7 @@ REFUSALS: dict[str, tuple[Callable[[Any, Tensor], Any], nn.Module | None, str]] 
     "Dropout2d in training mode": (CALLS["called"], nn.Dropout2d(), TRAINING),
     "F.dropout with its default": (lambda m, x: F.dropout(x), None, TRAINING),
     "F.dropout in training": (lambda m, x: F.dropout(x, 0.5, True), None, TRAINING),
+    "torch.dropout in training": (lambda m, x: torch.dropout(x, 0.5, True), None, TRAINING),
     "a mode that is computed": (lambda m, x: F.dropout(x, 0.5, x.dim() == 9), None, TRAINING),
     "a constant": (lambda m, x: x * m.layer(2.0), nn.Identity(), "its input is a constant"),
 }

@@ -5,7 +5,6 @@ All arithmetic is in float64 and rounded once, into the dtype of the layer.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -168,8 +167,7 @@ def _keeps_digits(weight: torch.Tensor, factor: torch.Tensor) -> bool:
     limits = torch.finfo(weight.dtype)
     kernels = weight.reshape(len(factor), -1, weight.shape[1], weight[0, 0].numel())
     others = [axis for axis in (1, 2) if factor.shape[axis] == 1]
-    norms = torch.linalg.vector_norm(kernels, math.inf, dim=[*others, 3], keepdim=True)
-    largest = _wide(norms.squeeze(3))
+    largest = _wide(kernels.abs().amax([*others, 3], keepdim=True).squeeze(3))
     product = largest * factor.abs()
     enough = (product >= largest.clamp(max=limits.tiny)) | (factor == 0)
     return bool((enough & (product <= limits.max)).all())

@@ -188,8 +188,8 @@ def _writes_a_constant(module: fx.GraphModule) -> bool:
     if facts is None:
         return bool(made)
     output: Fact = next(iter(reversed(nodes))).meta["fact"]
-    lasting = facts.writes | output.storages | output.writes
-    return any(not lasting.isdisjoint(node.meta["fact"].storages) for node in made)
+    held = {storage for node in made for storage in node.meta["fact"].storages}
+    return facts.any_written(held) or not held.isdisjoint(output.storages)
 
 
 def _hides_none(module: fx.GraphModule, model: nn.Module) -> bool:
@@ -203,7 +203,7 @@ def _own_what_is_written(module: fx.GraphModule) -> None:
     """A parameter that the forward writes is not shared with the caller's model."""
     facts: Facts = module.meta["facts"]
     for parameter in module.parameters():
-        if not facts.writes.isdisjoint(storages_in(facts.to_meta(parameter))):
+        if facts.any_written(storages_in(facts.to_meta(parameter))):
             parameter.data = parameter.data.clone()
 
 
@@ -235,4 +235,4 @@ def has_unknown_facts(module: fx.GraphModule) -> bool:
 def writes_nothing_lasting(module: fx.GraphModule) -> bool:
     """Whether a call is sure to leave inputs, parameters and buffers as they are."""
     facts: Facts | None = module.meta.get("facts")
-    return facts is not None and facts.writes.isdisjoint(facts.external)
+    return facts is not None and not facts.any_written(facts.external)

@@ -92,8 +92,7 @@ def _memo(
         _require_ordinary(parameter)
         if share:
             storages.setdefault(parameter.untyped_storage()._cdata, parameter.untyped_storage())
-        data = _clone(parameter.detach(), storages)
-        memo[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(_clone(parameter, storages), parameter.requires_grad)
     for value in held_tensors(model):
         if id(value) not in memo:
             whole = only_ordinary or _is_ordinary(value)
@@ -114,7 +113,8 @@ def _clone(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
     storage = tensor.untyped_storage()
     if storage._cdata not in storages:
         storages[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
-    return on_storage(tensor, storages[storage._cdata])
+    shared = storages[storage._cdata]._cdata == storage._cdata and not tensor.is_inference()
+    return tensor.data if shared else on_storage(tensor, storages[storage._cdata])
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:

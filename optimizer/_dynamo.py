@@ -95,7 +95,7 @@ class _Graph:
         graph, inputs = _copied(self.module, {})
         facts: Facts = observe(fx.GraphModule(self.module, graph), Call(args, {}))
         stored = [node.meta["fact"].storages for node in inputs]
-        return [i for i in self.held if facts.writes.isdisjoint(stored[i])]
+        return [i for i in self.held if not facts.any_written(stored[i])]
 
     def _optimized(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         free = [i for i in range(len(args)) if i not in self.held]

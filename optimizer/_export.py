@@ -142,7 +142,7 @@ def _require_plain(node: fx.Node) -> None:
 
 def _writes(module: fx.GraphModule, tensors: list[torch.Tensor]) -> bool:
     facts: Facts = module.meta["facts"]
-    return not facts.writes.isdisjoint(storages_in(facts.to_meta(tensors)))
+    return facts.any_written(storages_in(facts.to_meta(tensors)))
 
 
 def _held(graph: fx.Graph, value: Any) -> Any:

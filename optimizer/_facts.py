@@ -185,11 +185,9 @@ def on_one_device(graph: fx.Graph) -> bool:
 def is_written(node: fx.Node) -> bool:
     """Whether any node writes the tensors of the module that this one calls."""
     facts = facts_of(node.graph)
-    if facts is not None and facts.writes.isdisjoint(facts.external):
-        return False
     tensors = list(tensors_of(module_of(node)))
     if facts is not None:
-        return not facts.writes.isdisjoint(storages_in(facts.to_meta(tensors)))
+        return facts.any_written(storages_in(facts.to_meta(tensors)))
     read = (n for n in node.graph.nodes if n.op == "get_attr")
     held = {id(attribute(owner(node), str(n.target))) for n in read}
     return any(id(tensor) in held for tensor in tensors)
@@ -199,7 +197,7 @@ def is_read_only(node: fx.Node) -> bool:
     """Whether no node writes the value of a node, or of one that shares its storage."""
     facts = facts_of(node.graph)
     if facts is not None:
-        return not fact(node).error and facts.writes.isdisjoint(fact(node).storages)
+        return not fact(node).error and not facts.any_written(fact(node).storages)
     return all(user.target in _ONLY_READ for user in node.users)
 
 

@@ -57,11 +57,9 @@ class Facts:
         self._alive: list[torch.Tensor] = []
         self._effects = Effects()
 
-    @property
-    def writes(self) -> set[int]:
-        """Every storage that a node of the graph writes."""
-        writers = self._writers.items()
-        return {storage for storage, nodes in writers if not all(n._erased for n in nodes)}
+    def any_written(self, storages: Iterable[int]) -> bool:
+        """Whether a node of the graph writes one of some storages."""
+        return any(not node._erased for each in storages for node in self._writers.get(each, ()))
 
     def to_meta(self, value: Any) -> Any:
         """A copy of a tensor, a module or a pytree of them whose tensors hold no data."""

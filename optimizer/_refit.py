@@ -157,6 +157,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _storage_like(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage:
-    return torch.zeros(
-        tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=device
-    ).untyped_storage()
+    size = tensor.untyped_storage().nbytes()
+    if device == _META:
+        return torch.UntypedStorage(size, device=device)  # type: ignore[no-untyped-call]
+    return torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()

@@ -37,6 +37,7 @@ SPOILED: dict[str, tuple[Function, Function, str]] = {
     "a tensor for a number": (lambda x: 3, lambda x: torch.tensor(3), "expected 3"),
     "the shape": (lambda x: x + 0, lambda x: x[None] + 0, "expected shape"),
     "the dtype": (lambda x: x + 0, lambda x: x.float(), "expected dtype"),
+    "the strides": (lambda x: x + 0, lambda x: (x.t() + 0).contiguous().t(), "expected strides"),
     "a write to an input": (
         lambda x: x.mul_(2) + 0,
         lambda x: x * 2,

@@ -6,6 +6,7 @@ The only part of the package that needs Hypothesis (`pip install optimizer[test]
 from optimizer.testing._assemble import Spec, load
 from optimizer.testing._check import Subject, check_pass, check_spec
 from optimizer.testing._data import REGIMES, Regime, inputs_like, randomize
+from optimizer.testing._later import LATER_CALLS
 from optimizer.testing._motif import Motif
 from optimizer.testing._oracles import TOLERANCE, assert_equivalent, untouched
 from optimizer.testing._reduce import smallest
@@ -17,6 +18,7 @@ from optimizer.testing.motifs import MOTIFS
 
 __all__ = [
     "FAMILIES",
+    "LATER_CALLS",
     "MOTIFS",
     "REGIMES",
     "SHAPES",

@@ -30,8 +30,12 @@ class Motif:
     shape: tuple[int, ...] = (2, 4, 4, 4)
 
     def near_misses(self) -> Iterator[str]:
-        """`near`, and every motif with every interruption at every edge."""
+        """`near`, and what is interrupted."""
         yield from self.near
+        yield from self.interrupted()
+
+    def interrupted(self) -> Iterator[str]:
+        """Every motif with every interruption at every edge."""
         for motif in self.fires:
             words = motif.split()
             for edge in range(1, len(words)):

@@ -52,8 +52,8 @@ def assert_equivalent(
     """Assert that `candidate` computes what `model` computes on `inputs`.
 
     Args:
-        model: the reference. Its buffers are put back after the call.
-        candidate: what must agree with it. Its buffers are put back after the call.
+        model: the reference. Its tensors are put back after the call.
+        candidate: what must agree with it. Its tensors are put back after the call.
         inputs: positional arguments, cloned before each call; use float64.
         exact: demand the same bits, the sign of zero included, whatever the data.
 
@@ -101,8 +101,9 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, message: str)
 @torch.no_grad()
 def observe(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Outcome:
     """Call `module` once on clones of `inputs` from a fixed random state, and undo its effects."""
-    arguments = [tensor.clone() for tensor in inputs]
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    clones = {id(tensor): tensor.clone() for tensor in inputs}  # one tensor twice stays one
+    arguments = [clones[id(tensor)] for tensor in inputs]
+    before = [tensor.clone() for tensor in _tensors(module)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         result = module(*arguments)
@@ -111,8 +112,8 @@ def observe(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Outcome:
     values = {f"output {i}": leaf for i, leaf in enumerate(leaves)}
     values |= {f"input {i} after the call": tensor for i, tensor in enumerate(arguments)}
     buffers = {name: (b.data_ptr(), b.clone()) for name, b in module.named_buffers()}
-    for name, buffer in module.named_buffers():
-        buffer.copy_(before[name])
+    for tensor, kept in zip(_tensors(module), before, strict=True):
+        tensor.copy_(kept)
     return Outcome(structure, values, buffers, _sharing(values), random_state)
 
 
@@ -133,11 +134,19 @@ def _assert_same(name: str, expected: Any, actual: Any, same: Same) -> None:
     for attribute in ("shape", "dtype", "device"):
         wanted, got = getattr(expected, attribute), getattr(actual, attribute)
         assert got == wanted, f"{name}: expected {attribute} {wanted}, got {got}"
+    wanted, got = _layout(expected), _layout(actual)
+    assert got == wanted, f"{name}: expected strides {wanted}, got {got}"
     assert same(actual, expected), (
         f"{name}: values differ by {_error(actual, expected):.3g} of the largest"
         f" ({same.__name__.strip('_').replace('_', ' ')} was asked for)\n"
         f"expected {expected}\ngot      {actual}"
     )
+
+
+def _layout(tensor: torch.Tensor) -> list[int]:
+    """The strides that say where an element lies."""
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    return [stride for stride, size in sizes if size > 1 and tensor.numel()]
 
 
 def _assert_same_buffers(reference: Outcome, outcome: Outcome, same: Same) -> None:

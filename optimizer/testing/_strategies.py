@@ -48,7 +48,7 @@ def models(
     Args:
         alphabet: programs, each a token or several separated by spaces, that the model is made
             of; all tokens and the motifs of every pass by default.
-        focus: name of a pass whose motifs and near misses are to make up half of the choices.
+        focus: name of a pass whose motifs and near misses are to make up two thirds of the choices.
         shapes: of the input.
         regimes: of the data.
         max_size: the largest number of choices from the alphabet.
@@ -77,10 +77,14 @@ def _spec(programs: list[str], shape: Shape, regime: str, seed: int) -> Spec:
 
 
 def _alphabet(focus: str | None) -> list[str]:
-    """Tokens first, since Hypothesis shrinks to the left; repetition is weight."""
+    """Tokens, what is planted, and what is interrupted; repetition is weight.
+
+    Tokens come first, since Hypothesis shrinks to the left.
+    """
     tokens = list(TOKENS)
     if focus is None:
         every = [p for motif in MOTIFS.values() for p in (*motif.fires, *motif.near)]
         return tokens + every
-    planted = [*MOTIFS[focus].fires, *MOTIFS[focus].near_misses()]
-    return tokens + planted * max(1, len(tokens) // len(planted))
+    motif = MOTIFS[focus]
+    thirds = [*motif.fires, *motif.near], list(motif.interrupted())
+    return tokens + [p for third in thirds for p in third * max(1, len(tokens) // len(third))]

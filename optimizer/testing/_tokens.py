@@ -16,6 +16,7 @@ from optimizer.testing._layers import LAYERS
 from optimizer.testing._machine import Emit
 from optimizer.testing._norms import NORMS
 from optimizer.testing._pools import POOLS
+from optimizer.testing._rare import RARE
 from optimizer.testing._shapes import JOINS, RESHAPES, SLICES
 from optimizer.testing._views import ASSIGNMENTS, VIEWS
 
@@ -32,6 +33,7 @@ FAMILIES: dict[str, dict[str, Emit]] = {
     "identity": IDENTITIES,
     "assignment": ASSIGNMENTS,
     "constant": CONSTANTS,
+    "rare": RARE,
 }
 
 TOKENS: dict[str, Emit] = {

@@ -23,5 +23,9 @@ MOTIF = Motif(
         "dup bn_train swap again add",
         "dup linear hook swap again add",
         "dup double swap halve add",
+        "dup softmax_first swap softmax_last add",
+        "dup over_zero swap over_minus_zero add",
+        "dup dup add_alpha swap dup add_alpha3 add",
+        "arg add_alpha residual add_alpha3",
     ),
 )

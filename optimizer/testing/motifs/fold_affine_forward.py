@@ -11,6 +11,7 @@ MOTIF = Motif(
         "halve linear",
         "offset conv_valid",
         "halve conv_t",
+        "relu bn_plain conv_groups",
     ),
     near=(
         "flatten bn linear",
@@ -27,5 +28,11 @@ MOTIF = Motif(
         "bn_train conv",
         "scale conv again",
         "relu scale idouble_statement conv",
+        "offset conv_k3",
+        "linear1 widen linear",
+        "bn conv_written again",
+        "lower conv_k3",
+        "offset conv_groups",
+        "relu bn_tiny linear",
     ),
 )

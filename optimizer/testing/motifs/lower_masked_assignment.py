@@ -29,5 +29,8 @@ MOTIF = Motif(
         "linear mask",
         "identity mask",
         "dropout mask residual",
+        "clone mask_accumulate",
+        "relu mask_accumulate",
+        "clone mask_row",
     ),
 )

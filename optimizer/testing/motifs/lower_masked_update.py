@@ -17,5 +17,9 @@ MOTIF = Motif(
         "clone mask mask_add",
         "linear mask_rows_add",
         "dup clone mask_gather_stale",
+        "relu mask_two",
+        "clone dup mask_gather_same",
+        "dup relu mask_gather",
+        "mask_two",
     ),
 )

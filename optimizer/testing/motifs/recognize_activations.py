@@ -12,5 +12,11 @@ MOTIF = Motif(
         "gelu_tanh idouble_statement",
         "gelu relu",
         "dup swish add",
+        "clamp_other",
+        "linear clamp_other",
+        "gate_other",
+        "linear gate_other mask",
+        "swish double",
+        "dup swish out",
     ),
 )

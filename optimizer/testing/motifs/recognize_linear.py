@@ -13,5 +13,11 @@ MOTIF = Motif(
         "linear_matmul linear tie",
         "t12 linear_matmul",
         "flatten linear_matmul hook relu",
+        "matmul_written",
+        "matmul_written again",
+        "addmm_scaled",
+        "addmm_matrix",
+        "flatten addmm_matrix relu",
+        "flatten addmm_scaled relu",
     ),
 )

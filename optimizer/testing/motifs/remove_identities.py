@@ -18,5 +18,8 @@ MOTIF = Motif(
         "identity hook",
         "dropout pre_hook",
         "conv dropout bn",
+        "clone idouble_statement",
+        "dup clone idouble_statement add",
+        "dup contiguous idouble_statement add",
     ),
 )

@@ -18,5 +18,12 @@ MOTIF = Motif(
         "bn_train leaky",
         "linear_matmul leaky",
         "conv leaky dup mask",
+        "linear leaky_negative",
+        "conv leaky_module again",
+        "dup linear leaky_module swap linear again add",
+        "linear gelu_module",
+        "linear gelu_F",
+        "conv leaky again",
+        "dup conv leaky_module swap again add",
     ),
 )

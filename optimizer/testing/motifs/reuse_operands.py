@@ -20,5 +20,9 @@ MOTIF = Motif(
         "linear t01 residual",
         "dup conv relu_inplace add",
         "dup conv add dup mask",
+        "dup linear add_alpha",
+        "dup linear swap add_alpha3",
+        "linear dup mul",
+        "dup conv swap mul",
     ),
 )

@@ -22,5 +22,10 @@ MOTIF = Motif(
         "cycle contiguous relu cycle_back",
         "cycle relu cycle halve cycle",
         "unsqueeze t01 relu t01",
+        "t01 softmax_first t01",
+        "t12 softmax_last t12",
+        "cycle relu_F_inplace cycle_back",
+        "dup t01 relu_F_inplace t01 add",
+        "t01 relu_statement t01",
     ),
 )

@@ -1,0 +1,37 @@
+"""The command line of the kit: `python -m optimizer.testing score`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from optimizer.testing import _score
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and print what it finds."""
+    options = _parser().parse_args(arguments)
+    return int(options.run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m optimizer.testing", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    score = commands.add_parser("score", help="how many examples it takes to find each mutant")
+    score.add_argument("mutants", nargs="*", help="their names; all if none are given")
+    score.add_argument("--budget", type=int, default=_score.BUDGET, help="examples for each")
+    score.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    score.set_defaults(run=_run_score)
+    return parser
+
+
+def _run_score(options: argparse.Namespace) -> int:
+    for line in _score.table(_score.score(options.mutants, options.budget, options.processes)):
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Mutants: the package with one mistake in it, to see whether the fuzz finds it.
+
+The catalogue is `mutants.txt`, a row for each:
+
+    == FILE, below `optimizer/` : what to fuzz
+    # what is wrong · where it was seen
+    - the text that stands there, exactly once
+    + what stands there instead
+
+What to fuzz are names of passes, or `capture` for none of them; where nothing is named it is the
+pass itself, all passes that import the file, or all there are.
+
+A mutant is never written to disk: an import hook gives its text to a fresh copy of the package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake. `origin` names the issue in which somebody made it; classic or own if none."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    origin: str
+    concerns: tuple[str, ...] = ()
+
+    @property
+    def is_real(self) -> bool:
+        """Whether a released project had this mistake."""
+        return "#" in self.origin
+
+    @property
+    def module(self) -> str:
+        """The dotted name of the module that it is in."""
+        return f"optimizer.{self.file.removesuffix('.py').replace('/', '.')}"
+
+    def source(self) -> str:
+        """The text of the file with the mistake in it.
+
+        Raises:
+            ValueError: what it replaces does not stand there exactly once.
+        """
+        text = (PACKAGE / self.file).read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise ValueError(f"'{self.old}' stands {text.count(self.old)} times in {self.file}.")
+        return text.replace(self.old, self.new)
+
+
+def catalogue() -> dict[str, Mutant]:
+    """Every mutant, by name."""
+    file, concerns = "", ""
+    rows: list[dict[str, Any]] = []
+    for line in Path(__file__).with_name("mutants.txt").read_text(encoding="utf-8").splitlines():
+        mark, text = line[:1], line[2:]
+        if mark == "=":
+            file, _, concerns = line.removeprefix("== ").partition(" : ")
+        elif mark == "#":
+            rows.append({"file": file, "concerns": concerns, "what": text, "-": [], "+": []})
+        elif mark:
+            rows[-1][mark].append(text)
+    mutants = [_mutant(row) for row in rows]
+    return {mutant.name: mutant for mutant in mutants}
+
+
+def _mutant(row: dict[str, Any]) -> Mutant:
+    what, _, origin = row["what"].partition(" · ")
+    name = f"{Path(row['file']).stem}: {what}"
+    old, new = "\n".join(row["-"]), "\n".join(row["+"])
+    return Mutant(name, row["file"], old, new, origin or "own", tuple(row["concerns"].split()))
+
+
+@contextmanager
+def planted(mutant: Mutant, module: str) -> Iterator[ModuleType]:
+    """A fresh copy of the package, with the mistake in it and torch shared; yields its `module`."""
+    kept, finder = _forget_the_package(), _Finder(mutant)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield importlib.import_module(module)
+    finally:
+        sys.meta_path.remove(finder)
+        _forget_the_package()
+        sys.modules.update(kept)
+
+
+def _forget_the_package() -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name.partition(".")[0] == PACKAGE.name]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+class _Finder(MetaPathFinder):
+    """Finds the one module that has a mistake."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self.mutant = mutant
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self.mutant.module:
+            return None
+        file = str(PACKAGE / self.mutant.file)
+        return spec_from_file_location(fullname, file, loader=_Loader(fullname, file, self.mutant))
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, fullname: str, path: str, mutant: Mutant) -> None:
+        super().__init__(fullname, path)
+        self.mutant = mutant
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self.mutant.source(), self.path, "exec")

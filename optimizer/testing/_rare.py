@@ -1,0 +1,107 @@
+"""Tokens that are near misses of a rewrite: seldom written, and wrong if they are mistaken."""
+
+from __future__ import annotations
+
+from math import prod
+
+from optimizer.testing._convolutions import conv
+from optimizer.testing._elementwise import binary, expression, member, statement
+from optimizer.testing._layers import LAYERS, linear
+from optimizer.testing._machine import Emit, Machine, Shape, fits, ranked
+from optimizer.testing._norms import batchnorm
+
+MATRIX_PRODUCT = "{v} @ self.{m}.weight.t() + self.{m}.bias"
+
+
+def written(emit: Emit, text: str) -> Emit:
+    """What `emit` does, after the forward has written a tensor of the new layer `{m}`."""
+
+    def emit_written(machine: Machine) -> None:
+        layers, statements = len(machine.layers), len(machine.statements)
+        emit(machine)
+        if len(machine.layers) > layers:
+            name = machine.layers[-1].name
+            machine.statements.insert(statements, text.replace("{m}", name))
+
+    return emit_written
+
+
+def of_matrix(spelling: str) -> Emit:
+    """A Linear that is spelled so where its input is a matrix; an ordinary one elsewhere."""
+
+    def emit(machine: Machine) -> None:
+        is_matrix = len(machine.top.shape) == 2
+        (linear(spelling=spelling) if is_matrix else linear())(machine)
+
+    return emit
+
+
+def added_matrix(machine: Machine) -> None:
+    """An addmm that adds a matrix, where the sizes allow it, and a vector elsewhere."""
+    name = "weight" if len(set(machine.top.shape)) == 1 else "bias"
+    of_matrix(f"torch.addmm(self.{{m}}.{name}, {{v}}, self.{{m}}.weight.t())")(machine)
+
+
+def widen(machine: Machine) -> None:
+    """Four numbers in the place of the first one of each row."""
+    shape: Shape = (*machine.top.shape[:-1], 4)
+    if not fits(shape) or not machine.top.shape[-1]:
+        return
+    if machine.top.shape[-1] != 1:
+        machine.replace("{v}[..., :1]", (*machine.top.shape[:-1], 1))
+
+    def result(other: Shape) -> Shape | None:
+        return (*other[:-1], 4) if other[-1] == 1 else None
+
+    machine.helpers.add("Constant")
+    layer = machine.add("constant", "Constant(4)", result, ("constant", (4,)))
+    machine.call(layer, "{v} * self.{m}.weight")
+
+
+def rows(machine: Machine) -> None:
+    shape = machine.top.shape
+    machine.replace("{v}.flatten(0, -2)", (prod(shape[:-1]), shape[-1]))
+
+
+def softmax(dimension: int) -> Emit:
+    return expression(f"torch.softmax({{v}}, dim={dimension})")
+
+
+RARE: dict[str, Emit] = {
+    "lower": expression("{v} - 1.0"),
+    "quarter": expression("{v} / 4.0"),
+    "reciprocal": expression("1.0 / {v}"),
+    "over_zero": expression("{v} / 0.0"),
+    "over_minus_zero": expression("{v} / -0.0"),
+    "add_alpha3": binary("torch.add({w}, {v}, alpha=3)"),
+    "clamp_other": expression("torch.clamp({v} + 3.0, 0, 5) / 6.0"),
+    "gate_other": expression("{v} * torch.sigmoid({v} * 0.5)"),
+    "softmax_first": softmax(0),
+    "softmax_last": softmax(-1),
+    "leaky_module": member("leaky", "nn.LeakyReLU(0.5)"),
+    "leaky_negative": expression("F.leaky_relu({v}, -0.5)"),
+    "gelu_module": member("gelu", 'nn.GELU(approximate="tanh")'),
+    "gelu_F": expression('F.gelu({v}, approximate="tanh")'),
+    "rows": ranked(2, rows),
+    "widen": widen,
+    "conv_written": written(conv(), "self.{m}.weight.mul_(2.0)"),
+    "bn_written": written(batchnorm(), "self.{m}.running_mean.add_(1.0)"),
+    "scale_written": written(LAYERS["scale_last"], "self.{m}.weight.mul_(2.0)"),
+    "matmul_written": written(linear(spelling=MATRIX_PRODUCT), "self.{m}.weight.mul_(2.0)"),
+    "addmm_scaled": of_matrix(
+        "torch.addmm(self.{m}.bias, {v}, self.{m}.weight.t(), alpha=2.0, beta=0.5)"
+    ),
+    "addmm_matrix": added_matrix,
+    "bn_F_train": batchnorm(
+        spelling="F.batch_norm({v}, self.{m}.running_mean, self.{m}.running_var, training=True)",
+        training=True,
+    ),
+    "mask_accumulate": statement(
+        "{v}.index_put_(({v} > 0,), torch.ones((), dtype={v}.dtype), accumulate=True)"
+    ),
+    "mask_two": statement("{v}[({v} > 0) & ({v} < 2)] *= 2.0"),
+    "count_chosen": expression("{v} + {v}[{v} > 0].shape[0]"),
+    "assert_finite": lambda machine: machine.statements.append(
+        'torch._assert((x < 1e30).all(), "too large")'
+    ),
+}

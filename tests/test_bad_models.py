@@ -22,6 +22,9 @@ from torch.utils import _pytree as pytree
 
 import optimizer
 from optimizer import InputError
+from optimizer._capture import capture_call
+from optimizer._inputs import Call
+from optimizer._pipeline import Pipeline
 
 X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
 
@@ -400,3 +403,32 @@ def test_a_model_that_does_not_run_is_an_input_error(what: str) -> None:
 
     assert words in str(caught.value)
     assert state_of(model) == before
+
+
+class TwoDevices(nn.Module):
+    """Layers and a constant on the CPU and on the meta device, which stands in for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.there = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3, device="meta")
+        self.norm = nn.BatchNorm2d(4, device="meta")
+        self.register_buffer("scale", torch.rand(4, 1, 1, device="meta"))
+        self.eval()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y, z = x.sin(), x.cos()
+        added = self.here(x) + self.there(x)
+        return self.norm(self.here(y)), self.here(z) * self.scale, added, x.to("meta")
+
+
+def test_what_lives_on_two_devices_is_not_combined() -> None:
+    module = capture_call(TwoDevices(), Call((X,), {}))
+    pipeline = Pipeline(module)
+
+    pipeline.run(optimizer.all_passes())
+
+    reasons = {(refusal.name, refusal.reason) for refusal in pipeline.refused}
+    assert pipeline.fired == []
+    assert ("fold_affine", "dtype or device differ") in reasons
+    assert ("merge_convolutions", "dtype or device differ") in reasons
+    assert any(node.target == "to" for node in module.graph.nodes)

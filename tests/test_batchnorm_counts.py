@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import optimizer
@@ -14,20 +16,25 @@ from models._randomize import randomize
 from models._torchvision_import import import_torchvision
 from optimizer._graph import module_of
 
+with warnings.catch_warnings():
+    # torch deprecates what this module of its own imports.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.fx.experimental.optimization import fuse
+
 torchvision = import_torchvision()
 
-# Of how many BatchNorms how many fold. In densenet121 a ReLU stands between the others and what
-# reads them.
+# Of how many BatchNorms how many fold, and how many torch's own `fuse` folds. In densenet121 a
+# ReLU stands between the others and what reads them.
 COUNTS = {
-    "torchvision resnet50": (53, 53),
-    "torchvision r3d_18": (20, 20),
-    "torchvision maxvit_t": (34, 34),
-    "torchvision densenet121": (121, 59),
-    "timm efficientnet_b0": (49, 49),
-    "timm mobilenetv3_large_100": (46, 46),
-    "timm regnety_004": (53, 53),
-    "timm repvgg_a0": (61, 61),
-    "timm levit_128s": (52, 52),
+    "torchvision resnet50": (53, 53, 53),
+    "torchvision r3d_18": (20, 20, 4),
+    "torchvision maxvit_t": (34, 34, 23),
+    "torchvision densenet121": (121, 59, 59),
+    "timm efficientnet_b0": (49, 49, 0),
+    "timm mobilenetv3_large_100": (46, 46, 0),
+    "timm regnety_004": (53, 53, 0),
+    "timm repvgg_a0": (61, 61, 0),
+    "timm levit_128s": (52, 52, 4),
 }
 SHAPES = {
     "torchvision r3d_18": (1, 3, 4, 32, 32),
@@ -64,8 +71,19 @@ def test_batchnorms_fold(name: str) -> None:
     calls = [module_of(node) for node in fast.graph.nodes if node.op == "call_module"]
     total = sum(isinstance(module, _BatchNorm) for module in model.modules())
     left = sum(isinstance(module, _BatchNorm) for module in calls)
-    assert (total, total - left) == COUNTS[name]
+    assert (total, total - left) == COUNTS[name][:2]
     assert_same_answer(model, fast, x)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_torchs_own_fuse_folds(name: str) -> None:
+    fused = fuse(load(name).float())
+
+    calls = [node for node in fused.graph.nodes if node.op.startswith("call")]
+    modules = [fused.get_submodule(str(n.target)) for n in calls if n.op == "call_module"]
+    left = sum(isinstance(module, _BatchNorm) for module in modules)
+    left += sum(node.target is F.batch_norm for node in calls)
+    assert (COUNTS[name][0], COUNTS[name][0] - left) == COUNTS[name][::2]
 
 
 def test_frozen_batchnorms_fold() -> None:

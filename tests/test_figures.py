@@ -1,0 +1,43 @@
+"""The figures that docs/figures.md gives, held where they are the same on every machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import models
+import optimizer
+from benchmarks import figures
+from optimizer.analysis import Ceilings, roofline
+
+PAGE = (Path(__file__).parent.parent / "docs" / "figures.md").read_text()
+NOWHERE = Ceilings(flops=1e11, bytes=1e10)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "mobilenet_v3_large"])
+def test_the_kernels_of_a_forward_are_as_the_page_says(name: str) -> None:
+    workload = models.load(name)
+    fast = optimizer.optimize(workload.module, workload.example_inputs, check=None)
+
+    before, after = (
+        roofline(each, workload.example_inputs, NOWHERE).launches
+        for each in (workload.module, fast)
+    )
+
+    assert f"| {name} | {before} → {after} |" in PAGE
+    assert name != "resnet50" or after <= 122
+
+
+def test_the_page_has_all_models_of_the_command() -> None:
+    assert re.findall(r"^\| (\w+) \| \d+ → ", PAGE, re.MULTILINE) == list(figures.MODELS)
+
+
+@pytest.mark.parametrize("dtype", figures.DTYPES)
+@pytest.mark.parametrize("name", ["resnet18", "shufflenet_v2_x1_0"])
+def test_the_error_is_that_of_eager_up_to_rounding(name: str, dtype: torch.dtype) -> None:
+    eager, optimized = figures.errors(name, dtype)
+
+    assert 0 < optimized <= 2 * eager

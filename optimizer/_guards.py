@@ -11,21 +11,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from optimizer._errors import InputError
+from optimizer._inplace import recordable
 
 
+@recordable
 def expect_value(value: Any, expected: object, name: str) -> None:
     """Require the argument that the model's branches were chosen by.
 
     Raises:
         InputError: `value` is not what the model was optimized with.
     """
-    if has_torch_function((value,)):
-        handle_torch_function(expect_value, (value,), value, expected, name)
-        return
     if type(value) is not type(expected) or value != expected:
         raise InputError(
             f"this model was optimized for {name}={expected!r}: optimize it again with example"
@@ -33,15 +31,13 @@ def expect_value(value: Any, expected: object, name: str) -> None:
         )
 
 
+@recordable
 def expect_shape(value: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
     """Require the sizes that the shapes of the graph were specialized for.
 
     Raises:
         InputError: `value` has others.
     """
-    if has_torch_function((value,)):
-        handle_torch_function(expect_shape, (value,), value, shape, name)
-        return
     if value.shape != shape:
         raise InputError(
             f"this model was optimized for {name} of shape {shape} and got {tuple(value.shape)}:"
@@ -49,6 +45,7 @@ def expect_shape(value: torch.Tensor, shape: tuple[int, ...], name: str) -> None
         )
 
 
+@recordable
 def expect_tensor(
     value: torch.Tensor, rank: int | None, dtype: torch.dtype | None, name: str
 ) -> None:
@@ -57,9 +54,6 @@ def expect_tensor(
     Raises:
         InputError: `value` is something else.
     """
-    if has_torch_function((value,)):
-        handle_torch_function(expect_tensor, (value,), value, rank, dtype, name)
-        return
     if not isinstance(value, torch.Tensor):
         raise InputError(
             f"this model was optimized for a tensor {name} and got {value!r}:"
@@ -77,15 +71,13 @@ def expect_tensor(
         )
 
 
+@recordable
 def expect_given(value: Any, name: str) -> None:
     """Require that nothing in an argument chooses another branch than a tensor does.
 
     Raises:
         InputError: there is a None, a flag or a string in `value`.
     """
-    if has_torch_function((value,)):
-        handle_torch_function(expect_given, (value,), value, name)
-        return
     if any(chooses_a_branch(leaf) for leaf in tree_leaves(value)):
         raise InputError(
             f"this model was optimized for an argument {name} that holds no None, flag or string:"
@@ -93,15 +85,13 @@ def expect_given(value: Any, name: str) -> None:
         )
 
 
+@recordable
 def expect_none_given(value: Any, name: str) -> None:
     """Require that no argument is given beyond those that the model names.
 
     Raises:
         InputError: there are some in `value`.
     """
-    if has_torch_function((value,)):
-        handle_torch_function(expect_none_given, (value,), value, name)
-        return
     if value:
         raise InputError(
             f"this model was optimized for no further arguments in '{name}' and got {len(value)}:"
@@ -109,17 +99,13 @@ def expect_none_given(value: Any, name: str) -> None:
         )
 
 
+@recordable
 def expect_structure(value: Any, structure: str, name: str) -> list[Any]:
     """The leaves of an argument, which was a tree of this structure when the model was exported.
 
     Raises:
         InputError: `value` has another structure.
     """
-    if has_torch_function((value,)):
-        leaves: list[Any] = handle_torch_function(
-            expect_structure, (value,), value, structure, name
-        )
-        return leaves
     leaves, found = tree_flatten(value)
     if str(found) != structure:
         raise InputError(
@@ -129,6 +115,7 @@ def expect_structure(value: Any, structure: str, name: str) -> list[Any]:
     return leaves
 
 
+@recordable
 def expect_like(
     value: torch.Tensor,
     sizes: tuple[int | tuple[int, int], ...],
@@ -142,10 +129,6 @@ def expect_like(
     Raises:
         InputError: `value` is something else, or its layout, device, dtype or sizes differ.
     """
-    if has_torch_function((value,)):
-        expected = (sizes, dtype, device, contiguous, name)
-        handle_torch_function(expect_like, (value,), value, *expected)
-        return
     expect_tensor(value, len(sizes), dtype, name)
     known = (s if isinstance(s, tuple) else (s, s) for s in sizes)
     fits = all(

@@ -8,36 +8,50 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
-def _recordable(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def apply(target: Any, other: Any) -> Any:
-        if has_torch_function((target, other)):
-            return handle_torch_function(apply, (target, other), target, other)
-        return function(target, other)
 
-    apply.__name__ = apply.__qualname__ = function.__name__
+def recordable(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The same function, which tracers and modes see a call of as they do of torch's own."""
+
+    @wraps(function)
+    def apply(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        given = (*args, *kwargs.values()) if kwargs else args
+        if has_torch_function(given):
+            result: Result = handle_torch_function(apply, given, *args, **kwargs)
+            return result
+        return function(*args, **kwargs)
+
     return apply
 
 
-iadd = _recordable(operator.iadd)
-iand = _recordable(operator.iand)
-ifloordiv = _recordable(operator.ifloordiv)
-ilshift = _recordable(operator.ilshift)
-imatmul = _recordable(operator.imatmul)
-imod = _recordable(operator.imod)
-imul = _recordable(operator.imul)
-ior = _recordable(operator.ior)
-ipow = _recordable(operator.ipow)
-irshift = _recordable(operator.irshift)
-isub = _recordable(operator.isub)
-itruediv = _recordable(operator.itruediv)
-ixor = _recordable(operator.ixor)
+def _operator(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    apply = recordable(function)
+    apply.__module__ = __name__  # where fx and pickle are to find it
+    return apply
+
+
+iadd = _operator(operator.iadd)
+iand = _operator(operator.iand)
+ifloordiv = _operator(operator.ifloordiv)
+ilshift = _operator(operator.ilshift)
+imatmul = _operator(operator.imatmul)
+imod = _operator(operator.imod)
+imul = _operator(operator.imul)
+ior = _operator(operator.ior)
+ipow = _operator(operator.ipow)
+irshift = _operator(operator.irshift)
+isub = _operator(operator.isub)
+itruediv = _operator(operator.itruediv)
+ixor = _operator(operator.ixor)
 
 INPLACE_OPERATORS = (
     iadd, iand, ifloordiv, ilshift, imatmul, imod, imul, ior, ipow, irshift, isub, itruediv, ixor,
@@ -50,14 +64,12 @@ def _over_an_operand(
     """A commutative `function` whose result overwrites an operand if they are laid out alike."""
 
     def apply(first: Any, second: Any, overwritten: int) -> Any:
-        if has_torch_function((first, second)):
-            return handle_torch_function(apply, (first, second), first, second, overwritten)
         if not alike(first, second):
             return function(first, second)
         return in_place(second, first) if overwritten else in_place(first, second)
 
     apply.__name__ = apply.__qualname__ = f"{function.__name__}_over"
-    return apply
+    return recordable(apply)
 
 
 def alike(first: Tensor, second: Tensor) -> bool:
@@ -66,20 +78,17 @@ def alike(first: Tensor, second: Tensor) -> bool:
     return same and first.stride() == second.stride()
 
 
+@recordable
 def where_into(mask: Any, value: Any, other: Any, *, out: Any) -> Any:
     """`torch.where` that has `out` also where gradients are recorded."""
-    given = (mask, value, other, out)
-    if has_torch_function(given):
-        return handle_torch_function(where_into, given, mask, value, other, out=out)
     if torch.is_grad_enabled() and (value.requires_grad or other.requires_grad):
         return out.copy_(torch.where(mask, value, other))
     return torch.where(mask, value, other, out=out)
 
 
+@recordable
 def where_like(mask: Any, value: Any, other: Any) -> Any:
     """`torch.where` laid out as a copy of `other` is, and not as the mask."""
-    if has_torch_function((mask, value, other)):
-        return handle_torch_function(where_like, (mask, value, other), mask, value, other)
     result = torch.where(mask, value, other)
     alike = result.stride() == other.stride()
     return result if alike else torch.empty_like(other).copy_(result)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from optimizer._graph import arg, attribute, owner
+from optimizer._graph import arg, attribute_of, is_attribute
 
 aten = torch.ops.aten
 Function: TypeAlias = Callable[..., Any]
@@ -94,10 +94,9 @@ def _addmm(node: fx.Node) -> None:
     """addmm(b, x, W^T) is linear(x, W, b) where b is a row, and x always has two dimensions."""
     bias, source, transposed = node.args
     weight = _transposed_attribute(transposed)
-    row = isinstance(bias, fx.Node) and bias.op == "get_attr"
-    if weight is None or not row or node.kwargs:
+    if weight is None or not is_attribute(bias) or node.kwargs:
         return
-    if attribute(owner(node), str(bias.target)).shape == _weight(weight).shape[:1]:  # type: ignore[union-attr]
+    if attribute_of(bias).shape == attribute_of(weight).shape[:1]:
         _call(node, F.linear, source, weight, bias)
 
 
@@ -112,12 +111,7 @@ def _transposed_attribute(value: Any) -> fx.Node | None:
         value.target is torch.t or (value.target is torch.permute and list(value.args[1]) == [1, 0])
     )
     source = arg(value, 0) if swaps else None
-    return source if isinstance(source, fx.Node) and source.op == "get_attr" else None
-
-
-def _weight(node: fx.Node) -> torch.Tensor:
-    weight: torch.Tensor = attribute(owner(node), str(node.target))
-    return weight
+    return source if is_attribute(source) else None
 
 
 def _index_put(node: fx.Node) -> None:
@@ -135,7 +129,7 @@ def _number(value: Any) -> Any:
     if getattr(value, "target", None) is not aten.lift_fresh_copy.default:
         return None
     constant = value.args[0]
-    tensor = attribute(owner(value), str(constant.target)) if constant.op == "get_attr" else None
+    tensor = attribute_of(constant) if is_attribute(constant) else None
     return tensor.item() if tensor is not None and tensor.dim() == 0 else None
 
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from optimizer._affine import Affine, Layer, device_of_float64
 from optimizer._edit import insert_call, insert_module
 from optimizer._facts import is_read_only, is_written, rank
-from optimizer._graph import attribute, module_of, owner
+from optimizer._graph import attribute_of, is_attribute, module_of, owner
 from optimizer._pass import require
 
 LAYERS = (
@@ -42,8 +42,7 @@ def operand(node: fx.Node) -> fx.Node | None:
 
 def _is_constant(value: Any) -> bool:
     if isinstance(value, fx.Node):
-        held = attribute(owner(value), str(value.target)) if value.op == "get_attr" else None
-        return isinstance(held, torch.Tensor)
+        return is_attribute(value) and isinstance(attribute_of(value), torch.Tensor)
     return type(value) in (int, float)
 
 
@@ -90,7 +89,7 @@ def _of_constant(node: fx.Node, layer: Layer, channels: int) -> Affine:
 def _constant_of(node: fx.Node, mapped: Any, layer: Layer, channels: int) -> torch.Tensor:
     """The tensor that a node reads, which must hold one number, or one for each channel."""
     require(is_read_only(node), "the forward writes their tensors")
-    value: torch.Tensor = attribute(owner(node), str(node.target))
+    value: torch.Tensor = attribute_of(node)
     require(_fits(layer.weight, value), "dtype or device differ")
     narrowed = value.dim() > 0 and torch.is_autocast_enabled(value.device.type)
     require(not narrowed, "autocast gives the layer another dtype than the constant")

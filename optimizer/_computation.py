@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimizer._graph import attribute, owner, tensors_of
+from optimizer._graph import attribute_of, tensors_of
 
 
 def computation(last: fx.Node, accepts: Callable[[fx.Node], bool]) -> list[fx.Node]:
@@ -28,8 +28,8 @@ def tensors_read_by(nodes: list[fx.Node]) -> list[torch.Tensor]:
     """The distinct parameters and buffers of the model that some nodes read."""
     tensors: list[torch.Tensor] = []
     for node in nodes:
-        tensors += [_held(node)] if node.op == "get_attr" else []
-        tensors += tensors_of(_held(node)) if node.op == "call_module" else []
+        tensors += [attribute_of(node)] if node.op == "get_attr" else []
+        tensors += tensors_of(attribute_of(node)) if node.op == "call_module" else []
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
@@ -39,14 +39,10 @@ def value_of(nodes: list[fx.Node], given: Callable[[Any], Any]) -> Any:
     for node in nodes:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
         if node.op == "get_attr":
-            values[node] = given(_held(node))
+            values[node] = given(attribute_of(node))
         elif node.op == "call_method":
             values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
-            function: Any = given(_held(node)) if node.op == "call_module" else node.target
+            function: Any = given(attribute_of(node)) if node.op == "call_module" else node.target
             values[node] = function(*args, **kwargs)
     return values[nodes[-1]]
-
-
-def _held(node: fx.Node) -> Any:
-    return attribute(owner(node), str(node.target))

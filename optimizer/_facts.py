@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._graph import attribute, callee, is_plain, module_of, owner, tensors_of
+from optimizer._graph import attribute_of, callee, is_plain, module_of, tensors_of
 from optimizer._guards import expect_structure
 from optimizer._inplace import INPLACE_OPERATORS
 from optimizer._observation import Fact, Facts
@@ -189,7 +189,7 @@ def is_written(node: fx.Node) -> bool:
     if facts is not None:
         return facts.any_written(storages_in(facts.to_meta(tensors)))
     read = (n for n in node.graph.nodes if n.op == "get_attr")
-    held = {id(attribute(owner(node), str(n.target))) for n in read}
+    held = {id(attribute_of(n)) for n in read}
     return any(id(tensor) in held for tensor in tensors)
 
 

@@ -32,6 +32,16 @@ def attribute(root: nn.Module, path: str) -> Any:
     return value
 
 
+def attribute_of(node: Any) -> Any:
+    """The tensor or module of the model that a node reads or calls."""
+    return attribute(owner(node), str(node.target))
+
+
+def is_attribute(value: object) -> bool:
+    """Whether a value is a node that reads a tensor of the model."""
+    return isinstance(value, fx.Node) and value.op == "get_attr"
+
+
 def module_of(node: fx.Node) -> Any:
     """The module that a call_module node calls (typed Any: a pattern has fixed its class)."""
     assert node.op == "call_module", node.op

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from optimizer._facts import Refused, is_read_only, rank, rely_on_asked
-from optimizer._graph import attribute, callee, fresh_name, owner
+from optimizer._graph import attribute_of, callee, fresh_name, is_attribute, owner
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -31,17 +31,17 @@ def affine_as_module(node: fx.Node) -> None:
         return
     weight: Any
     source, weight, bias, *settings = node.args
-    if not (_is_attribute(weight) and (bias is None or _is_attribute(bias))):
+    if not (_is_constant(weight) and (bias is None or _is_constant(bias))):
         return
     if any(isinstance(leaf, fx.Node) for leaf in torch.utils._pytree.tree_leaves(settings)):
         return
-    if attribute(owner(node), str(weight.target)).dim() < 2:
+    if attribute_of(weight).dim() < 2:
         return  # F.linear takes a vector for a weight, nn.Linear does not
     _call_module(node, _affine_module(function, settings, weight), source, weight=weight, bias=bias)
 
 
 def _affine_module(function: Function, settings: list[Any], weight: fx.Node) -> nn.Module:
-    rows, columns, *kernel = attribute(owner(weight), str(weight.target)).shape
+    rows, columns, *kernel = attribute_of(weight).shape
     if function is F.linear:
         return nn.Linear(columns, rows, device="meta")
     if len(settings) == 4:
@@ -58,7 +58,7 @@ def norm_as_module(node: fx.Node) -> None:
         return
     source, mean, variance, weight, bias, training, momentum, eps = node.args
     tensors = {"running_mean": mean, "running_var": variance, "weight": weight, "bias": bias}
-    attributes = all(t is None or _is_attribute(t) for t in tensors.values())
+    attributes = all(t is None or _is_constant(t) for t in tensors.values())
     inference = training is False and mean is not None and variance is not None
     if not (inference and attributes and isinstance(eps, float)):
         return
@@ -67,22 +67,22 @@ def norm_as_module(node: fx.Node) -> None:
     except (Refused, KeyError):
         return
     rely_on_asked(node.graph)
-    features = attribute(owner(node), str(mean.target)).shape[0]  # type: ignore[union-attr]
+    features = attribute_of(mean).shape[0]
     module = kind(features, eps, momentum, device="meta").eval()
     module.num_batches_tracked = torch.tensor(0)
     _call_module(node, module, source, **tensors)
 
 
-def _is_attribute(value: Any) -> bool:
+def _is_constant(value: Any) -> bool:
     """Whether a value is a tensor of the model that no node writes."""
-    return isinstance(value, fx.Node) and value.op == "get_attr" and is_read_only(value)
+    return is_attribute(value) and is_read_only(value)
 
 
 def _call_module(node: fx.Node, module: nn.Module, source: Any, **tensors: Any) -> None:
     """Turn a node, in place, into a call of `module` holding the given attributes."""
     root = owner(node)
     for name, value in tensors.items():
-        held = None if value is None else attribute(root, str(value.target))
+        held = None if value is None else attribute_of(value)
         if name in module._buffers:
             module._buffers[name] = held
         elif held is None or isinstance(held, nn.Parameter):

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from optimizer._copy import on_storage
 from optimizer._effects import Effects
-from optimizer._graph import attribute, is_plain, module_of, owner, tensors_of
+from optimizer._graph import attribute_of, is_plain, module_of, tensors_of
 from optimizer._known_results import EVERY_MASK_IS_FULL, known_result, known_sum, writes_its_input
 from optimizer._trees import map_tensors, storages_in
 from optimizer._vocabulary import FACTORIES, MAY_COPY
@@ -138,7 +138,7 @@ class Facts:
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": "meta"}
         if node.op == "get_attr":
-            return self.to_meta(attribute(owner(node), str(node.target)))
+            return self.to_meta(attribute_of(node))
         if node.op == "call_module":
             module = module_of(node)
             if not is_plain(module):

@@ -12,7 +12,7 @@ from torch import fx, nn
 from optimizer._edit import insert_function, replace_later_uses
 from optimizer._facts import dtype, is_private, is_unchanged, on_one_device, rank, tensor
 from optimizer._graph import arg
-from optimizer._inplace import where_like
+from optimizer._inplace import alike, where_like
 from optimizer._match import call
 from optimizer._pass import require, rewrite
 
@@ -85,10 +85,6 @@ def _fits(value: float, kind: torch.dtype) -> bool:
     return limits.min <= int(value) <= limits.max
 
 
-def _geometry(value: torch.Tensor) -> tuple[object, ...]:
-    return value.dtype, value.shape, value.stride()
-
-
 def _unwritten(target: fx.Node, assignment: fx.Node) -> fx.Node:
     """What `target` is a copy of, if it was copied only to be written; else `target`."""
     source = arg(target, 0)
@@ -96,7 +92,7 @@ def _unwritten(target: fx.Node, assignment: fx.Node) -> fx.Node:
     copied &= len(target.args) == 1 and not target.kwargs  # a copy in the layout of its source
     if not (copied and isinstance(source, fx.Node)) or any(u < assignment for u in target.users):
         return target
-    same = _geometry(tensor(source)) == _geometry(tensor(target))
+    same = alike(tensor(source), tensor(target))
     return source if same and is_unchanged(source, target, assignment) else target
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from optimizer._edit import erase_run, insert_function
 from optimizer._expression import PRODUCTS, Form, form_of_function, is_closed, readings
 from optimizer._facts import is_unchanged, tensor
+from optimizer._inplace import alike
 from optimizer._match import call
 from optimizer._pass import require, rewrite
 
@@ -47,7 +48,7 @@ def recognize_activations(root: fx.Node) -> fx.Node | None:
         require(is_unchanged(x, min(inner), root), "its input is written on the way")
         require(tensor(x).is_floating_point(), "its input is not floating point")
         result = function(tensor(x), **settings)
-        require(_geometry(result) == _geometry(tensor(root)), "the result would differ in layout")
+        require(alike(result, tensor(root)), "the result would differ in layout")
         native = insert_function(root, function, (x,), **settings)
         erase_run(root, inner)
         return native
@@ -57,10 +58,6 @@ def recognize_activations(root: fx.Node) -> fx.Node | None:
 @cache
 def _natives() -> dict[Form, tuple[Callable[..., Any], dict[str, str]]]:
     return {form_of_function(spelled): (native, settings) for spelled, native, settings in _NATIVE}
-
-
-def _geometry(value: torch.Tensor) -> tuple[object, ...]:
-    return value.dtype, value.shape, value.stride()
 
 
 class _Swish(nn.Module):

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from optimizer._edit import insert_module
 from optimizer._facts import is_read_only
-from optimizer._graph import arg, attribute, callee, owner
+from optimizer._graph import arg, attribute_of, callee, is_attribute
 from optimizer._match import call
 from optimizer._pass import require, rewrite
 
@@ -36,19 +36,19 @@ def recognize_linear(product: fx.Node) -> fx.Node | None:
         return None
     bias, source, right = terms
     matrix = arg(right, 0) if _is_transpose(right) else right
-    if not (_is_attribute(matrix) and (bias is None or _is_attribute(bias))):
+    if not (is_attribute(matrix) and (bias is None or is_attribute(bias))):
         return None
     require(not product.kwargs, "its terms are scaled, or the result is written elsewhere")
-    require(_held(matrix).dim() == 2, "the model's tensor is no matrix")
+    require(attribute_of(matrix).dim() == 2, "the model's tensor is no matrix")
     weight = _weight(right, matrix)
-    row = bias is None or _held(bias).shape == weight.shape[:1]
+    row = bias is None or attribute_of(bias).shape == weight.shape[:1]
     require(row, "what is added is no bias, one number for each output")
     require(all(is_read_only(n) for n in (matrix, bias) if n), "the forward may write the matrix")
 
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta").eval()
-    linear.weight = _parameter(weight, _held(matrix))
+    linear.weight = _parameter(weight, attribute_of(matrix))
     if bias is not None:
-        linear.bias = _parameter(_held(bias), _held(bias))
+        linear.bias = _parameter(attribute_of(bias), attribute_of(bias))
     stem = str(matrix.target).replace(".", "_")
     return insert_module(product, linear, (source,), f"{stem}_linear", like=product)
 
@@ -59,17 +59,9 @@ def _is_transpose(node: Any) -> bool:
     return called and node.all_input_nodes == [arg(node, 0)]
 
 
-def _is_attribute(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "get_attr"
-
-
-def _held(node: Any) -> Any:
-    return attribute(owner(node), str(node.target))
-
-
 def _weight(right: Any, matrix: fx.Node) -> torch.Tensor:
     """The transpose of the right matrix: the model's own tensor, where it is the same view."""
-    held: torch.Tensor = _held(matrix)
+    held: torch.Tensor = attribute_of(matrix)
     seen = held if right is matrix else right.target(held, *right.args[1:])
     weight = seen.detach().t()
     same = (weight.shape, weight.stride()) == (held.shape, held.stride())

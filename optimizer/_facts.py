@@ -210,7 +210,7 @@ _PURE_BY_DEFINITION = (
 _EFFECTS_OF_PYTHON = (expect_structure, *INPLACE_OPERATORS)
 
 
-def _is_trusted(code: Any) -> bool:
+def is_trusted(code: Any) -> bool:
     """Whether it is known to have no effect but those that ATen operators have."""
     return str(getattr(code, "__module__", "")).split(".")[0] in _TRUSTED
 
@@ -232,8 +232,8 @@ def is_pure(node: fx.Node) -> bool:
     if node.op == "call_module":
         module = module_of(node)
         plain = all(map(is_plain, module.modules()))
-        return plain and _is_trusted(type(module))
+        return plain and is_trusted(type(module))
     if node.op == "call_function":
-        trusted = _is_trusted(node.target) or node.target is getattr
+        trusted = is_trusted(node.target) or node.target is getattr
         return trusted and node.target not in _EFFECTS_OF_PYTHON
     return node.op == "get_attr" or (node.op == "call_method" and _on_a_tensor(node))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self
 
+import torch
 from torch import fx, nn
 from torch.fx.graph_module import reduce_graph_module
 
@@ -105,7 +106,8 @@ class OptimizedModule(_Result, fx.GraphModule):
 def _rebuild(
     body: dict[str, Any], imports: str, report: Report, recipe: bytes | None
 ) -> OptimizedModule:
-    rebuilt = reduce_graph_module(body, imports)
+    with torch.enable_grad():  # as it was recorded: a write under no_grad is refused
+        rebuilt = reduce_graph_module(body, imports)
     assert isinstance(rebuilt, fx.GraphModule)
     return OptimizedModule.of(rebuilt, report, recipe)
 

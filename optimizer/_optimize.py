@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -17,12 +19,15 @@ from optimizer._check import Answer, Difference, answer, compare_answers, refere
 from optimizer._errors import CaptureError, InputError
 from optimizer._front_ends import FRONT_ENDS, FrontEnds, choose, record
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
+from optimizer._lower import Tuning, lower
+from optimizer._lowered import LoweredModule
 from optimizer._module import OptimizedModule, Unchanged
-from optimizer._pass import Pass
+from optimizer._pass import LOWERED, Pass
 from optimizer._pipeline import FaultyPassError, Pipeline
 from optimizer._refit import Recipe
 from optimizer._registry import all_passes, select
 from optimizer._report import Line, Report, Size, listing
+from optimizer.lowering._eligible import obstacle
 
 Check: TypeAlias = Literal["final", "each"] | None
 
@@ -37,6 +42,8 @@ def optimize(
     only: Iterable[str | Pass] | None = None,
     disable: Iterable[str] = (),
     static_shapes: bool = False,
+    tune_seconds: float = 1.0,
+    decisions: str | os.PathLike[str] | None = None,
 ) -> OptimizedModule | Unchanged:
     """A faster module that computes what `model` computes; `model` itself is not changed.
 
@@ -49,7 +56,8 @@ def optimize(
             training mode it is optimized as far as is right, with a warning.
         example_inputs: a tensor, a tuple of positional, or a mapping of keyword arguments. Later
             calls may have other sizes. Without them only rewrites that need no shape are made.
-        level: 0 keeps the same bits; 1 keeps the function up to rounding.
+        level: 0 keeps the same bits; 1 keeps the function up to rounding; 2 besides prepares calls
+            like the example for the device it is on (`LoweredModule`).
         capture: "symbolic" records the forward by calling it with stand-ins; "export" asks
             torch.export, and holds later calls to what that took from the example inputs (sizes
             but that of the batch, dtypes, memory formats); "auto" is "symbolic" and, where that
@@ -60,6 +68,9 @@ def optimize(
         disable: names of passes not to run.
         static_shapes: compute now what follows from the sizes of the example inputs. Calls with
             other sizes are then errors.
+        tune_seconds: at level 2, how long candidates are timed. With 0 none is: the choice is
+            always the same.
+        decisions: at level 2, a file of choices: those in it are not timed again, others added.
 
     Raises:
         InputError: an argument cannot be used, or the model rejects the example inputs.
@@ -68,9 +79,12 @@ def optimize(
     passes = select(level, only, disable, ("specialize_shapes",) if static_shapes else ())
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
+    tuning = Tuning.of(tune_seconds, decisions)
     call = None if example_inputs is None else as_call(example_inputs)
     model, call, front_ends = choose(model, call, capture, static_shapes=static_shapes)
-    run = Run(require_module(model), call, front_ends, level, check if call else None, passes)
+    run = Run(
+        require_module(model), call, front_ends, level, check if call else None, passes, tuning
+    )
     with undisturbed():
         return run.result()
 
@@ -102,8 +116,10 @@ class Run:
         level: int,
         check: Check,
         passes: Sequence[Pass],
+        tuning: Tuning | None = None,
     ) -> None:
         self.started = time.perf_counter()
+        self.tuning = tuning or Tuning()
         self.model, self.call, self.level, self.check = model, call, level, check
         self.passes = list(passes)
         self.front_ends, self.front_end = front_ends, ""
@@ -143,11 +159,29 @@ class Run:
         names = tuple(each.name if each in ours else each for each in self.passes)
         known = self.front_end in FRONT_ENDS  # to `optimize` the model again
         recipe = Recipe.of(self.model, self.call, self.level, names) if known else None
-        optimized = OptimizedModule.of(module, self._report(before, pipeline), recipe)
+        kind = LoweredModule if self.level >= LOWERED else OptimizedModule
+        reason = obstacle(module.graph) if self.level >= LOWERED else ""  # the facts stay behind
+        optimized = kind.of(module, self._report(before, pipeline), recipe)
         if self.check == "final" and self._difference(optimized):
             self.check = "each"  # once more, to find out which pass it was
             return self._attempt()
+        if isinstance(optimized, LoweredModule):
+            self._lower(optimized, reason)
         return optimized
+
+    def _lower(self, optimized: LoweredModule, reason: str) -> None:
+        """Lower the call of the example inputs; a remark says where that was not done."""
+        optimized.meta["obstacle"] = reason
+        remark = lower(optimized, self.call, self.tuning, self._output_difference)
+        seconds = time.perf_counter() - self.started
+        remarks = (*optimized.report.remarks, *filter(None, [remark]))
+        optimized.meta["report"] = replace(optimized.report, remarks=remarks, seconds=seconds)
+
+    def _output_difference(self, actual: Answer) -> Difference | None:
+        if self.check is None or self.expected is None or self.call is None:
+            return None
+        expected = Answer(self.expected.output, ())
+        return compare_answers(self.model, self.call, expected, actual, exact=False)
 
     def _verifier(self, module: fx.GraphModule) -> Callable[[Pass], None] | None:
         if self.check != "each":

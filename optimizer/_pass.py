@@ -31,7 +31,9 @@ PHASES: tuple[Phase, ...] = ("simplify", "fold", "fuse", "memory")
 LEVELS: dict[int, frozenset[Numerics]] = {
     0: frozenset({"exact"}),
     1: frozenset({"exact", "rounding"}),
+    2: frozenset({"exact", "rounding"}),
 }
+LOWERED = 2  # the level from which on calls are lowered to kernels of their device
 
 
 def require(condition: bool, reason: str) -> None:

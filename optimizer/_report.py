@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from textwrap import indent
 from typing import Any
@@ -29,6 +30,25 @@ class Refusal:
     node: str
     source: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which program runs a region of a lowered call, and why.
+
+    Attributes:
+        region: what it computes.
+        key: the same for regions that differ only in their weights.
+        chosen: the candidate that runs it.
+        seconds: the median time of each candidate that was timed.
+        rejected: why a candidate was not.
+    """
+
+    region: str
+    key: str
+    chosen: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    rejected: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,6 +109,7 @@ class Report:
         checked: when the answer was checked: "final", "each", or empty where it was not.
         front_end: what captured the model: "symbolic", "export", "exported program" or "dynamo".
         seconds: how long `optimize` took.
+        choices: which program runs each region of the example's call, at level 2.
         graph_before, graph_after: the nodes, and where those that are new come from.
     """
 
@@ -102,6 +123,7 @@ class Report:
     checked: str = ""
     front_end: str = "symbolic"
     seconds: float = 0.0
+    choices: tuple[Choice, ...] = ()
     graph_before: tuple[Line, ...] = ()
     graph_after: tuple[Line, ...] = ()
 
@@ -126,7 +148,8 @@ class Report:
         return counts
 
     def __str__(self) -> str:
-        sections = [self._head(), self._fired(), self._refused(), self._remarks(), self._sizes()]
+        rewrites = [self._head(), self._fired(), self._refused(), self._lowered()]
+        sections = [*rewrites, self._remarks(), self._sizes()]
         return "\n\n".join(section for section in sections if section)
 
     def _head(self) -> str:
@@ -145,6 +168,15 @@ class Report:
             return ""
         rows = [(r.name, r.node, r.source, r.reason) for r in self.refused]
         return f"refused: {len(self.refused)}\n" + indent(columns(rows), "  ")
+
+    def _lowered(self) -> str:
+        if not self.choices:
+            return ""
+        counts = Counter((choice.chosen, choice.region) for choice in self.choices)
+        rows = [(str(count), *what) for what, count in counts.items()]
+        rejected = {text for choice in self.choices for text in choice.rejected.items()}
+        rows += [("0", name, f"rejected: {reason}") for name, reason in sorted(rejected)]
+        return f"regions: {len(self.choices)}\n" + indent(columns(rows), "  ")
 
     def _remarks(self) -> str:
         return "\n".join(f"remark: {remark}" for remark in self.remarks)

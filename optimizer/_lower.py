@@ -1,0 +1,113 @@
+"""Level 2: lower the example's call, and keep that only where it is right and measured to pay."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from optimizer._check import Answer, Difference
+from optimizer._errors import InputError
+from optimizer._inputs import Call
+from optimizer._lowered import Decisions, LoweredModule
+from optimizer._trees import tensors_in
+from optimizer.lowering._choose import AS_IT_IS, WORTH_IT, Chooser
+from optimizer.lowering._plan import Plan
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How candidates are chosen.
+
+    Attributes:
+        seconds: how long they are timed; 0 times none.
+        path: a file of earlier decisions, which are not timed again; new ones are added to it.
+    """
+
+    seconds: float = 1.0
+    path: Path | None = None
+
+    @classmethod
+    def of(cls, seconds: float, path: str | os.PathLike[str] | None) -> Tuning:
+        """What a caller asks for.
+
+        Raises:
+            InputError: it cannot be used.
+        """
+        if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+            raise InputError(f"tune_seconds is {seconds!r}: pass a number of seconds, or 0.")
+        tuning = cls(float(seconds), None if path is None else Path(path))
+        tuning.known()
+        return tuning
+
+    def known(self) -> Decisions:
+        """The decisions in the file; none if there is no file yet.
+
+        Raises:
+            InputError: the file holds something else.
+        """
+        if self.path is None or not self.path.exists():
+            return {}
+        try:
+            found = json.loads(self.path.read_text())
+        except (OSError, ValueError) as error:
+            raise InputError(f"decisions={str(self.path)!r} cannot be read: {error}.") from error
+        if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
+            raise InputError(f"decisions={str(self.path)!r} holds no decisions: name another file.")
+        return found
+
+    def keep(self, decisions: Decisions) -> None:
+        """Add decisions to the file, which is whole at every moment."""
+        if self.path is None:
+            return
+        beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.new")
+        beside.write_text(json.dumps({**self.known(), **decisions}, indent=1, sort_keys=True))
+        beside.replace(self.path)
+
+
+def lower(
+    module: LoweredModule,
+    call: Call | None,
+    tuning: Tuning,
+    difference: Callable[[Answer], Difference | None],
+) -> str:
+    """Lower a call of a module; return why it was not, or nothing.
+
+    `difference` says what is wrong with an answer.
+    """
+    if call is None:
+        return "not lowered: there are no example inputs"
+    chooser = Chooser(tuning.seconds, tuning.known())
+    try:
+        plan = module.prepare(call, chooser)
+    except InputError as error:
+        return str(error).rstrip(".")
+    reason = _reason_against(module, plan, call, chooser, difference)
+    if reason:
+        module.forget(call)
+        return f"such a call is not lowered: {reason}"
+    tuning.keep({choice.key: choice.chosen for choice in plan.choices})
+    module.meta["report"] = replace(module.report, choices=plan.choices)
+    return ""
+
+
+def _reason_against(
+    module: LoweredModule,
+    plan: Plan,
+    call: Call,
+    chooser: Chooser,
+    difference: Callable[[Answer], Difference | None],
+) -> str:
+    own = tuple(tensor.clone() for tensor in tensors_in(call))
+    found = difference(Answer(plan(own), ()))
+    if found is not None:
+        return f"its answer differs ({found})"
+    if not chooser.tunes:
+        lowered = any(choice.chosen != AS_IT_IS for choice in plan.choices)
+        return "" if lowered else "no region of it can be"
+    portable = functools.partial(module.run_portable, *call.args, **call.kwargs)
+    seconds = chooser.race({"plan": functools.partial(plan, own), "portable": portable}, ())
+    return "" if seconds["plan"] <= WORTH_IT * seconds["portable"] else "it is not faster so"

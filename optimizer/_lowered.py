@@ -1,0 +1,170 @@
+"""What `optimize` returns at level 2: the portable module, and beside it what was lowered.
+
+A call with sizes, strides and dtypes that were lowered runs the program that was chosen for them;
+any other runs the portable code. What was chosen travels with copies and pickles, the packed
+weights do not: they are packed again at the first such call.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from optimizer._errors import InputError
+from optimizer._inputs import Call, ExampleInputs, as_call
+from optimizer._module import OptimizedModule
+from optimizer._report import Choice
+from optimizer.lowering._choose import Chooser
+from optimizer.lowering._plan import Plan, Signature, Weights
+from optimizer.lowering._straight_line import NotStraightLineError
+
+Decisions: TypeAlias = Mapping[str, str]
+NO_DECISIONS: Decisions = MappingProxyType({})
+
+
+class LoweredModule(OptimizedModule):
+    """An optimized model that runs calls like the example's on fused kernels of their device.
+
+    Those calls return tensors that carry no gradient, and run no hooks of its submodules; a call
+    with an input that requires a gradient runs the portable code, as does any other call.
+    """
+
+    def lower(
+        self,
+        example_inputs: ExampleInputs,
+        *,
+        tune_seconds: float = 1.0,
+        decisions: Decisions = NO_DECISIONS,
+    ) -> tuple[Choice, ...]:
+        """Prepare for calls like this one too; return what was chosen for each region.
+
+        Args:
+            example_inputs: a tensor, a tuple of positional, or a mapping of keyword arguments.
+            tune_seconds: how long candidates are timed; with 0 none is, and convolutions are
+                lowered.
+            decisions: what to choose, by the key of a region, without timing it.
+
+        Raises:
+            InputError: such a call can only run the portable code; the message says why.
+        """
+        chooser = Chooser(tune_seconds, decisions)
+        return self.prepare(as_call(example_inputs), chooser).choices
+
+    def prepare(self, call: Call, chooser: Chooser) -> Plan:
+        """Make a plan for calls like this one.
+
+        Raises:
+            InputError: such a call can only run the portable code; the message says why.
+        """
+        if self.meta.get("obstacle"):
+            raise InputError(f"this model is not lowered: {self.meta['obstacle']}.")
+        signature = Signature.of(*call)
+        if signature is None:
+            raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
+        try:
+            plan = Plan(self, self.run_portable, call, chooser)
+        except NotStraightLineError as error:
+            raise InputError(f"such a call is not lowered: {error}.") from error
+        chosen = {choice.key: choice.chosen for choice in plan.choices}
+        self._plans[signature.key] = plan
+        self.meta["lowered"] = {**self.meta.get("lowered", {}), signature.key: chosen}
+        return plan
+
+    def run_portable(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the portable code, whatever was lowered."""
+        return type(self).forward.__wrapped__(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        """What runs instead of the portable code for a call; None if nothing does.
+
+        After the weights were changed, one call runs the portable code: they are packed again
+        once they rest.
+        """
+        lowered = self.meta.get("lowered", {})
+        signature = Signature.of(args, kwargs) if lowered else None
+        if signature is None or signature.key not in lowered:
+            return None
+        plan = self._plans.get(signature.key)
+        if plan is not None and not plan.weights.are_current():
+            self._plans[signature.key] = _Resting(self)
+            return None
+        if not isinstance(plan, Plan):
+            plan = self._prepare_again(signature.key, Call(args, kwargs))
+        return functools.partial(plan, signature.tensors) if plan else None
+
+    def _prepare_again(self, key: Hashable, call: Call) -> Plan | None:
+        if not self._plans.lock.acquire(blocking=False):
+            return None  # another thread does
+        try:
+            return self.prepare(call, Chooser(0, self.meta["lowered"][key]))
+        except InputError:
+            self.forget(call)
+            return None
+        finally:
+            self._plans.lock.release()
+
+    def forget(self, call: Call) -> None:
+        """Run the portable code again for calls like this one."""
+        signature = Signature.of(*call)
+        key = signature.key if signature else None
+        self._plans.pop(key, None)
+        self.meta["lowered"] = {k: v for k, v in self.meta["lowered"].items() if k != key}
+
+    @property
+    def _plans(self) -> _Plans:
+        plans: _Plans = self.__dict__.setdefault("_prepared_plans", _Plans())
+        return plans
+
+    def recompile(self) -> Any:
+        """Generate the code again; what was lowered of other code is forgotten."""
+        before = self.__dict__.get("_code")
+        code = super().recompile()
+        if code.src != before:
+            self.__dict__.pop("_prepared_plans", None)
+            self.__dict__.get("meta", {}).pop("lowered", None)
+        type(self).forward = _lowered_first(type(self).forward)
+        return code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (body, *rest) = super().__reduce__()
+        body.pop("_prepared_plans", None)
+        return _rebuild, (rebuild, (body, *rest), self.meta.get("lowered", {}))
+
+
+def _lowered_first(portable: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(portable)
+    def forward(self: LoweredModule, *args: Any, **kwargs: Any) -> Any:
+        plan = self.plan_for(args, kwargs)
+        return portable(self, *args, **kwargs) if plan is None else plan()
+
+    return forward
+
+
+class _Resting:
+    """In the place of a plan whose weights were changed: the weights as they were found."""
+
+    def __init__(self, module: LoweredModule) -> None:
+        self.weights = Weights(module)
+
+
+class _Plans(dict[Hashable, Plan | _Resting]):
+    """Plans by signature. One thread prepares while others run the portable code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __deepcopy__(self, memo: Any) -> _Plans:
+        return _Plans()  # a copy has other weights
+
+
+def _rebuild(
+    rebuild: Callable[..., OptimizedModule], arguments: Any, lowered: Any
+) -> OptimizedModule:
+    portable = rebuild(*arguments)
+    module = LoweredModule.of(portable, portable.report, portable.meta["recipe"])
+    module.meta["lowered"] = lowered
+    return module

@@ -1,0 +1,83 @@
+"""A region on oneDNN Graph, which PyTorch carries inside TorchScript.
+
+The region is traced and frozen, then called with the fuser on: the executor profiles it, fuses
+convolutions and matrix products with what follows them, packs their weights once, and keeps the
+result. The switch of the fuser belongs to the process, so it is only on during these calls.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+Program = nn.Module  # from the tensors of a region to a tuple of those that it returns
+
+_PROFILED_RUNS = 3  # the executor records in one, compiles in the next, and runs that from then on
+_SWITCH = threading.Lock()
+
+
+def is_available() -> bool:
+    """Whether this build of torch has TorchScript with oneDNN Graph."""
+    return (
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and hasattr(torch.jit, "enable_onednn_fusion")
+        and hasattr(torch.jit, "freeze")
+    )
+
+
+def on_onednn(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
+    """Prepare a region for inputs of these shapes, dtypes and strides.
+
+    Raises:
+        RuntimeError: oneDNN Graph cannot run it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tracing warns of every size that is a number
+        traced: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
+            region, tuple(inputs), check_trace=False
+        )
+        program = torch.jit.freeze(traced.eval())
+    with _fusing():
+        for _ in range(_PROFILED_RUNS):
+            program(*inputs)
+    return program  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _fusing() -> Iterator[None]:
+    with _SWITCH:
+        before = torch.jit.onednn_fusion_enabled()  # type: ignore[no-untyped-call]
+        torch.jit.enable_onednn_fusion(True)
+        try:
+            yield
+        finally:
+            torch.jit.enable_onednn_fusion(before)
+
+
+def in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The same region with its images, and the weights that read them, in channels_last."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    module = fx.GraphModule(region, region.graph)
+    example = iter(inputs)
+    for node in region.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op == "placeholder":
+            tensor = next(example)
+            if tensor.dim() in _MEMORY_FORMATS:
+                options: dict[str, Any] = {"memory_format": _MEMORY_FORMATS[tensor.dim()]}
+                copies[node] = graph.call_method("contiguous", (copies[node],), options)
+        elif node.op == "get_attr":
+            weight = getattr(region, str(node.target))
+            memory_format = _MEMORY_FORMATS.get(weight.dim(), torch.preserve_format)
+            setattr(module, str(node.target), weight.clone(memory_format=memory_format))
+    return fx.GraphModule(module, graph)
+
+
+_MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

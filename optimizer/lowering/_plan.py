@@ -1,0 +1,160 @@
+"""A call that was lowered: for inputs of the sizes, strides and dtypes of one example only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch._C import _functorch
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+from optimizer._check import BOUNDS, relative_error
+from optimizer._inputs import Call
+from optimizer._report import Choice
+from optimizer.lowering._choose import Chooser
+from optimizer.lowering._regions import with_regions
+from optimizer.lowering._straight_line import NotStraightLineError, straight_line, version_of
+
+_NUMBERS = (bool, int, float, str, type(None))
+
+
+class Plan:
+    """What runs instead of a module's own code for calls of one signature.
+
+    Raises:
+        NotStraightLineError: the call cannot be written down.
+    """
+
+    def __init__(
+        self, module: nn.Module, run: Callable[..., Any], call: Call, chooser: Chooser
+    ) -> None:
+        self.weights = Weights(module)
+        line = straight_line(run, self.weights.tensors(), call)
+        self.rebuild = line.rebuild
+        self.strides = [_strides(tensor) for tensor in line.outputs]
+        self.program = with_regions(line.module)
+        with torch.no_grad():
+            outputs = _Choosing(self.program, chooser).run(*line.inputs)
+        _require_same(line.outputs, outputs)
+        self.choices: tuple[Choice, ...] = tuple(chooser.choices)
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The output for the tensors of a call of this signature. It carries no gradient."""
+        with torch.no_grad():
+            outputs = self.program(*tensors)
+            return self.rebuild(list(map(_laid_out, outputs, self.strides)))
+
+
+def _require_same(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> None:
+    for one, other in zip(expected, actual, strict=True):
+        error = relative_error(one, other)
+        if error > BOUNDS.get(one.dtype, 0.0):
+            raise NotStraightLineError(f"the lowered code is off by {error:.1g}")
+
+
+class Weights:
+    """The weights of a module as they are now, and whether they still are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.held = tuple(_held(module))
+        tensors = [value for _, _, value in self.held if isinstance(value, torch.Tensor)]
+        self.seen = [(tensor, version_of(tensor), tensor.data_ptr()) for tensor in tensors]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All parameters and buffers."""
+        return [tensor for tensor, _, _ in self.seen]
+
+    def are_current(self) -> bool:
+        """Whether nobody replaced, moved or wrote one, or put another module in its place."""
+        return all(holder.get(name) is value for holder, name, value in self.held) and all(
+            version_of(tensor) == before and tensor.data_ptr() == address
+            for tensor, before, address in self.seen
+        )
+
+
+def _held(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Where a module keeps its parameters, buffers and submodules, and what is there."""
+    for part in module.modules():
+        for kind in ("_parameters", "_buffers", "_modules"):
+            holder = vars(part)[kind]
+            yield vars(part), kind, holder
+            yield from (
+                (holder, name, value) for name, value in holder.items() if value is not None
+            )
+
+
+class _Choosing(fx.Interpreter):
+    """Runs a program once and puts, for each region that it comes to, the best in its place."""
+
+    def __init__(self, program: fx.GraphModule, chooser: Chooser) -> None:
+        super().__init__(program)
+        self.chooser = chooser
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region = self.module.get_submodule(target)
+        assert isinstance(region, fx.GraphModule)
+        chosen = self.chooser(region, args)
+        self.module.set_submodule(target, chosen)
+        return chosen(*args)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a dense tensor; None of one with gaps, which need not be made again."""
+    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return tensor.stride() if dense else None
+
+
+def _laid_out(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
+    if strides is None or tensor.stride() == strides:
+        return tensor
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
+class Signature(NamedTuple):
+    """What a plan is made for, and the tensors of a call that has it."""
+
+    key: Hashable
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature | None:
+        """The signature of a call; None for a call that must run as it is."""
+        if _is_watched():
+            return None
+        leaves, spec = _flat(args, kwargs)
+        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
+        if not all(type(leaf) is torch.Tensor or type(leaf) in _NUMBERS for leaf in leaves):
+            return None
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return None
+        return cls((spec, torch.get_num_threads(), *map(_geometry, leaves)), tensors)
+
+
+def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Hashable]:
+    if not kwargs and all(type(arg) is torch.Tensor for arg in args):
+        return args, None  # pytree takes ten times as long
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    return leaves, str(spec)
+
+
+def _geometry(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.layout
+    return type(leaf), leaf
+
+
+def _is_watched() -> bool:
+    """Whether somebody looks at the operators of this call, or changes what they do."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
+        or torch._C._len_torch_dispatch_stack()
+        or _functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )

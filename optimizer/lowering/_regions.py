@@ -1,0 +1,93 @@
+"""The parts of straight-line code that a library of fused kernels may take over.
+
+A region is a run of consecutive functions that the library computes, or that only move data
+between them, and holds at least one with weights. Everything else stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import getitem
+
+from torch import fx
+
+CONVOLUTIONS = frozenset(("conv2d", "conv3d"))
+WEIGHTED = CONVOLUTIONS | {"linear"}
+_COMPUTED = frozenset((
+    "relu", "relu6", "hardtanh", "clamp", "hardswish", "hardsigmoid", "sigmoid", "silu", "gelu",
+    "tanh", "elu", "leaky_relu", "add", "__add__", "__radd__", "mul", "__mul__", "__rmul__",
+    "batch_norm", "max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d", "mean",
+))  # fmt: skip
+_MOVED = frozenset((
+    "cat", "chunk", "split", "getitem", "__getitem__", "reshape", "view", "flatten", "squeeze",
+    "unsqueeze", "transpose", "permute", "contiguous", "dropout", "getattr", "interpolate",
+))  # fmt: skip
+
+
+def name_of(node: fx.Node) -> str:
+    """What a node calls, however it is spelled."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def with_regions(module: fx.GraphModule) -> fx.GraphModule:
+    """The same code, with each region a GraphModule that it calls."""
+    outer = fx.GraphModule(module, module.graph)
+    for place, nodes in enumerate(list(_regions(module.graph))):
+        _extract(outer, nodes, f"region_{place}")
+    outer.graph.lint()
+    outer.recompile()
+    return outer
+
+
+def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    run: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("get_attr", "placeholder"):
+            continue
+        if name_of(node) in WEIGHTED | _COMPUTED | _MOVED and node.op != "output":
+            run.append(node)
+            continue
+        yield from _trimmed(run)
+        run = []
+
+
+def _trimmed(run: list[fx.Node]) -> Iterator[list[fx.Node]]:
+    """The run without the moves at its ends; nothing if it has no weights."""
+    kept = [place for place, node in enumerate(run) if name_of(node) not in _MOVED]
+    if any(name_of(node) in WEIGHTED for node in run):
+        yield run[kept[0] : kept[-1] + 1]
+
+
+def _extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
+    """Put nodes into a module of their own.
+
+    Weights go with it. Other constants are arguments: oneDNN Graph rejects a constant that is
+    added to a product of matrices.
+    """
+    inside = dict.fromkeys(nodes)
+    weights = dict.fromkeys(arg for node in nodes for arg in _weights(node))
+    inputs = list(dict.fromkeys(
+        arg for n in nodes for arg in n.all_input_nodes if arg not in inside and arg not in weights
+    ))  # fmt: skip
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(f"input_{place}") for place, node in enumerate(inputs)}
+    copies |= {node: graph.get_attr(str(node.target)) for node in weights}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    outer.add_submodule(name, fx.GraphModule(outer, graph))
+    with outer.graph.inserting_after(nodes[-1]):
+        call = outer.graph.call_module(name, tuple(inputs))
+    for place, node in enumerate(outputs):
+        with outer.graph.inserting_after(call):
+            item = outer.graph.call_function(getitem, (call, place))
+        node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(nodes):
+        outer.graph.erase_node(node)
+
+
+def _weights(node: fx.Node) -> Iterator[fx.Node]:
+    if name_of(node) in WEIGHTED | {"batch_norm"}:
+        yield from (arg for arg in node.all_input_nodes[1:] if arg.op == "get_attr")

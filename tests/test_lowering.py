@@ -1,0 +1,690 @@
+"""Level 2: a call that was lowered gives the portable code's answer, and any other runs that."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+import optimizer
+from optimizer._inputs import Call
+from optimizer._lowered import LoweredModule
+from optimizer.lowering import _choose, _onednn
+from optimizer.lowering._choose import AS_IT_IS, CANDIDATES
+from optimizer.lowering._straight_line import NotStraightLineError, straight_line
+
+
+class Net(nn.Module):
+    """Convolutions with a residual sum, and a Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.second = nn.Conv2d(16, 16, 3, padding=1)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x)).relu_()
+        x = F.relu(self.second(x) + x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.fixture(autouse=True)
+def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speed is not what is tested here: whatever is right counts as faster."""
+    monkeypatch.setattr(_choose.Chooser, "race", lambda self, runs, inputs: _last_wins(runs))
+
+
+def _last_wins(runs: Any) -> dict[str, float]:
+    seconds = {name: 1.0 / place for place, name in enumerate(runs, 1)}
+    return {"plan": 0.1, "portable": 1.0} if "plan" in runs else seconds
+
+
+def image(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (2, 3, 12, 12)), generator=torch.Generator().manual_seed(3))
+
+
+def net() -> Net:
+    torch.manual_seed(1)
+    made = Net().eval()
+    made.norm.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
+    return made
+
+
+def lowered(
+    model: nn.Module, *inputs: Any, training: bool = False, **options: Any
+) -> LoweredModule:
+    model.train(training)
+    fast = optimizer.optimize(model, inputs, level=2, **options)
+    assert isinstance(fast, LoweredModule)
+    return fast
+
+
+def plan_of(fast: LoweredModule, *args: Any, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        return fast.plan_for(args, kwargs)
+
+
+def chosen(fast: LoweredModule) -> list[str]:
+    return [choice.chosen for choice in fast.report.choices]
+
+
+def assert_refused(model: nn.Module, *inputs: Any, reason: str) -> None:
+    """The model is not lowered, with this remark, and answers as before."""
+    fast = lowered(model, *inputs)
+
+    assert any(reason in remark for remark in fast.report.remarks), fast.report.remarks
+    assert not fast.report.choices
+    assert plan_of(fast, *inputs) is None
+    optimizer.check(model, fast, inputs)
+
+
+class TestALoweredCall:
+    def test_it_gives_the_models_answer_in_the_models_layout(self) -> None:
+        model, x = net(), image()
+        fast = lowered(model, x)
+
+        assert plan_of(fast, x) is not None
+        assert chosen(fast) == ["oneDNN Graph, channels_last"]
+        torch.testing.assert_close(fast(x), model(x))
+        assert fast(x).stride() == model(x).stride()
+
+    def test_an_image_comes_back_in_the_layout_it_has_in_eager(self) -> None:
+        model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), image()
+        fast = lowered(model, x)
+
+        assert plan_of(fast, x) is not None
+        assert fast(x).stride() == model(x).stride()
+
+    def test_the_convolutions_are_fused(self) -> None:
+        model, x = net(), image()
+        fast = lowered(model, x)
+        with torch.no_grad():
+            fast(x)
+        kinds = {node.kind() for node in torch.jit.last_executed_optimized_graph().nodes()}
+
+        assert "prim::oneDNNFusionGuard" in kinds
+        assert not torch.jit.onednn_fusion_enabled()  # type: ignore[no-untyped-call]
+
+    def test_other_sizes_layouts_and_dtypes_run_the_portable_code(self) -> None:
+        model, x = net(), image()
+        fast = lowered(model, x)
+
+        for other in (
+            image(1, 3, 12, 12),
+            image(2, 3, 9, 7),
+            x.to(memory_format=torch.channels_last),
+        ):
+            assert plan_of(fast, other) is None
+            torch.testing.assert_close(fast(other), model(other))
+        assert plan_of(fast.double(), x.double()) is None
+
+    def test_outputs_are_not_overwritten_by_the_next_call(self) -> None:
+        fast, x = lowered(net(), image()), image()
+        first = fast(x)
+        kept = first.clone()
+        fast(x * 2)
+
+        assert torch.equal(first, kept)
+
+    def test_inputs_are_not_overwritten(self) -> None:
+        class Sum(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Conv2d(3, 3, 3, padding=1)
+
+            def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                return F.relu(self.layer(x) + y)
+
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x, y = (image().contiguous(memory_format=layout) for _ in range(2))
+            fast, kept = lowered(Sum(), x, y), y.clone()
+            assert plan_of(fast, x, y) is not None
+            fast(x, y)
+            assert torch.equal(y, kept)
+
+    def test_outputs_of_any_structure(self) -> None:
+        class Structured(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Conv2d(3, 4, 3)
+
+            def forward(self, x: torch.Tensor, flag: bool = False) -> dict[str, Any]:
+                y = self.layer(x)
+                return {"a": y, "b": [y.relu(), None], "n": x.shape[2], "flag": flag}
+
+        model, x = Structured().eval(), image()
+        fast = optimizer.optimize(model, {"x": x, "flag": True}, level=2)
+        assert isinstance(fast, LoweredModule)
+
+        assert plan_of(fast, x=x, flag=True) is not None
+        answer, expected = fast(x=x, flag=True), model(x, flag=True)
+        torch.testing.assert_close(answer["b"][0], expected["b"][0])
+        assert (answer["n"], answer["flag"], answer["b"][1]) == (12, True, None)
+
+    def test_more_calls_can_be_lowered_later(self) -> None:
+        model, x, other = net(), image(), image(1, 3, 9, 9)
+        fast = lowered(model, x)
+        choices = fast.lower(other)
+
+        assert [choice.chosen for choice in choices] == ["oneDNN Graph, channels_last"]
+        assert plan_of(fast, x) is not None
+        assert plan_of(fast, other) is not None
+        torch.testing.assert_close(fast(other), model(other))
+
+    def test_many_threads_may_call_it(self) -> None:
+        model, x = net(), image()
+        fast = pickle.loads(pickle.dumps(lowered(model, x)))  # packs its weights meanwhile
+        inputs = [x * scale for scale in range(1, 9)]
+        answers: dict[int, torch.Tensor] = {}
+
+        def call(place: int) -> None:
+            for _ in range(5):
+                answers[place] = fast(inputs[place])
+
+        threads = [threading.Thread(target=call, args=(place,)) for place in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        for place, each in enumerate(inputs):
+            torch.testing.assert_close(answers[place], model(each))
+
+
+class TestWhatOnlyPortableCodeCanDo:
+    def test_gradients_of_an_input(self) -> None:
+        model, x = net(), image().requires_grad_()
+        lowered(model, x.detach())(x).sum().backward()
+        ours = x.grad
+        x.grad = None
+        model(x).sum().backward()
+
+        assert ours is not None
+        torch.testing.assert_close(ours, x.grad)
+
+    def test_vmap(self) -> None:
+        model, x = net(), image()
+        fast = lowered(model, x)
+        batch = torch.stack([x, x * 2])
+
+        torch.testing.assert_close(torch.vmap(fast)(batch), torch.stack([model(x), model(x * 2)]))
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+    def test_forward_mode_derivatives(self) -> None:
+        model, x = net(), image()
+        fast = lowered(model, x)
+        _, tangent = torch.func.jvp(fast, (x,), (torch.ones_like(x),))
+        _, expected = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+
+        torch.testing.assert_close(tangent, expected)
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+    def test_dual_numbers(self) -> None:
+        fast, x = lowered(net(), image()), image()
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            assert fast.plan_for((dual,), {}) is None
+
+    def test_autocast(self) -> None:
+        fast, x = lowered(net(), image()), image()
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            assert fast(x).dtype == torch.bfloat16
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+    def test_tracing_and_compiling_see_the_layers(self) -> None:
+        fast, x = lowered(net(), image()), image()
+        traced = torch.jit.trace(fast, x)  # type: ignore[no-untyped-call]
+        exported = torch.export.export(fast, (x,))
+        compiled = torch.compile(fast, backend="eager")
+
+        assert "conv" in str(traced.inlined_graph)
+        assert any("conv" in str(node.target) for node in exported.graph.nodes)
+        torch.testing.assert_close(compiled(x), fast(x))
+
+    def test_a_mode_that_counts_operators_sees_them(self) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        fast, x = lowered(net(), image()), image()
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            fast(x)
+
+        assert counter.get_total_flops() > 0
+
+    def test_it_can_be_optimized_again(self) -> None:
+        model, x = net(), image()
+        again = lowered(lowered(model, x), x)
+
+        assert plan_of(again, x) is not None
+        torch.testing.assert_close(again(x), model(x))
+
+    def test_another_number_of_threads(self) -> None:
+        fast, x = lowered(net(), image()), image()
+        before = torch.get_num_threads()
+        torch.set_num_threads(before + 1)
+        try:
+            assert plan_of(fast, x) is None
+        finally:
+            torch.set_num_threads(before)
+        assert plan_of(fast, x) is not None
+
+
+class TestItsWeights:
+    def test_a_written_weight_is_seen_and_packed_again_once_it_rests(self) -> None:
+        model, x = net(), image()
+        fast = lowered(model, x)
+        with torch.no_grad():
+            fast.head.weight.mul_(2)  # type: ignore[operator, union-attr]
+
+        assert plan_of(fast, x) is None
+        expected = fast.run_portable(x)
+        assert plan_of(fast, x) is not None
+        torch.testing.assert_close(fast(x), expected)
+
+    @pytest.mark.parametrize("how", ["replaced", "data", "loaded"])
+    def test_a_weight_that_changes_otherwise_is_seen(self, how: str) -> None:
+        fast, x = lowered(net(), image()), image()
+        head: Any = fast.head
+        if how == "replaced":
+            head.weight = nn.Parameter(head.weight.detach() * 2)
+        elif how == "data":
+            head.weight.data = head.weight.data * 2
+        else:
+            fast.load_state_dict({k: v * 2 for k, v in fast.state_dict().items()})
+
+        torch.testing.assert_close(fast(x), fast.run_portable(x))
+        torch.testing.assert_close(fast(x), fast.run_portable(x))
+
+    def test_weights_that_never_rest_are_never_packed(self) -> None:
+        fast, x = lowered(net(), image()), image()
+        head: Any = fast.head
+        for _ in range(3):
+            with torch.no_grad():
+                head.weight.add_(0.1)
+            assert plan_of(fast, x) is None
+
+    @pytest.mark.parametrize("how", ["copied", "pickled", "saved"])
+    def test_a_copy_packs_its_own(self, how: str) -> None:
+        model, x = net(), image()
+        fast = lowered(model, x)
+        other: Any = {"copied": copy.deepcopy, "pickled": _pickled, "saved": _saved}[how](fast)
+        with torch.no_grad():
+            other.head.weight.zero_()
+            other.head.bias.fill_(3.0)
+
+        for _ in range(3):
+            assert torch.equal(other(x), torch.full((2, 5), 3.0))
+        assert plan_of(other, x) is not None
+        torch.testing.assert_close(fast(x), model(x))
+
+    def test_they_are_shared_with_the_model_and_dense(self) -> None:
+        model, x = net(), image()
+        fast: Any = lowered(model, x)
+        assert plan_of(fast, x) is not None
+
+        assert fast.second.weight.data_ptr() == model.second.weight.data_ptr()
+        assert fast.second.weight.is_contiguous()
+
+    def test_another_checkpoint(self) -> None:
+        model, x = net(), image()
+        fast = lowered(model, x)
+        torch.manual_seed(5)
+        other = Net().eval()
+        fast.refit(other.state_dict(), x)
+
+        torch.testing.assert_close(fast(x), other(x))
+
+    def test_an_edited_graph_is_not_what_was_lowered(self) -> None:
+        fast, x = lowered(net(), image()), image()
+        output = next(iter(reversed(fast.graph.nodes)))
+        with fast.graph.inserting_before(output):
+            output.args = (fast.graph.call_function(torch.neg, (output.args[0],)),)
+        before = fast(x)
+        fast.recompile()
+
+        assert plan_of(fast, x) is None
+        torch.testing.assert_close(fast(x), -before)
+
+
+def _pickled(module: nn.Module) -> Any:
+    with torch.no_grad():
+        return pickle.loads(pickle.dumps(module))
+
+
+def _saved(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class Head(nn.Module):
+    """A convolution, and what a test does with its result."""
+
+    def __init__(self, then: Any) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 3)
+        self.then = then
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.then(self.layer(x), x)
+
+
+class TestWhatIsNotLowered:
+    def test_without_example_inputs(self) -> None:
+        fast = optimizer.optimize(net(), level=2)
+
+        assert "not lowered: there are no example inputs" in fast.report.remarks
+
+    def test_random_numbers(self) -> None:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout())
+
+        with pytest.warns(UserWarning, match="training"):
+            fast = lowered(model, image(), training=True)
+        assert any("random" in remark for remark in fast.report.remarks)
+
+    def test_statistics_that_a_call_updates(self) -> None:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+
+        with pytest.warns(UserWarning, match="training"):
+            fast = lowered(model, image(), training=True)
+        assert any("writes an input or an attribute" in remark for remark in fast.report.remarks)
+
+    def test_an_output_that_is_a_view_of_another(self) -> None:
+        assert_refused(Head(lambda y, x: (y, y[:, 0])), image(), reason="shares memory")
+
+    def test_an_output_that_is_an_input(self) -> None:
+        assert_refused(Head(lambda y, x: (y, x)), image(), reason="shares memory")
+
+    def test_an_input_with_gaps(self) -> None:
+        assert_refused(net(), image(2, 3, 12, 24)[..., ::2], reason="gaps")
+
+    def test_lowering_by_hand_says_why_not(self) -> None:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout())
+        with pytest.warns(UserWarning, match="training"):
+            fast = lowered(model, image(), training=True)
+
+        with pytest.raises(optimizer.InputError, match="random"):
+            fast.lower(image())
+
+
+def wrong(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> nn.Module:
+    class Wrong(nn.Module):
+        def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(each * 1.01 for each in region(*given))
+
+    return Wrong()
+
+
+def stale(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> nn.Module:
+    class Stale(nn.Module):
+        def forward(self, *given: torch.Tensor) -> Any:
+            return region(*inputs)
+
+    return Stale()
+
+
+def greedy(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> nn.Module:
+    class Greedy(nn.Module):
+        def forward(self, *given: torch.Tensor) -> Any:
+            outputs = region(*given)
+            given[0].zero_()
+            return outputs
+
+    return Greedy()
+
+
+def half(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> nn.Module:
+    class Half(nn.Module):
+        def forward(self, *given: torch.Tensor) -> Any:
+            return tuple(each.half() for each in region(*given))
+
+    return Half()
+
+
+def raising(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> nn.Module:
+    raise RuntimeError("no such kernel")
+
+
+class TestACandidateThatIsNoGood:
+    @pytest.mark.parametrize(
+        ("candidate", "reason"),
+        [
+            (wrong, "its answer is off"),
+            (stale, "its answer is off"),
+            (greedy, "it overwrites its inputs"),
+            (half, "another shape or dtype"),
+            (raising, "no such kernel"),
+        ],
+    )
+    def test_it_is_rejected_with_the_reason(
+        self, monkeypatch: pytest.MonkeyPatch, candidate: Any, reason: str
+    ) -> None:
+        monkeypatch.setitem(CANDIDATES, "oneDNN Graph, channels_last", candidate)
+        model, x = net(), image()
+        fast = lowered(model, x)
+        rejected = [text for each in fast.report.choices for text in each.rejected.values()]
+
+        assert chosen(fast) == [AS_IT_IS]
+        assert reason in rejected[0]
+        assert reason in str(fast.report)
+        torch.testing.assert_close(fast(x), model(x))
+
+    def test_a_decision_for_it_is_not_trusted_either(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, x = net(), image()
+        fast = lowered(model, x)
+        other = pickle.loads(pickle.dumps(fast))
+        monkeypatch.setitem(CANDIDATES, "oneDNN Graph, channels_last", wrong)
+
+        torch.testing.assert_close(other(x), model(x))
+        assert plan_of(other, x) is None
+
+    def test_without_onednn_graph_there_is_channels_last(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_choose, "is_available", lambda: False)
+        model, x = net(), image()
+        fast = lowered(model, x)
+
+        assert chosen(fast) == ["channels_last"]
+        torch.testing.assert_close(fast(x), model(x))
+
+    def test_float64_is_none_of_its_business(self) -> None:
+        model, x = net().double(), image().double()
+
+        assert "oneDNN Graph, channels_last" not in chosen(lowered(model, x))
+
+    def test_it_must_be_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def slow(self: Any, runs: Any, inputs: Any) -> dict[str, float]:
+            return dict.fromkeys(runs, 1.0)
+
+        monkeypatch.setattr(_choose.Chooser, "race", slow)
+        assert_refused(net(), image(), reason="not faster")
+
+
+class TestDecisions:
+    def test_without_tuning_nothing_is_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_choose.Chooser, "race", None)
+        fast = lowered(net(), image(), tune_seconds=0)
+
+        assert chosen(fast) == ["oneDNN Graph, channels_last"]
+        assert not fast.report.choices[0].seconds
+
+    def test_a_file_keeps_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "decisions.json"
+        first = lowered(net(), image(), decisions=path)
+        kept = json.loads(path.read_text())
+        second = lowered(net(), image(), decisions=path)
+
+        assert kept == {choice.key: choice.chosen for choice in first.report.choices}
+        assert not second.report.choices[0].seconds
+        assert chosen(second) == chosen(first)
+        assert [each.name for each in tmp_path.iterdir()] == ["decisions.json"]
+
+    def test_a_decision_in_the_file_is_followed(self, tmp_path: Path) -> None:
+        path = tmp_path / "decisions.json"
+        key = lowered(net(), image()).report.choices[0].key
+        path.write_text(json.dumps({key: "channels_last", "other": "kept"}))
+
+        assert chosen(lowered(net(), image(), decisions=path)) == ["channels_last"]
+        assert json.loads(path.read_text())["other"] == "kept"
+
+    def test_an_unknown_one_is_rejected(self, tmp_path: Path) -> None:
+        path = tmp_path / "decisions.json"
+        key = lowered(net(), image()).report.choices[0].key
+        path.write_text(json.dumps({key: "magic"}))
+        fast = lowered(net(), image(), decisions=path)
+
+        assert chosen(fast) == [AS_IT_IS]
+        assert fast.report.choices[0].rejected == {"magic": "there is no such candidate"}
+
+    @pytest.mark.parametrize("text", ["[1]", "{", '{"a": 1}'])
+    def test_another_file_is_an_error_and_stays_as_it_is(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "decisions.json"
+        path.write_text(text)
+
+        with pytest.raises(optimizer.InputError, match="decisions"):
+            optimizer.optimize(net(), image(), level=2, decisions=path)
+        assert path.read_text() == text
+
+    @pytest.mark.parametrize("seconds", [-1, float("nan"), "1"])
+    def test_seconds_must_be_seconds(self, seconds: Any) -> None:
+        with pytest.raises(optimizer.InputError, match="tune_seconds"):
+            optimizer.optimize(net(), image(), level=2, tune_seconds=seconds)
+
+
+def test_the_switch_of_the_fuser_is_put_back_after_an_error() -> None:
+    region = fx.symbolic_trace(nn.Conv2d(3, 4, 3))
+
+    with pytest.raises(RuntimeError):
+        _onednn.on_onednn(region, [torch.randn(1, 5, 8, 8)])
+    assert not torch.jit.onednn_fusion_enabled()  # type: ignore[no-untyped-call]
+
+
+def recorded(function: Any, *inputs: torch.Tensor, held: Sequence[torch.Tensor] = ()) -> Any:
+    return straight_line(function, held, Call(inputs, {})).module
+
+
+class TestStraightLine:
+    def test_sizes_are_numbers(self) -> None:
+        code = recorded(lambda x: x.reshape(x.shape[0], -1) * x.dim(), torch.ones(2, 3, 4)).code
+
+        assert "2, -1" in code
+        assert "size" not in code
+        assert ".shape" not in code
+
+    def test_what_no_input_reaches_is_a_constant(self) -> None:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            mask = x.new_zeros(x.shape)
+            mask[0] = 1
+            return x * (mask + torch.arange(3)).softmax(-1)
+
+        module, x = recorded(function, torch.ones(2, 3)), torch.randn(2, 3)
+
+        assert [node.target for node in module.graph.nodes if node.op.startswith("call")] == ["mul"]
+        torch.testing.assert_close(module(x)[0], function(x))
+
+    @pytest.mark.parametrize(
+        "write",
+        [
+            lambda y: y.relu_(),
+            lambda y: F.relu(y, inplace=True),
+            lambda y: F.relu(y, True),
+            lambda y: torch.relu_(y),
+            lambda y: y.add_(1).mul_(2),
+            lambda y: y.__iadd__(2),
+            lambda y: torch.add(y, y, out=y),
+            lambda y: y.masked_fill_(y > 0, 3.0),
+        ],
+    )
+    def test_a_write_makes_a_new_tensor(self, write: Any) -> None:
+        def function(x: torch.Tensor) -> Any:
+            y = x * 2
+            write(y)
+            return y + 1
+
+        x = torch.randn(4)
+        module = recorded(function, x)
+        first = module(x)[0]
+
+        assert torch.equal(first, function(x))
+        assert torch.equal(module(x)[0], first)
+        assert not any(str(node.target).endswith("_") for node in module.graph.nodes)
+
+    @pytest.mark.parametrize(
+        ("function", "reason"),
+        [
+            (lambda x: x.add_(1), "read elsewhere"),
+            (lambda x: _written_through_a_view(x), "read elsewhere"),
+            (lambda x: _item_assigned(x), "by '__setitem__'"),
+            (lambda x: (x * 2).add_(x.double()), "another dtype"),
+            (lambda x: (x * 2).gt_(1), "another dtype"),
+            (lambda x: x * x.sum().item(), "depends on values"),
+            (lambda x: x if x.sum() > 0 else -x, "depends on values"),
+            (lambda x: x * int(x.sum()), "depends on values"),
+            (lambda x: x + torch.from_numpy(x.numpy()), "depends on values"),
+            (lambda x: x * 2 if torch.equal(x, x) else x, "depends on values"),
+            (lambda x: x + _HIDDEN, "cannot be followed"),
+            (lambda x: _constant_written_after_reading(x), "after reading it"),
+            (lambda x: x.data * 2, "reads .data"),
+            (lambda x: Opaque(x * 2), "object of its own"),
+        ],
+    )
+    def test_what_it_cannot_repeat(self, function: Any, reason: str) -> None:
+        with pytest.raises(NotStraightLineError, match=reason):
+            recorded(function, torch.ones(3))
+
+    def test_one_tensor_given_twice_is_two_inputs(self) -> None:
+        x = torch.ones(3)
+        module = recorded(lambda a, b: a - 2 * b, x, x)
+
+        assert torch.equal(module(x * 5, x)[0], x * 3)
+
+    def test_self_attention_is_looked_into(self) -> None:
+        layer = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        x = torch.randn(1, 5, 8)
+        module = recorded(lambda x: layer(x, x, x)[0], x, held=list(layer.parameters()))
+        called = {getattr(node.target, "__name__", node.target) for node in module.graph.nodes}
+
+        assert {"linear", "scaled_dot_product_attention"} <= called or "bmm" in called
+        torch.testing.assert_close(module(x)[0], layer(x, x, x)[0])
+
+
+_HIDDEN = torch.ones(3)
+
+
+class Opaque:
+    """An output that is no pytree."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _written_through_a_view(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y[:1].add_(1)
+    return y
+
+
+def _item_assigned(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y[0] = 1
+    return y
+
+
+def _constant_written_after_reading(x: torch.Tensor) -> torch.Tensor:
+    constant = torch.ones(3)
+    y = x * constant
+    constant.add_(1)
+    return y

@@ -13,11 +13,15 @@ from optimizer._graph import fresh_name, owner
 
 
 def insert_function(
-    before: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], **kwargs: Any
+    before: fx.Node, target: Callable[..., Any] | str, args: tuple[Any, ...], **kwargs: Any
 ) -> fx.Node:
-    """Call a function just before a node. The new node stands for `before` in the report."""
+    """Call a function, or a method by its name, just before a node.
+
+    The new node stands for `before` in the report.
+    """
+    kind = "call_method" if isinstance(target, str) else "call_function"
     with before.graph.inserting_before(before):
-        return _described(before.graph.call_function(target, args, kwargs), before)
+        return _described(before.graph.create_node(kind, target, args, kwargs), before)
 
 
 def insert_module(

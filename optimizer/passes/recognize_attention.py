@@ -64,7 +64,7 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     attended = insert_function(
         root, F.scaled_dot_product_attention, (q, k, root.args[1]), scale=scale
     )
-    native = insert_function(root, torch.Tensor.contiguous, (attended,))
+    native = insert_function(root, "contiguous", (attended,))
     erase_run(root, inner)
     return native
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,16 @@ def test_recognizes(spelling: str, dtype: torch.dtype) -> None:
     if dtype == torch.float64:
         assert_equivalent(Attention(function).eval(), fast, inputs)
     optimizer.check(Attention(function).eval(), fast, inputs)
+
+
+def test_the_result_pickles_and_exports() -> None:
+    fast = optimized(PLAIN, tensors())
+
+    restored = pickle.loads(pickle.dumps(fast))
+    exported = torch.export.export(fast, tensors())
+
+    assert torch.equal(restored(*tensors()), fast(*tensors()))
+    assert torch.equal(exported.module()(*tensors()), fast(*tensors()))
 
 
 def test_recognizes_what_was_exported() -> None:

@@ -42,6 +42,7 @@ def optimize(
     only: Iterable[str | Pass] | None = None,
     disable: Iterable[str] = (),
     static_shapes: bool = False,
+    finite: bool = False,
     tune_seconds: float = 1.0,
     decisions: str | os.PathLike[str] | None = None,
 ) -> OptimizedModule | Unchanged:
@@ -66,8 +67,9 @@ def optimize(
             after every pass; None does not. A pass that changes the answer is rolled back.
         only: names of the passes to run, or passes of your own; all there are if None.
         disable: names of passes not to run.
-        static_shapes: compute now what follows from the sizes of the example inputs. Calls with
-            other sizes are then errors.
+        static_shapes: compute now what follows from the example's sizes; others are then errors.
+        finite: the promise that no layer will read an infinity, which lets parallel convolutions
+            be merged. Where it is broken, an infinity may stand where the model gives NaN.
         tune_seconds: at level 2, how long candidates are timed. With 0 none is: the choice is
             always the same.
         decisions: at level 2, a file of choices: those in it are not timed again, others added.
@@ -76,7 +78,8 @@ def optimize(
         InputError: an argument cannot be used, or the model rejects the example inputs.
         PassError: there is no pass of a given name.
     """
-    passes = select(level, only, disable, ("specialize_shapes",) if static_shapes else ())
+    promised = {"specialize_shapes": static_shapes, "merge_convolutions": finite}
+    passes = select(level, only, disable, [name for name in promised if promised[name]])
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
     tuning = Tuning.of(tune_seconds, decisions)

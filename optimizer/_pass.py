@@ -72,10 +72,10 @@ class Pass:
 
 
 def rewrite(
-    pattern: Pattern, *, numerics: Numerics, phase: Phase
+    pattern: Pattern, *, numerics: Numerics, phase: Phase, opt_in: bool = False
 ) -> Callable[[Callable[..., fx.Node | None]], Pass]:
     """Make a pass of a function that replaces one match of `pattern`."""
-    return lambda function: _declared(function, pattern, numerics, phase)
+    return lambda function: _declared(function, pattern, numerics, phase, opt_in)
 
 
 def whole_graph(

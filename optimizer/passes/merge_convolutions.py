@@ -26,16 +26,19 @@ from optimizer._pass import require, rewrite
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-@rewrite(call(operator.add, iadd, "add_", name="total"), numerics="rounding", phase="fold")
+@rewrite(
+    call(operator.add, iadd, "add_", name="total"), numerics="rounding", phase="fold", opt_in=True
+)
 def merge_convolutions(total: fx.Node) -> fx.Node | None:
-    """Merge convolutions that read one value and are added, and a BatchNorm of that value.
+    """Merge convolutions that read one value and are added, with a BatchNorm of it (opt-in).
 
     A convolution is linear in its kernel, so that W * x + V * x = (W + V) * x where V is laid
     into the larger kernel W at the taps that read the same elements of x: strides and groups are
     equal, both pad with zeros, and V is centred on W, so that both have as many outputs at every
-    size. What is s * x + t for each channel is such a V with one tap and the diagonal s. W has
-    all of its taps before, so that no new product meets an infinity. Nobody else may read the
-    terms. The kernels are added in float64 and rounded once (as RepVGG does for inference).
+    size. What is s * x + t for each channel is such a V with one tap and the diagonal s. Nobody
+    else may read the terms. The kernels are added in float64 and rounded once, as RepVGG does for
+    inference. An infinity in x may become one of the sum, where the terms are infinities of
+    opposite signs and eager has NaN: so this runs only where x is promised to be finite.
     """
     if len(total.args) != 2 or total.kwargs or total.args[0] is total.args[1]:
         return None

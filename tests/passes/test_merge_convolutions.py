@@ -353,3 +353,19 @@ def test_without_example_inputs_nothing_is_merged() -> None:
     assert {each.reason for each in fast.report.refused} == {
         "the graph was captured without example inputs"
     }
+
+
+def test_only_a_promise_merges_for_an_infinity_may_stand_where_eager_has_nan() -> None:
+    model = Branches(point(), point())
+    for layer, weight in ((model.one, 2.0), (model.other, -1.0)):
+        nn.init.constant_(layer.weight, weight)
+    x = torch.full((1, 4, 2, 2), torch.inf)
+
+    careful = optimizer.optimize(model, x)
+    promised = optimizer.optimize(model, torch.ones(1, 4, 2, 2), finite=True)
+
+    assert careful.report.fired == ()
+    assert promised.report.counts() == {NAME: 1}
+    assert model(x).isnan().all()
+    assert careful(x).isnan().all()
+    assert promised(x).isposinf().all()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from optimizer.testing import MOTIFS, Counterexample, check_pass
+from optimizer.testing import MOTIFS, Counterexample, _hunt, check_pass
 
 with warnings.catch_warnings():
     # The module itself uses something that torch deprecates.
@@ -116,3 +116,22 @@ def test_the_motifs_alone_find_torch_fuse_wrong_at_once() -> None:
 
     with pytest.raises(Counterexample):
         check_pass(torch_fuse, alphabet=programs, max_examples=20)
+
+
+def test_the_hunt_lists_distinct_defects_each_with_a_test() -> None:
+    found = {target: _hunt.hunt(target, examples=120) for target in ("torch.fx.fuse", "dead_code")}
+    signatures = [each.signature for defects in found.values() for each in defects]
+
+    assert len(signatures) == len(set(signatures)) >= 9
+    assert "TypeError · linear bn_plain" in signatures
+    assert "wrong answer · mask_fill" in signatures
+    page = "\n".join(_hunt.listing("dead_code", found["dead_code"]))
+    assert page.count("def test_counterexample") == len(found["dead_code"])
+    assert "from optimizer.testing._hunt import dead_code" in page
+
+
+@pytest.mark.parametrize("target", _hunt.TARGETS)
+def test_a_target_of_the_hunt_passes_where_it_is_right(target: str) -> None:
+    alphabet = ("relu", "shift", "add")
+
+    assert check_pass(_hunt.TARGETS[target].subject, alphabet=alphabet, max_examples=20) is None

@@ -1,4 +1,4 @@
-"""The command line of the kit: `python -m optimizer.testing score`."""
+"""The command line of the kit: `python -m optimizer.testing score | hunt`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from optimizer.testing import _score
+from optimizer.testing import _hunt, _score
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +24,17 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--budget", type=int, default=_score.BUDGET, help="examples for each")
     score.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     score.set_defaults(run=_run_score)
+    hunt = commands.add_parser("hunt", help="the defects of one of torch's own tools")
+    hunt.add_argument("--target", choices=_hunt.TARGETS, required=True)
+    hunt.add_argument("--examples", type=int, default=120)
+    hunt.set_defaults(run=_run_hunt)
     return parser
+
+
+def _run_hunt(options: argparse.Namespace) -> int:
+    defects = _hunt.hunt(options.target, options.examples)
+    print("\n".join(_hunt.listing(options.target, defects)))
+    return 0
 
 
 def _run_score(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 from optimizer.testing._assemble import Spec
 from optimizer.testing._data import REGIMES
-from optimizer.testing._later import LATER_CALLS, later_call
+from optimizer.testing._later import LATER_CALLS, later_calls
 from optimizer.testing._machine import Shape
 from optimizer.testing._oracles import assert_equivalent, assert_same_bits, untouched
 from optimizer.testing._report import Counterexample
@@ -36,7 +36,7 @@ def check_spec(
         subject: makes the candidate; must leave the model, the inputs and the random state alone.
         exact: demand the same bits whatever the data; else see `assert_equivalent`.
         dtype: of parameters and inputs. Only `exact` makes sense below float64.
-        later: compare one of `LATER_CALLS` too, the one that the spec's seed chooses.
+        later: compare gradients too, and one more of `LATER_CALLS`, which the spec's seed chooses.
 
     Returns:
         The candidate.
@@ -46,14 +46,14 @@ def check_spec(
             Its text is a report that ends in a test to paste.
     """
     model, inputs = spec.build(dtype), spec.inputs(dtype)
-    call = later_call(spec) if later else None
+    calls = later_calls(spec) if later else ()
     try:
         candidate = _judged(model, inputs, subject, exact)
-        if call is not None:
+        for call in calls:
             LATER_CALLS[call](model, candidate, inputs, exact=exact)
     except Exception as error:
         retry = partial(check_spec, subject=subject, exact=exact, dtype=dtype, later=later)
-        raise Counterexample(spec, subject, retry, exact=exact, dtype=dtype, later=call) from error
+        raise Counterexample(spec, subject, retry, exact=exact, dtype=dtype, later=calls) from error
     return candidate
 
 

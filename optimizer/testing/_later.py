@@ -144,6 +144,6 @@ LATER_CALLS: dict[str, LaterCall] = {
 }
 
 
-def later_call(spec: Spec) -> str:
-    """The name of the later call that a spec's seed chooses."""
-    return list(LATER_CALLS)[spec.seed % len(LATER_CALLS)]
+def later_calls(spec: Spec) -> tuple[str, ...]:
+    """The names of the gradient and of the later call that a spec's seed chooses."""
+    return list(LATER_CALLS)[spec.seed % (len(LATER_CALLS) - 1)], "gradient"

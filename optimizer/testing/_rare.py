@@ -10,7 +10,7 @@ from optimizer.testing._layers import LAYERS, linear
 from optimizer.testing._machine import Emit, Machine, Shape, fits, ranked
 from optimizer.testing._norms import batchnorm
 
-MATRIX_PRODUCT = "{v} @ self.{m}.weight.t() + self.{m}.bias"
+MATRIX_PRODUCT = "{v} @ self.{m}.weight + self.{m}.bias"
 
 
 def written(emit: Emit, text: str) -> Emit:
@@ -34,12 +34,6 @@ def of_matrix(spelling: str) -> Emit:
         (linear(spelling=spelling) if is_matrix else linear())(machine)
 
     return emit
-
-
-def added_matrix(machine: Machine) -> None:
-    """An addmm that adds a matrix, where the sizes allow it, and a vector elsewhere."""
-    name = "weight" if len(set(machine.top.shape)) == 1 else "bias"
-    of_matrix(f"torch.addmm(self.{{m}}.{name}, {{v}}, self.{{m}}.weight.t())")(machine)
 
 
 def widen(machine: Machine) -> None:
@@ -91,7 +85,6 @@ RARE: dict[str, Emit] = {
     "addmm_scaled": of_matrix(
         "torch.addmm(self.{m}.bias, {v}, self.{m}.weight.t(), alpha=2.0, beta=0.5)"
     ),
-    "addmm_matrix": added_matrix,
     "bn_F_train": batchnorm(
         spelling="F.batch_norm({v}, self.{m}.running_mean, self.{m}.running_var, training=True)",
         training=True,

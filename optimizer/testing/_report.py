@@ -32,7 +32,7 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
         *,
         exact: bool,
         dtype: torch.dtype,
-        later: str | None = None,
+        later: tuple[str, ...] = (),
     ) -> None:
         super().__init__(spec)
         self.spec = spec
@@ -71,7 +71,7 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
         lines = [f"{type(self.__cause__).__name__}: {self.__cause__}", "", f"{self.spec}"]
         guilty = getattr(self.subject, "guilty", None)
         if guilty is not None:
-            later = self.later is not None
+            later = bool(self.later)
             blamed = guilty(self.spec, exact=self.exact, dtype=self.dtype, later=later)
             lines.append(f"first guilty pass: {blamed}")
         return "\n".join([*lines, "paste-ready test:", "", self.reproducer()])
@@ -92,15 +92,15 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
             f"assert_equivalent(model, candidate, inputs{suffix})",
         ]
         names = ["assert_equivalent", "inputs_like", "randomize", "untouched"]
-        if self.later is not None:
-            body.append(
-                f'LATER_CALLS["{self.later}"](model, candidate, inputs, exact={self.exact})'
-            )
-            names.insert(0, "LATER_CALLS")
+        body += [
+            f'LATER_CALLS["{name}"](model, candidate, inputs, exact={self.exact})'
+            for name in self.later
+        ]
+        names += ["LATER_CALLS"] if self.later else []
         return (
             "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n"
             f"{preamble}\n"
-            f"from optimizer.testing import {', '.join(names)}\n"
+            f"from optimizer.testing import {', '.join(sorted(names))}\n"
             f"\n\n{spec.source()}\n\ndef test_counterexample():\n"
             f"{indent(chr(10).join(body), ' ' * 4)}\n"
         )

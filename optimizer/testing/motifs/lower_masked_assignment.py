@@ -32,5 +32,7 @@ MOTIF = Motif(
         "clone mask_accumulate",
         "relu mask_accumulate",
         "clone mask_row",
+        "dup t01 shift swap clone mask_below",
+        "dup t01 tanh swap clone mask_below",
     ),
 )

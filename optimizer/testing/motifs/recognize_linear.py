@@ -16,8 +16,6 @@ MOTIF = Motif(
         "matmul_written",
         "matmul_written again",
         "addmm_scaled",
-        "addmm_matrix",
-        "flatten addmm_matrix relu",
         "flatten addmm_scaled relu",
     ),
 )

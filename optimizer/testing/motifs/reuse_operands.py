@@ -24,5 +24,8 @@ MOTIF = Motif(
         "dup linear swap add_alpha3",
         "linear dup mul",
         "dup conv swap mul",
+        "dup t01 shift add",
+        "dup t01 double swap mul",
+        "linear dup widen mul",
     ),
 )

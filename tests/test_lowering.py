@@ -43,7 +43,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speed is not what is tested here: whatever is right counts as faster."""
-    monkeypatch.setattr(_choose.Chooser, "race", lambda self, runs, inputs: _last_wins(runs))
+    monkeypatch.setattr(_choose.Chooser, "race", lambda self, runs, *rest, **more: _last_wins(runs))
 
 
 def _last_wins(runs: Any) -> dict[str, float]:
@@ -506,7 +506,7 @@ class TestACandidateThatIsNoGood:
         assert "oneDNN Graph, channels_last" not in chosen(lowered(model, x))
 
     def test_it_must_be_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def slow(self: Any, runs: Any, inputs: Any) -> dict[str, float]:
+        def slow(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
             return dict.fromkeys(runs, 1.0)
 
         monkeypatch.setattr(_choose.Chooser, "race", slow)

@@ -96,12 +96,15 @@ class Chooser:
         return programs[best]
 
     def race(
-        self, programs: Mapping[str, Callable[..., Any]], inputs: Sequence[Any]
+        self,
+        programs: Mapping[str, Callable[..., Any]],
+        inputs: Sequence[Any],
+        fewest: int = _FEWEST_ROUNDS,
     ) -> dict[str, float]:
-        """The median time of each, called in turn."""
+        """The median time of each, called in turn until the budget is spent."""
         times: dict[str, list[float]] = {name: [] for name in programs}
         for done in range(_MOST_ROUNDS):
-            if done >= _FEWEST_ROUNDS and time.perf_counter() > self.deadline:
+            if done >= fewest and time.perf_counter() > self.deadline:
                 break
             for name, program in programs.items():
                 start = time.perf_counter()

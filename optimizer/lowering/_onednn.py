@@ -18,7 +18,7 @@ from torch import fx, nn
 
 Program = nn.Module  # from the tensors of a region to a tuple of those that it returns
 
-_PROFILED_RUNS = 3  # the executor records in one, compiles in the next, and runs that from then on
+_PROFILED_RUNS = 2  # the executor records in one, and compiles and runs in the next
 _SWITCH = threading.Lock()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from ._subjects import EAGER, MODELS, VARIANTS, built, offered, rewriter
+from ._subjects import EAGER, MODELS, PORTABLE, built, offered, rewriter
 from ._unit import counts
 
 OPTIMIZED = "optimized-1"
@@ -27,7 +27,7 @@ setup_cache.timeout = 600
 
 def _of_model(model: str) -> dict[str, Counts | Exception]:
     graphs: dict[str, Counts | Exception] = {}
-    for variant in VARIANTS:
+    for variant in [EAGER, *PORTABLE]:
         try:
             graphs[variant] = _counts(_graph_module(variant, *built(model, "cpu")))
         except NotImplementedError as error:
@@ -71,7 +71,7 @@ class _OfGraphs:
 class Graph(_OfGraphs):
     """The graph that runs: as captured (eager), as optimized, and as torch.fx's fuse leaves it."""
 
-    params: ClassVar[list[list[str]]] = [MODELS, VARIANTS]
+    params: ClassVar[list[list[str]]] = [MODELS, [EAGER, *PORTABLE]]
     param_names: ClassVar[list[str]] = ["model", "variant"]
 
     @counts("nodes")

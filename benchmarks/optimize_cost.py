@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ._subjects import MODELS, REWRITTEN, chain, load, rewriting
+from ._subjects import MODELS, PORTABLE, REWRITTEN, chain, load, rewriting
 
 NODES_PER_LAYER = 3  # Linear, BatchNorm, ReLU
 
@@ -34,7 +34,7 @@ class Models(_Cost):
 class Scaling(_Cost):
     """One chain of Linear, BatchNorm and ReLU, longer and longer: time should grow in step."""
 
-    params: ClassVar[list[list[str]]] = [["300", "1000", "3000", "9000"], REWRITTEN]
+    params: ClassVar[list[list[str]]] = [["300", "1000", "3000", "9000"], PORTABLE]
     param_names: ClassVar[list[str]] = ["nodes", "tool"]
     repeat = (3, 7, 1.0)
 

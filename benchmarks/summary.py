@@ -1,7 +1,7 @@
 """`python -m benchmarks.summary`: the committed results of the latest commit as one table.
 
-One row a model: median latency and peak memory of one forward, eager and optimized, and the
-paired ratio of the two latencies, which is what to read for "is it faster".
+One row a model: of one forward, its median latency and peak memory in eager, at level 1 and at
+level 2, and the paired ratios of latencies, which are what to read for "is it faster".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 RESULTS = Path("results")
 _HEAD = (
-    "| model | latency eager → optimized, ms | of eager [interval] | peak memory, MiB | nodes |\n"
+    "| model | latency, ms | level 1 of eager | level 2 of eager | peak memory, MiB |\n"
     "|---|---|---|---|---|"
 )
 
@@ -33,18 +33,18 @@ def main() -> None:
 def _rows(results: dict[str, Any]) -> Iterator[str]:
     latency = _cells(results, "cpu.Latency.time_forward", "result")
     memory = _cells(results, "cpu.Memory.track_peak_memory", "result")
-    nodes = _cells(results, "graph.Graph.track_nodes", "result")
     ratio = _cells(results, "cpu.Paired.track_relative_latency", "result")
     low = _cells(results, "cpu.Paired.track_relative_latency", "stats_ci_99_a")
     high = _cells(results, "cpu.Paired.track_relative_latency", "stats_ci_99_b")
     for model in dict.fromkeys(model for model, _ in latency):
-        before, after = (model, "eager"), (model, "optimized-1")
-        yield (
-            f"| {model} | {latency[before] * 1e3:.3g} → {latency[after] * 1e3:.3g}"
-            f" | {ratio[after]:.3f} [{low[after]:.3f}, {high[after]:.3f}]"
-            f" | {memory[before] / 2**20:.3g} → {memory[after] / 2**20:.3g}"
-            f" | {nodes[before]:.0f} → {nodes[after]:.0f} |"
-        )
+        rewritten = [(model, variant) for variant in ("optimized-1", "optimized-2")]
+        every = [(model, "eager"), *rewritten]
+        cells = [
+            " → ".join(f"{latency[each] * 1e3:.3g}" for each in every),
+            *(f"{ratio[each]:.3f} [{low[each]:.3f}, {high[each]:.3f}]" for each in rewritten),
+            " → ".join(f"{memory[each] / 2**20:.3g}" for each in every),
+        ]
+        yield f"| {model} | {' | '.join(cells)} |"
 
 
 def _cells(results: dict[str, Any], name: str, column: str) -> dict[tuple[str, ...], float]:

@@ -40,7 +40,7 @@ TABLES = ("summary", "figures")  # commands, and no benchmarks
 
 # What is measured, by version. When this hash changes and numbers can change with it, raise
 # `version` in benchmarks/_forward.py, so that no series mixes two meanings; then record it here.
-MEANING = {"1": "e5db7d89f2fdab86"}
+MEANING = {"1": "c985d22d9fb6a1fc"}
 
 
 @pytest.fixture(autouse=True)
@@ -156,13 +156,15 @@ def test_a_latency_is_called_before_it_is_measured():
 
 
 @pytest.mark.parametrize(
-    ("name", "first"), [("Models", SMALL), ("Scaling", "300")], ids=["models", "scaling"]
+    ("name", "first", "tools"),
+    [("Models", SMALL, 3), ("Scaling", "300", 2)],
+    ids=["models", "scaling"],
 )
-def test_each_cost_benchmark_runs(name, first):
+def test_each_cost_benchmark_runs(name, first, tools):
     name = f"optimize_cost.{name}.time_optimize"
     done = [run_once(name, index) for index in cells(name, first)]
 
-    assert len(done) == 2
+    assert len(done) == tools
 
 
 def test_the_graphs_are_counted(monkeypatch):
@@ -227,9 +229,29 @@ print("torch" in sys.modules)
 def test_what_an_old_commit_lacks_is_not_available(missing, monkeypatch):
     monkeypatch.delattr(optimizer, missing)
     name = "cpu.Memory.track_peak_memory"
-    _, optimized, _ = cells(name, SMALL)
+    _, optimized, *_ = cells(name, SMALL)
 
     assert run_once(name, optimized) is None
+
+
+def test_a_level_that_an_old_commit_lacks_is_not_available(monkeypatch):
+    monkeypatch.setattr(optimizer, "optimize", _only_level_1)
+    _, level_1, _, level_2 = cells("cpu.Memory.track_peak_memory", SMALL)
+
+    assert run_once("cpu.Memory.track_peak_memory", level_1) > 0
+    assert run_once("cpu.Memory.track_peak_memory", level_2) is None
+
+
+def test_another_wrong_value_of_an_old_commit_is_a_failure(monkeypatch):
+    monkeypatch.setattr(optimizer, "optimize", lambda *call, **options: int("one"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        SUBJECTS.rewriter("optimized-1")(None, None)
+
+
+def _only_level_1(module, inputs, level, check):
+    if level != 1:
+        raise ValueError(f"level must be 1, not {level}")
+    return module
 
 
 def test_a_package_or_model_that_an_old_commit_lacks_is_not_available(monkeypatch):
@@ -250,7 +272,7 @@ def test_a_package_that_lacks_something_of_its_own_is_a_failure(tmp_path, monkey
 
 def test_where_fuse_fails_it_is_not_available():
     name = "cpu.Latency.time_forward"
-    *_, fuse = cells(name, "masked_assign")
+    _, _, fuse, _ = cells(name, "masked_assign")
 
     assert run_once(name, fuse) is None
 

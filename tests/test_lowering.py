@@ -500,6 +500,22 @@ class TestACandidateThatIsNoGood:
         assert chosen(fast) == ["channels_last"]
         torch.testing.assert_close(fast(x), model(x))
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_a_view_of_an_image_is_lowered(self, dtype: torch.dtype) -> None:
+        model = Head(lambda y, x: y.view(x.size(0), -1).relu()).eval().to(dtype)
+        fast = lowered(model, image().to(dtype))
+
+        assert "channels_last" in chosen(fast)[0]
+        optimizer.check(model, fast, image().to(dtype))
+
+    @pytest.mark.parametrize("seconds", [0.0, 1.0])
+    def test_a_view_of_bits_may_need_the_layout(self, seconds: float) -> None:
+        model = Head(lambda y, x: y.view(torch.float32).relu()).eval().double()
+        fast = lowered(model, image().double(), tune_seconds=seconds)
+
+        assert "channels_last" not in chosen(fast)
+        optimizer.check(model, fast, image().double())
+
     def test_float64_is_none_of_its_business(self) -> None:
         model, x = net().double(), image().double()
 

@@ -27,11 +27,17 @@ def _on_onednn_in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.T
     return on_onednn(in_channels_last(region, inputs), inputs)
 
 
+def _in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
+    program = in_channels_last(region, inputs)
+    program.forward(*inputs)  # raises where the code needs the layout that it was written for
+    return program
+
+
 CANDIDATES: dict[str, Callable[[fx.GraphModule, Sequence[torch.Tensor]], Program]] = {
     AS_IT_IS: lambda region, inputs: region,
     "oneDNN Graph": on_onednn,
     "oneDNN Graph, channels_last": _on_onednn_in_channels_last,
-    "channels_last": in_channels_last,
+    "channels_last": _in_channels_last,
 }
 
 

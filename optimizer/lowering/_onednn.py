@@ -73,6 +73,8 @@ def in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> 
             if tensor.dim() in _MEMORY_FORMATS:
                 options: dict[str, Any] = {"memory_format": _MEMORY_FORMATS[tensor.dim()]}
                 copies[node] = graph.call_method("contiguous", (copies[node],), options)
+        elif node.target == "view" and isinstance(node.args[-1], int | tuple | list):
+            copies[node].target = "reshape"  # a layout may not allow a view
         elif node.op == "get_attr":
             weight = getattr(region, str(node.target))
             memory_format = _MEMORY_FORMATS.get(weight.dim(), torch.preserve_format)

@@ -407,6 +407,9 @@ class TestWhatIsNotLowered:
     def test_an_output_that_is_an_input(self) -> None:
         assert_refused(Head(lambda y, x: (y, x)), image(), reason="shares memory")
 
+    def test_an_output_that_depends_on_no_input(self) -> None:
+        assert_refused(Head(lambda y, x: (y, torch.arange(3.0))), image(), reason="on no input")
+
     def test_an_input_with_gaps(self) -> None:
         assert_refused(net(), image(2, 3, 12, 24)[..., ::2], reason="gaps")
 
@@ -650,6 +653,8 @@ class TestStraightLine:
             (lambda x: x if x.sum() > 0 else -x, "depends on values"),
             (lambda x: x * int(x.sum()), "depends on values"),
             (lambda x: x + torch.from_numpy(x.numpy()), "depends on values"),
+            (lambda x: x[x > 0].reshape(-1, 1), "a size depends on values"),
+            (lambda x: x * x.nonzero().shape[0], "a size depends on values"),
             (lambda x: x * 2 if torch.equal(x, x) else x, "depends on values"),
             (lambda x: x + _HIDDEN, "cannot be followed"),
             (lambda x: _constant_written_after_reading(x), "after reading it"),

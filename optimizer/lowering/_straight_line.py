@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from optimizer._effects import Effects
 from optimizer._guards import GUARDS
 from optimizer._inputs import Call
 from optimizer._trees import storages_in, tensors_in
@@ -59,9 +60,10 @@ def straight_line(
     own = call.map(torch.clone)
     inputs = tuple(tensors_in(own))
     _require_dense(call, inputs)
-    recorder = _Recorder(inputs, held)
-    with torch.no_grad(), recorder:
+    recorder, effects = _Recorder(inputs, held), Effects()
+    with torch.no_grad(), effects, recorder:
         output = run(*own.args, **own.kwargs)
+    _require(not effects.counts, "a size depends on values")
     outputs = tensors_in(output)
     _require_own_storages(outputs, inputs)
     return StraightLine(recorder.finished(outputs), inputs, tuple(outputs), _rebuild(output))
@@ -206,6 +208,8 @@ class _Recorder(TorchFunctionMode):
         """The graph that returns `outputs`."""
         same = all(version_of(tensor) == version for tensor, version in self.used)
         _require(same, "it writes a constant after reading it")
+        # Else every call would return the very same tensor, and a caller may write it.
+        _require(all(each in self.nodes for each in outputs), "an output depends on no input")
         self.graph.output(tuple(map(self._node, outputs)))
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.root, self.graph)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from optimizer._device import device_of
 from optimizer._errors import CaptureError, DeviceError, EquivalenceError, InputError
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
 from optimizer._state import random_state_kept
-from optimizer._trees import map_tensors, tensors_in
+from optimizer._trees import map_tensors, opened, tensors_in
 
 # Largest difference, relative to the largest value of the output, that passes without a
 # second look. Rounding in a deep network stays a hundredfold below; a wrong formula does not.
@@ -104,8 +104,8 @@ def largest_error(expected: Answer, actual: Answer) -> float:
 def _differences(expected: Answer, actual: Answer, *, exact: bool) -> Iterator[Difference]:
     pairs = (("output", expected.output, actual.output), ("input", expected.inputs, actual.inputs))
     for place, old, new in pairs:
-        old_leaves, old_spec = pytree.tree_flatten_with_path(old)
-        new_leaves, new_spec = pytree.tree_flatten_with_path(new)
+        old_leaves, old_spec = pytree.tree_flatten_with_path(opened(old))
+        new_leaves, new_spec = pytree.tree_flatten_with_path(opened(new))
         if old_spec != new_spec:
             yield Difference(place, float("inf"), "has another structure")
             return
@@ -118,7 +118,7 @@ def _differences(expected: Answer, actual: Answer, *, exact: bool) -> Iterator[D
 
 def _leaf_difference(place: str, old: Any, new: Any, *, exact: bool) -> Difference | None:
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
-        same = type(old) is type(new) and bool(old == new)
+        same = _equal(old, new)
         return None if same else Difference(place, float("inf"), f"is {new!r}, not {old!r}")
     for name in ("shape", "dtype", "device", "layout"):
         one, other = getattr(old, name), getattr(new, name)
@@ -126,9 +126,14 @@ def _leaf_difference(place: str, old: Any, new: Any, *, exact: bool) -> Differen
             return Difference(place, float("inf"), f"has {name} {other}, not {one}")
     error = relative_error(old, new)
     bound = 0.0 if exact else BOUNDS.get(old.dtype, 0.0)
-    if error <= bound:
-        return None
-    return Difference(place, error, f"relative error {error:.2g}, more than {bound:.2g}")
+    reason = f"relative error {error:.2g}, more than {bound:.2g}"
+    return Difference(place, error, reason) if error > bound else None
+
+
+def _equal(old: Any, new: Any) -> bool:
+    with suppress(Exception):  # two arrays, for one, are neither equal nor different
+        return type(old) is type(new) and bool(old == new)
+    return False
 
 
 def relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
@@ -137,9 +142,8 @@ def relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
         return 0.0
     old, new = _comparable(expected), _comparable(actual)
     finite = torch.isfinite(old)
-    if not torch.equal(finite, torch.isfinite(new)):
-        return float("inf")
-    if not torch.equal(old[~finite].nan_to_num(0.5), new[~finite].nan_to_num(0.5)):
+    unlike = [each[~finite].nan_to_num(0.5) for each in (old, new)]
+    if not (torch.equal(finite, torch.isfinite(new)) and torch.equal(*unlike)):
         return float("inf")
     old, new = old[finite], new[finite]
     worst = (old - new).abs().max().item() if old.numel() else 0.0
@@ -176,7 +180,7 @@ def _as_good_as(model: nn.Module, call: Call, expected: Answer, actual: Answer) 
         truth = answer(structural_copy(model).double(), call.map(_double))
     except Exception:  # a forward that names its dtype; then there is no second opinion
         return False
-    leaves = (pytree.tree_leaves(each.output) for each in (truth, expected, actual))
+    leaves = (pytree.tree_leaves(opened(each.output)) for each in (truth, expected, actual))
     return all(
         relative_error(true, new) <= _WORSE_THAN_EAGER * relative_error(true, old)
         for true, old, new in zip(*leaves, strict=True)

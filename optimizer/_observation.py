@@ -18,7 +18,7 @@ from optimizer._copy import on_storage
 from optimizer._effects import Effects
 from optimizer._graph import attribute_of, is_plain, module_of, tensors_of
 from optimizer._known_results import EVERY_MASK_IS_FULL, known_result, known_sum, writes_its_input
-from optimizer._trees import map_tensors, storages_in
+from optimizer._trees import hides_tensors, map_tensors, storages_in
 from optimizer._vocabulary import FACTORIES, MAY_COPY
 
 
@@ -115,6 +115,7 @@ class Facts:
         counted = self._effects.counts or any(each.size_varies for each in given)
         inputs = frozenset[fx.Node]().union(*(each.inputs for each in given))
         kept, storages = _snapshot(value)
+        storages |= _given(node) if hides_tensors(value) else frozenset()
         sources = self._may_be_part_of_result(node, given)
         self._shared |= dict.fromkeys(storages - sources, sources) if sources else {}
         storages, writes = self._with_shared(storages), self._with_shared(lasting_writes)

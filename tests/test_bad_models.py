@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import optimizer
-from optimizer import InputError
+from optimizer import EquivalenceError, InputError
 from optimizer._capture import capture_call
 from optimizer._inputs import Call
 from optimizer._pipeline import Pipeline
@@ -283,6 +284,75 @@ def test_the_rest_is_optimized_around(what: str, check: Any) -> None:
     assert "fold_affine" in fast.report.counts()
     for actual, expected in zip(answers(fast), answers(model), strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Knows its fields, which pytree does not."""
+
+    value: Any
+    count: int = 1
+
+
+class Box:
+    """Nobody knows what it holds."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@fx.wrap
+def boxed(value: Tensor) -> Box:
+    return Box(value)
+
+
+@fx.wrap
+def as_array(value: Tensor) -> Any:
+    return value.numpy()
+
+
+def recorded(self: Net, x: Tensor) -> Any:
+    return {"all": [Record(Record(self.pair(x)), 2)]}
+
+
+@pytest.mark.parametrize("check", ["final", "each"])
+def test_a_dataclass_that_is_returned_is_compared_field_by_field(check: Any) -> None:
+    model, other = Net(recorded), Net(lambda self, x: {"all": [Record(Record(x), 2)]})
+
+    fast = optimizer.optimize(model, X, check=check)
+
+    assert "fold_affine" in fast.report.counts()
+    [record] = fast(X)["all"]
+    assert record.count == 2
+    torch.testing.assert_close(record.value.value, model(X)["all"][0].value.value)
+    with pytest.raises(EquivalenceError, match="Record"):
+        optimizer.check(model, other, X)
+
+
+@pytest.mark.parametrize("held", [Record, boxed])
+def test_what_an_object_holds_is_not_taken_for_unseen(held: Callable[[Tensor], Any]) -> None:
+    def copies(self: Net, x: Tensor) -> Any:
+        y = torch.tanh(x)
+        return held(y.clone()), y
+
+    outer, y = optimizer.optimize(Net(copies), X, check=None)(X)
+
+    assert outer.value.data_ptr() != y.data_ptr()
+
+
+def test_a_dataclass_that_is_given_is_not_written() -> None:
+    given = Record(X.clone())
+
+    optimizer.optimize(Net(lambda self, record: self.pair(record.value.neg_())), (given,))
+
+    assert torch.equal(given.value, X)
+
+
+def test_what_cannot_be_compared_is_left_as_it_is() -> None:
+    fast = optimizer.optimize(Net(lambda self, x: as_array(self.pair(x))), X)
+
+    [remark] = fast.report.remarks
+    assert remark.startswith("left as it is: ")
 
 
 def hooked() -> nn.Module:

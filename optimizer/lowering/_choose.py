@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -18,6 +19,7 @@ from optimizer._report import Choice
 from optimizer.lowering._onednn import Program, in_channels_last, is_available, on_onednn
 from optimizer.lowering._regions import CONVOLUTIONS, WEIGHTED, name_of
 
+Made = TypeVar("Made", bound=Callable[..., Any])
 AS_IT_IS = "as it is"
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 7
 WORTH_IT = 0.98  # of the time of the region as it is, at most
@@ -68,38 +70,44 @@ class Chooser:
 
     def __call__(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
         """The program to run a region with inputs like these, which it leaves as they are."""
-        key = key_of(region, inputs)
-        if key not in self.known and not self.tunes:
-            self.known[key] = self._by_policy(region, inputs)
-        if key in self.known:
-            return self._as_known(region, inputs, key)
-        return self._timed(region, inputs, key)
-
-    def _by_policy(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
+        offered = candidates_for(region, inputs)
         images = any(name_of(node) in CONVOLUTIONS for node in region.graph.nodes)
-        return next(iter(candidates_for(region, inputs) if images else ()), AS_IT_IS)
+        policy = next(iter(offered if images else ()), AS_IT_IS)
+        key = key_of(region, inputs)
+        names: Iterable[str] = [AS_IT_IS, *offered]
+        make = _verified
+        if self.settled(key, policy):
+            names, make = CANDIDATES, _prepared
+        makers = {name: functools.partial(make, name, region, inputs) for name in names}
+        return self.pick(_described(region), key, makers, policy, inputs)
 
-    def _as_known(
-        self, region: fx.GraphModule, inputs: Sequence[torch.Tensor], key: str
-    ) -> Program:
-        name = self.known[key]
-        program = _prepared(name, region, inputs)
-        rejected = {name: program} if isinstance(program, str) else {}
-        self._note(region, key, AS_IT_IS if rejected else name, rejected=rejected)
-        return region if isinstance(program, str) else program
+    def settled(self, key: str, policy: str) -> str:
+        """What needs no timing: an earlier decision, or the policy where nothing is timed."""
+        return self.known.get(key, "" if self.tunes else policy)
 
-    def _timed(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor], key: str) -> Program:
-        names = [AS_IT_IS, *candidates_for(region, inputs)]
-        tried = {name: _verified(name, region, inputs) for name in names}
-        rejected = {name: found for name, found in tried.items() if isinstance(found, str)}
-        programs = {name: found for name, found in tried.items() if not isinstance(found, str)}
-        seconds = self.race(programs, inputs) if len(programs) > 1 else {}
-        best = min(seconds, key=seconds.__getitem__, default=AS_IT_IS)
-        if seconds and seconds[best] > WORTH_IT * seconds[AS_IT_IS]:
-            best = AS_IT_IS
+    def pick(
+        self,
+        what: str,
+        key: str,
+        makers: Mapping[str, Callable[[], Made | str]],
+        policy: str,
+        inputs: Sequence[Any],
+    ) -> Made:
+        """The fastest of what can be made, or what is settled; `AS_IT_IS` where that is no good.
+
+        A maker that cannot returns why. What is chosen for `what` is noted.
+        """
+        settled = self.settled(key, policy)
+        made = {name: _make(makers, name) for name in ([settled] if settled else makers)}
+        rejected = {name: found for name, found in made.items() if isinstance(found, str)}
+        good = {name: found for name, found in made.items() if not isinstance(found, str)}
+        seconds = self.race(good, inputs) if len(good) > 1 else {}
+        best = settled if settled in good else _fastest(seconds)
         self.known[key] = best
-        self._note(region, key, best, seconds, rejected)
-        return programs[best]
+        self.choices.append(Choice(what, key, best, seconds, rejected))
+        chosen = good[best] if best in good else makers[best]()
+        assert not isinstance(chosen, str), "what is as it is can always be made"
+        return chosen
 
     def race(
         self,
@@ -118,16 +126,23 @@ class Chooser:
                 times[name].append(time.perf_counter() - start)
         return {name: median(each) for name, each in times.items()}
 
-    def _note(self, region: fx.GraphModule, key: str, chosen: str, *why: Any, **more: Any) -> None:
-        counts = Counter(name for n in region.graph.nodes if (name := name_of(n)) in WEIGHTED)
-        text = ", ".join(f"{count} x {name}" for name, count in counts.items())
-        self.choices.append(Choice(text, key, chosen, *why, **more))
+
+def _make(makers: Mapping[str, Callable[[], Made | str]], name: str) -> Made | str:
+    return makers[name]() if name in makers else "there is no such candidate"
+
+
+def _fastest(seconds: Mapping[str, float]) -> str:
+    best = min(seconds, key=seconds.__getitem__, default=AS_IT_IS)
+    return best if seconds and seconds[best] <= WORTH_IT * seconds[AS_IT_IS] else AS_IT_IS
+
+
+def _described(region: fx.GraphModule) -> str:
+    counts = Counter(name for n in region.graph.nodes if (name := name_of(n)) in WEIGHTED)
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
 def _prepared(name: str, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program | str:
     """A candidate, ready to run and warm; or why it cannot."""
-    if name not in CANDIDATES:
-        return "there is no such candidate"
     try:
         return CANDIDATES[name](region, inputs)
     except Exception as error:  # whatever a backend raises

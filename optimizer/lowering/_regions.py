@@ -19,7 +19,7 @@ _COMPUTED = frozenset((
     "batch_norm", "max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d",
     "adaptive_avg_pool3d", "mean",
 ))  # fmt: skip
-_MOVED = frozenset((
+MOVED = frozenset((
     "cat", "chunk", "split", "getitem", "__getitem__", "reshape", "view", "flatten", "squeeze",
     "unsqueeze", "transpose", "permute", "contiguous", "dropout", "getattr", "interpolate",
 ))  # fmt: skip
@@ -45,7 +45,7 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     for node in graph.nodes:
         if node.op in ("get_attr", "placeholder"):
             continue
-        if name_of(node) in WEIGHTED | _COMPUTED | _MOVED and node.op != "output":
+        if name_of(node) in WEIGHTED | _COMPUTED | MOVED and node.op != "output":
             run.append(node)
             continue
         yield from _trimmed(run)
@@ -54,7 +54,7 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 def _trimmed(run: list[fx.Node]) -> Iterator[list[fx.Node]]:
     """The run without the moves at its ends; nothing if it has no weights."""
-    kept = [place for place, node in enumerate(run) if name_of(node) not in _MOVED]
+    kept = [place for place, node in enumerate(run) if name_of(node) not in MOVED]
     if any(name_of(node) in WEIGHTED for node in run):
         yield run[kept[0] : kept[-1] + 1]
 

@@ -1,0 +1,115 @@
+"""Straight-line code in mixed precision: products in 16 bits, all that is delicate in 32.
+
+The rule is that of automatic mixed precision (Micikevicius et al., 2018), applied once instead of
+in every call: convolutions and matrix products read and yield 16 bits, and add up in 32 inside
+their kernels; what only moves values, or computes each from one or two others, follows its inputs;
+norms, softmax, means and everything unknown stay as they are. Weights are rounded once.
+
+A value whose magnitude comes close to what 16 bits can hold, in the call that was written down, is
+kept in 32, and so is what reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimizer._trees import tensors_in
+from optimizer.lowering._regions import MOVED, name_of
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HEADROOM = 16  # how much larger the values of later calls may be before they overflow
+
+_PRODUCTS = frozenset((
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm",
+    "scaled_dot_product_attention",
+))  # fmt: skip
+_POINTWISE = frozenset((
+    "relu", "relu6", "hardtanh", "clamp", "hardswish", "hardsigmoid", "sigmoid", "silu", "gelu",
+    "tanh", "elu", "leaky_relu", "add", "__add__", "__radd__", "mul", "__mul__", "__rmul__",
+    "max_pool1d", "max_pool2d", "max_pool3d",
+))  # fmt: skip
+_FOLLOWING = _POINTWISE | MOVED - {"interpolate", "getattr"}
+
+
+def in_precision(
+    line: fx.GraphModule, inputs: Sequence[torch.Tensor], low: torch.dtype
+) -> fx.GraphModule:
+    """The same code with 16-bit products, for calls like the one with these inputs."""
+    ranges = _Ranges(line, low)
+    with torch.no_grad():
+        ranges.run(*inputs)
+    writer = _Writer(line, ranges, low)
+    for node in line.graph.nodes:
+        writer.write(node)
+    return fx.GraphModule(line, writer.graph)
+
+
+class _Ranges(fx.Interpreter):
+    """Which values are float32 tensors, and which of these fit into 16 bits with some headroom."""
+
+    def __init__(self, line: fx.GraphModule, low: torch.dtype) -> None:
+        super().__init__(line)
+        self.limit = torch.finfo(low).max / HEADROOM
+        self.wide: set[fx.Node] = set()
+        self.fitting: set[fx.Node] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run it, and look at its value."""
+        value = super().run_node(n)
+        tensors = tensors_in(value)
+        if tensors and all(tensor.dtype == torch.float32 for tensor in tensors):
+            self.wide.add(n)
+            if all(_magnitude(tensor) <= self.limit for tensor in tensors):
+                self.fitting.add(n)
+        return value
+
+
+def _magnitude(tensor: torch.Tensor) -> float:
+    finite = tensor.nan_to_num(0.0, 0.0, 0.0)
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+class _Writer:
+    """Writes each node in the precision that it is to have, with the casts that it needs."""
+
+    def __init__(self, line: fx.GraphModule, ranges: _Ranges, low: torch.dtype) -> None:
+        self.line, self.ranges, self.low_dtype = line, ranges, low
+        self.graph = fx.Graph()
+        self.low: set[fx.Node] = set()
+        self.copies: dict[tuple[fx.Node, bool], fx.Node] = {}
+
+    def write(self, node: fx.Node) -> None:
+        """Write one node; those that it reads are written."""
+        low = self._is_low(node)
+        if low:
+            self.low.add(node)
+        self.copies[node, low] = self.graph.node_copy(node, lambda read: self._read(read, low))
+
+    def _is_low(self, node: fx.Node) -> bool:
+        floats = [read for read in node.all_input_nodes if read in self.ranges.wide]
+        if not floats or not self.ranges.fitting.issuperset((node, *floats)):
+            return False
+        if name_of(node) in _PRODUCTS:
+            return True
+        return name_of(node) in _FOLLOWING and self.low.issuperset(floats)
+
+    def _read(self, node: fx.Node, low: bool) -> fx.Node:
+        """What stands for a node where its value is read in 16 bits, or in its own."""
+        if node not in self.ranges.wide:
+            return self.copies[node, False]
+        if (node, low) not in self.copies:
+            self.copies[node, low] = self._cast(node, low)
+        return self.copies[node, low]
+
+    def _cast(self, node: fx.Node, low: bool) -> fx.Node:
+        if low and node.op == "get_attr":
+            name = f"{node.target}_in_16_bits"
+            setattr(self.line, name, getattr(self.line, str(node.target)).to(self.low_dtype))
+            return self.graph.get_attr(name)
+        dtype = self.low_dtype if low else torch.float32
+        return self.graph.call_method("to", (self.copies[node, not low], dtype))

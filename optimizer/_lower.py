@@ -8,14 +8,16 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from optimizer._check import Answer, Difference
 from optimizer._errors import InputError
 from optimizer._inputs import Call
 from optimizer._lowered import Decisions, LoweredModule
 from optimizer._trees import tensors_in
-from optimizer.lowering._choose import AS_IT_IS, WORTH_IT, Chooser
+from optimizer.lowering._choose import WORTH_IT, Chooser
 from optimizer.lowering._plan import Plan
+from optimizer.lowering._policies import AS_IT_IS
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,6 @@ def _reason_against(
         lowered = any(choice.chosen != AS_IT_IS for choice in plan.choices)
         return "" if lowered else "no region of it can be"
     portable = functools.partial(module.run_portable, *call.args, **call.kwargs)
-    runs = {"plan": functools.partial(plan, own), "portable": portable}
-    seconds = chooser.race(runs, (), fewest=1)
+    runs: dict[str, Callable[..., Any]] = {"plan": plan, "portable": lambda _: portable()}
+    seconds = chooser.race(runs, (own,), fewest=1)
     return "" if seconds["plan"] <= WORTH_IT * seconds["portable"] else "it is not faster so"

@@ -19,6 +19,7 @@ from optimizer._module import OptimizedModule
 from optimizer._report import Choice
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._plan import Plan, Signature, Weights
+from optimizer.lowering._policies import require_one_device
 from optimizer.lowering._straight_line import NotStraightLineError
 
 Decisions: TypeAlias = Mapping[str, str]
@@ -64,6 +65,7 @@ class LoweredModule(OptimizedModule):
         signature = Signature.of(*call)
         if signature is None:
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
+        require_one_device([*signature.tensors, *Weights(self).tensors()])
         try:
             plan = Plan(self, self.run_portable, call, chooser)
         except NotStraightLineError as error:

@@ -19,8 +19,9 @@ from torch.nn import functional as F
 import optimizer
 from optimizer._inputs import Call
 from optimizer._lowered import LoweredModule
-from optimizer.lowering import _choose, _onednn
-from optimizer.lowering._choose import AS_IT_IS, CANDIDATES
+from optimizer.lowering import _choose, _onednn, _policies
+from optimizer.lowering._choose import CANDIDATES
+from optimizer.lowering._policies import AS_IT_IS
 from optimizer.lowering._straight_line import NotStraightLineError, straight_line
 
 
@@ -496,7 +497,7 @@ class TestACandidateThatIsNoGood:
     def test_without_onednn_graph_there_is_channels_last(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(_choose, "is_available", lambda: False)
+        monkeypatch.setattr(_policies, "is_available", lambda: False)
         model, x = net(), image()
         fast = lowered(model, x)
 

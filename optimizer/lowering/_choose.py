@@ -15,12 +15,14 @@ from torch import fx
 
 from optimizer._check import BOUNDS, relative_error
 from optimizer._copy import on_storage
+from optimizer._device import device_of
 from optimizer._report import Choice
-from optimizer.lowering._onednn import Program, in_channels_last, is_available, on_onednn
-from optimizer.lowering._regions import CONVOLUTIONS, WEIGHTED, name_of
+from optimizer._trees import tensors_in
+from optimizer.lowering._onednn import Program, in_channels_last, on_onednn
+from optimizer.lowering._policies import AS_IT_IS, Policy, describe_device, policy_of
+from optimizer.lowering._regions import WEIGHTED, name_of
 
 Made = TypeVar("Made", bound=Callable[..., Any])
-AS_IT_IS = "as it is"
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 7
 WORTH_IT = 0.98  # of the time of the region as it is, at most
 
@@ -43,16 +45,6 @@ CANDIDATES: dict[str, Callable[[fx.GraphModule, Sequence[torch.Tensor]], Program
 }
 
 
-def candidates_for(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
-    """The names of what may run a region on its device, the most promising first."""
-    on_cpu = all(tensor.device.type == "cpu" for tensor in inputs)
-    floating = {tensor.dtype for tensor in inputs if tensor.is_floating_point()}
-    images = any(name_of(node) in CONVOLUTIONS for node in region.graph.nodes)
-    if on_cpu and is_available() and floating == {torch.float32}:
-        return ["oneDNN Graph, channels_last" if images else "oneDNN Graph"]
-    return ["channels_last"] if images else []
-
-
 class Chooser:
     """Chooses for one region after another, within a budget of time.
 
@@ -70,9 +62,9 @@ class Chooser:
 
     def __call__(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
         """The program to run a region with inputs like these, which it leaves as they are."""
-        offered = candidates_for(region, inputs)
-        images = any(name_of(node) in CONVOLUTIONS for node in region.graph.nodes)
-        policy = next(iter(offered if images else ()), AS_IT_IS)
+        device = policy_of(inputs) or Policy()
+        offered = device.offered(region, inputs)
+        policy = device.untimed(region, offered)
         key = key_of(region, inputs)
         names: Iterable[str] = [AS_IT_IS, *offered]
         make = _verified
@@ -115,14 +107,17 @@ class Chooser:
         inputs: Sequence[Any],
         fewest: int = _FEWEST_ROUNDS,
     ) -> dict[str, float]:
-        """The median time of each, called in turn until the budget is spent."""
+        """The median time of each until the device is done, in turn until the budget is spent."""
+        wait = device_of(tensors_in(inputs)).synchronize
         times: dict[str, list[float]] = {name: [] for name in programs}
         for done in range(_MOST_ROUNDS):
             if done >= fewest and time.perf_counter() > self.deadline:
                 break
             for name, program in programs.items():
+                wait()
                 start = time.perf_counter()
                 program(*inputs)
+                wait()
                 times[name].append(time.perf_counter() - start)
         return {name: median(each) for name, each in times.items()}
 
@@ -185,7 +180,7 @@ def _other(tensor: torch.Tensor) -> torch.Tensor:
 def key_of(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
     """The same for all regions that compute the same of alike inputs, with whatever weights."""
     places = {node: place for place, node in enumerate(region.graph.nodes)}
-    parts: list[str] = [_machine(), *map(_geometry, inputs)]
+    parts = [f"torch {torch.__version__}", describe_device(inputs), *map(_geometry, inputs)]
     for node in region.graph.nodes:
         arguments = fx.map_arg((node.args, node.kwargs), lambda arg: places[arg])
         held = _geometry(getattr(region, str(node.target))) if node.op == "get_attr" else ""
@@ -195,8 +190,3 @@ def key_of(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
 
 def _geometry(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
-
-
-def _machine() -> str:
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"torch {torch.__version__} {capability} {torch.get_num_threads()} threads"

@@ -15,6 +15,7 @@ from optimizer._check import BOUNDS, relative_error
 from optimizer._inputs import Call
 from optimizer._report import Choice
 from optimizer.lowering._choose import Chooser
+from optimizer.lowering._policies import policy_of
 from optimizer.lowering._regions import with_regions
 from optimizer.lowering._straight_line import NotStraightLineError, straight_line, version_of
 
@@ -131,7 +132,9 @@ class Signature(NamedTuple):
             return None
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return None
-        return cls((spec, torch.get_num_threads(), *map(_geometry, leaves)), tensors)
+        policy = policy_of(tensors)
+        settings = policy.settings() if policy else None
+        return None if settings is None else cls((spec, settings, *map(_geometry, leaves)), tensors)
 
 
 def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Hashable]:

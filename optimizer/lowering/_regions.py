@@ -30,6 +30,11 @@ def name_of(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
+def convolves(module: fx.GraphModule) -> bool:
+    """Whether there is a convolution in the code."""
+    return any(name_of(node) in CONVOLUTIONS for node in module.graph.nodes)
+
+
 def with_regions(module: fx.GraphModule) -> fx.GraphModule:
     """The same code, with each region a GraphModule that it calls."""
     outer = fx.GraphModule(module, module.graph)

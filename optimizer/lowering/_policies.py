@@ -1,0 +1,108 @@
+"""What is known of each kind of device: what may run a region there, and what kernels depend on.
+
+What is offered is timed, so that it may lose. What is known to lose is not offered: on MPS,
+convolutions in channels_last were 4 to 9 times slower (pytorch issue 192551), and there is no
+operator that fuses one with what follows, so that level 2 can only save calls there. On a device
+that is not named here, nothing is lowered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+from torch import fx
+
+from optimizer._errors import InputError
+from optimizer.lowering._onednn import is_available
+from optimizer.lowering._regions import convolves
+
+AS_IT_IS = "as it is"
+
+
+class Policy:
+    """A device on which nothing is known to help but fewer calls."""
+
+    def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
+        """What may run a region, the most promising first."""
+        return []
+
+    def untimed(self, region: fx.GraphModule, offered: Sequence[str]) -> str:
+        """What runs a region where nothing is timed."""
+        return next(iter(offered), AS_IT_IS)
+
+    def settings(self) -> Hashable:
+        """What, besides the call, kernels are chosen by; None while no plan may run."""
+        return ()
+
+    def hardware(self) -> str:
+        """What decisions are made for."""
+        return ""
+
+
+class _Cpu(Policy):
+    def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
+        images = convolves(region)
+        if is_available() and _floating(inputs) == {torch.float32}:
+            return ["oneDNN Graph, channels_last" if images else "oneDNN Graph"]
+        return ["channels_last"] if images else []
+
+    def untimed(self, region: fx.GraphModule, offered: Sequence[str]) -> str:
+        return super().untimed(region, offered if convolves(region) else ())
+
+    def settings(self) -> Hashable:
+        return torch.get_num_threads()
+
+    def hardware(self) -> str:
+        return torch.backends.cpu.get_cpu_capability()
+
+
+class _Cuda(Policy):
+    def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
+        return ["channels_last"] if convolves(region) else []
+
+    def untimed(self, region: fx.GraphModule, offered: Sequence[str]) -> str:
+        return AS_IT_IS
+
+    def settings(self) -> Hashable:
+        return (
+            torch._C._get_fp32_precision_getter("cuda", "matmul"),
+            torch._C._get_fp32_precision_getter("cuda", "conv"),
+            torch._C._get_cudnn_deterministic(),
+            torch._C._get_deterministic_algorithms(),
+        )
+
+    def hardware(self) -> str:
+        return torch.cuda.get_device_name()
+
+
+POLICIES: dict[str, Policy] = {"cpu": _Cpu(), "cuda": _Cuda(), "mps": Policy()}
+
+
+def policy_of(tensors: Iterable[torch.Tensor]) -> Policy | None:
+    """What is known of the device that work on `tensors` is done on."""
+    kinds = (tensor.device.type for tensor in tensors)
+    return POLICIES.get(next((kind for kind in kinds if kind != "cpu"), "cpu"))
+
+
+def describe_device(tensors: Iterable[torch.Tensor]) -> str:
+    """The device that work on `tensors` is done on, as far as decisions depend on it."""
+    policy = policy_of(tensors) or Policy()
+    return f"{policy.hardware()} {policy.settings()}"
+
+
+def require_one_device(tensors: Iterable[torch.Tensor]) -> None:
+    """Require that all tensors, but for single numbers, are on one device that is known.
+
+    Raises:
+        InputError: they are not.
+    """
+    devices = {tensor.device for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"}
+    if len(devices) > 1:
+        raise InputError("such a call is not lowered: its tensors are on several devices.")
+    if not POLICIES.keys() >= {device.type for device in devices}:
+        raise InputError("such a call is not lowered: nothing is known of its device.")
+
+
+def _floating(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}

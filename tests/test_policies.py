@@ -1,0 +1,155 @@
+"""What level 2 does on a device that is not here: the device is faked, the rest is real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import optimizer
+from optimizer._device import Cpu
+from optimizer._lowered import LoweredModule
+from optimizer.lowering import _choose, _policies
+from optimizer.lowering._choose import Chooser
+from optimizer.lowering._policies import AS_IT_IS, POLICIES, require_one_device
+
+
+class Clock(Cpu):
+    """A device whose work is done when it is waited for."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def synchronize(self) -> None:
+        self.events.append("wait")
+
+
+@pytest.fixture(params=["cuda", "mps"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pretended(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Tensors on the CPU count as being on another device."""
+    monkeypatch.setitem(POLICIES, "cpu", POLICIES[kind])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(Chooser, "race", lambda self, runs, *rest, **more: _last_wins(runs))
+    before = torch.backends.cuda.matmul.allow_tf32
+    yield kind
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _last_wins(runs: Any) -> dict[str, float]:
+    seconds = {name: 1.0 / place for place, name in enumerate(runs, 1)}
+    return {"plan": 0.1, "portable": 1.0} if "plan" in runs else seconds
+
+
+def convolution() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval(), torch.randn(2, 3, 9, 9)
+
+
+def lowered(model: nn.Module, x: torch.Tensor, **options: Any) -> LoweredModule:
+    fast = optimizer.optimize(model, x, level=2, **options)
+    assert isinstance(fast, LoweredModule)
+    return fast
+
+
+def chosen(fast: LoweredModule) -> list[str]:
+    return [choice.chosen for choice in fast.report.choices]
+
+
+def runs_a_plan(fast: LoweredModule, x: torch.Tensor) -> bool:
+    with torch.no_grad():
+        return fast.plan_for((x,), {}) is not None
+
+
+@pytest.mark.parametrize("kind", ["mps"])
+def test_on_mps_no_layout_and_no_kernel_is_tried(
+    pretended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_choose, "CANDIDATES", {AS_IT_IS: _choose.CANDIDATES[AS_IT_IS]})
+    model, x = convolution()
+    fast = lowered(model, x)
+
+    assert chosen(fast) == [AS_IT_IS]
+    assert not fast.report.choices[0].rejected
+    assert runs_a_plan(fast, x)  # fewer calls, which were measured to pay
+    assert torch.equal(fast(x), model(x))
+
+
+def test_on_a_device_where_it_does_not_pay_the_portable_code_runs(
+    pretended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Chooser, "race", lambda self, runs, *r, **m: dict.fromkeys(runs, 1.0))
+    model, x = convolution()
+    fast = lowered(model, x)
+
+    assert "such a call is not lowered: it is not faster so" in fast.report.remarks
+    assert not runs_a_plan(fast, x)
+
+
+@pytest.mark.parametrize("kind", ["mps"])
+def test_without_timing_nothing_changes_on_mps(pretended: str) -> None:
+    model, x = convolution()
+
+    assert not runs_a_plan(lowered(model, x, tune_seconds=0), x)
+
+
+@pytest.mark.parametrize("kind", ["cuda"])
+def test_kernels_of_another_precision_are_another_plan(pretended: str) -> None:
+    model, x = convolution()
+    fast = lowered(model, x)
+    assert runs_a_plan(fast, x)
+
+    torch.backends.cuda.matmul.allow_tf32 = not torch.backends.cuda.matmul.allow_tf32
+    assert not runs_a_plan(fast, x)
+
+
+@pytest.mark.parametrize("kind", ["cuda"])
+def test_a_decision_is_made_for_one_kind_of_gpu(
+    pretended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = convolution()
+    one = lowered(model, x).report.choices[0].key
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+
+    assert lowered(model, x).report.choices[0].key != one
+
+
+def test_on_an_unknown_device_nothing_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(POLICIES, "cpu")
+    model, x = convolution()
+    fast = lowered(model, x)
+
+    assert not runs_a_plan(fast, x)
+    assert any("not lowered" in remark for remark in fast.report.remarks)
+    with pytest.raises(optimizer.InputError, match="nothing is known of its device"):
+        require_one_device([x])
+
+
+def test_tensors_on_several_devices_are_not_lowered() -> None:
+    x, elsewhere = torch.ones(2), torch.ones(2, device="meta")
+
+    require_one_device([x, torch.ones(3)])
+    with pytest.raises(optimizer.InputError, match="several devices"):
+        require_one_device([x, elsewhere])
+
+
+def test_a_number_on_the_cpu_goes_with_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "meta", _policies.Policy())
+
+    require_one_device([torch.tensor(1.0), torch.ones(2, device="meta")])
+
+
+def test_a_race_ends_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Clock()
+    monkeypatch.setattr(_choose, "device_of", lambda tensors: device)
+    runs = {"one": lambda x: device.events.append("run")}
+    Chooser(0, {}).race(runs, (torch.ones(1),), fewest=1)
+
+    assert device.events[:3] == ["wait", "run", "wait"]

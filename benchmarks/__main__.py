@@ -15,6 +15,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from ._machine import machine_name
+from .peers import ASKED
+
 _COMMIT = "HEAD^!"
 _HTML = ".asv/html"
 _ADDRESS = "http://127.0.0.1:8000/"
@@ -24,19 +27,23 @@ _SMOKE_MODEL = "tiny_convnet"
 
 
 def main(arguments: list[str]) -> int:
-    machine = os.environ.get("BENCHMARK_MACHINE") or f"{platform.machine()}-{os.cpu_count()}core"
+    machine = machine_name()
     _register(machine)
     if arguments == ["--smoke"]:
         return _smoke(machine)
     run = ["run", _COMMIT, "--machine", machine, *_launch(), *arguments]
     selected = {"-b", "--bench"} & set(arguments)
     # asv keeps what a run measured when the run ends; an interruption loses one part only.
-    parts = [[]] if selected else [["--bench", f"^{part}\\."] for part in _PARTS]
+    parts = [[]] if selected else [["--bench", f"^{part}\\."] for part in _parts()]
     failures = [_asv(*run, *part) for part in parts]
     if _asv("publish"):
         return 1
     print(f"Dashboard: {_HTML}/index.html; to open it run {_SERVE}, then see {_ADDRESS}")
     return max(failures)
+
+
+def _parts() -> list[str]:
+    return [*_PARTS, *(["peers"] if os.environ.get(ASKED) else [])]
 
 
 def _register(machine: str) -> None:

@@ -15,18 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MODELS = [
-    "toy_model",
-    "transpose_toy",
-    "simple_mlp",
-    "simple_cnn",
-    "tiny_convnet",
-    "resnet_block",
-    "masked_assign",
-    "masked_assign_where",
-    "linear_bn_relu_100",
-    "transpose_chain_100",
-    "masked_postprocess_4096",
+TORCHVISION = [
     "resnet18",
     "resnet50",
     "mobilenet_v3_large",
@@ -41,6 +30,20 @@ MODELS = [
     "vgg11_bn",
     "deeplabv3_mobilenet_v3_large",
     "r3d_18",
+]
+MODELS = [
+    "toy_model",
+    "transpose_toy",
+    "simple_mlp",
+    "simple_cnn",
+    "tiny_convnet",
+    "resnet_block",
+    "masked_assign",
+    "masked_assign_where",
+    "linear_bn_relu_100",
+    "transpose_chain_100",
+    "masked_postprocess_4096",
+    *TORCHVISION,
 ]
 EAGER = "eager"
 PORTABLE = ["optimized-1", "fx_fuse"]

@@ -84,7 +84,9 @@ def test_the_suite_lists_every_benchmark_once():
     graph = [f"graph.Graph.track_{count}" for count in graph]
     graph += ["graph.Rewrites.track_fired", "graph.Rewrites.track_refused"]
 
-    assert sorted(BENCHMARKS) == sorted(forward + cost + graph)
+    peers = ["peers.Peers.track_preparation", "peers.Peers.track_relative_latency"]
+
+    assert sorted(BENCHMARKS) == sorted(forward + cost + graph + peers)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -1,0 +1,141 @@
+"""`python -m benchmarks.peers`: ours beside what a user would pick instead, as tables.
+
+Every peer runs in a process of its own, and they are asked in turn. Results are kept in
+`results/MACHINE/peers-COMMIT.jsonl` after each model; the same command continues an interrupted
+run, and tries again what failed. The tables of all that is kept are printed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks._machine import machine_name
+from benchmarks._subjects import EAGER, TORCHVISION
+
+from ._preparations import PREPARATIONS, usual
+from ._process import worker
+from ._rounds import Plan, measured
+from ._store import Store
+from ._table import tables
+
+_QUICK = Plan(rounds=6, block_seconds=0.05)
+_PACKAGES = ("torch", "torchvision", "onnxruntime", "openvino")
+# Seconds until a peer is ready, roughly: to start, and to prepare a model of torchvision's.
+_START = 4.0
+_PREPARE = {"compile": 40.0, "compile-freezing": 60.0, "onnxruntime": 10.0, "openvino": 3.0}
+_PREPARE_OTHER = 2.0
+
+
+def main(arguments: list[str]) -> int:
+    options = _options(arguments)
+    about = _about()
+    file = Path("results", machine_name(), f"peers-{about['commit']}.jsonl")
+    store = Store(None if options.quick else file, about)
+    if not options.table:
+        _measure(options, store)
+    print(f"Commit {store.about['commit']} on {store.about['cpu']}\n")
+    print("\n".join(tables(store.cells)))
+    return 0 if store.cells else 1
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    parser.add_argument("--models", type=_names, help="all of torchvision's, if not given")
+    parser.add_argument("--peers", type=_names, help=f"of {', '.join(PREPARATIONS)}")
+    parser.add_argument("--threads", type=_numbers, default=[1], help="such as 1,2")
+    parser.add_argument("--batch", type=_numbers, default=[1], help="such as 1,16")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32")
+    parser.add_argument("--rounds", type=int, default=Plan().rounds, help="at least 6")
+    parser.add_argument("--quick", action="store_true", help="few and short rounds; keeps nothing")
+    parser.add_argument("--table", action="store_true", help="only print what is kept")
+    options = parser.parse_args(arguments)
+    unknown = set(options.peers or []) - set(PREPARATIONS)
+    if unknown or options.rounds < 6:
+        parser.error(f"no such peers: {unknown}" if unknown else "too few rounds for an interval")
+    return options
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _measure(options: argparse.Namespace, store: Store) -> None:
+    models = options.models or TORCHVISION
+    peers = [EAGER, *(options.peers or usual(options.device))]
+    plan = _QUICK if options.quick else Plan(rounds=options.rounds)
+    tasks = list(itertools.product(options.threads, options.batch, models))
+    left = _seconds(peers, plan) * len(tasks)
+    print(f"{len(tasks)} tasks, {len(set(peers))} peers: about {left / 60:.0f} minutes", flush=True)
+    for number, (threads, batch, model) in enumerate(tasks, 1):
+        task = {"device": options.device, "dtype": options.dtype, "model": model}
+        task |= {"batch": batch, "threads": threads}
+        started = time.monotonic()
+        _measure_task(task, peers, plan, store)
+        seconds = time.monotonic() - started
+        print(f"{number}/{len(tasks)} {model}, batch {batch}, {threads} threads: {seconds:.0f} s")
+
+
+def _measure_task(task: dict[str, Any], peers: list[str], plan: Plan, store: Store) -> None:
+    """Measure what is not kept yet beside eager."""
+    place = tuple(task.values())
+    missing = [peer for peer in peers if store.lacks((*place, peer))]
+    if missing:
+        cells = measured(missing, lambda peer: worker({**task, "peer": peer}, plan.limit), plan)
+        store.add({(*place, peer): cell for peer, cell in cells.items()})
+
+
+def _seconds(peers: list[str], plan: Plan) -> float:
+    """A guess for one task: calls that do not count make a block half as long again."""
+    ready = sum(_START + _PREPARE.get(peer, _PREPARE_OTHER) for peer in peers)
+    return ready + plan.rounds * plan.block_seconds * 1.5 * len(peers)
+
+
+def _about() -> dict[str, Any]:
+    return {
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": _processor(),
+        "cores": os.cpu_count(),
+        "versions": dict(_versions()),
+    }
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in _PACKAGES:
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield package, "not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""Cells as Markdown: speed-up over eager, what preparing and holding it costs, and the answer.
+
+A peer whose answer is further from eager's than rounding can take it has no speed-up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from statistics import geometric_mean, median
+from typing import Any, NamedTuple
+
+from benchmarks._subjects import EAGER
+
+from ._rounds import Cell
+from ._store import Key
+
+OURS = "optimized-2"
+_FURTHEST = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 3e-1}
+
+
+class Spread(NamedTuple):
+    """The median of samples, and the interval that holds the true one with 95 % confidence.
+
+    It is read off the ordered samples; of fewer than 6 it is the whole range.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Iterable[float]) -> Spread:
+        ordered = sorted(samples)
+        count = len(ordered)
+        # The median is below the (k + 1)st as often as at most k of `count` coins show heads.
+        ways = itertools.accumulate(math.comb(count, heads) for heads in range(count))
+        skipped = max(0, sum(each <= (1 << count) // 40 for each in ways) - 1)
+        return cls(median(ordered), ordered[skipped], ordered[-1 - skipped])
+
+
+def tables(cells: dict[Key, Cell]) -> Iterator[str]:
+    """The lines of all tables: a group of them for each device, dtype, batch and thread count."""
+    groups: dict[Key, dict[tuple[str, str], Cell]] = {}
+    for (device, dtype, model, batch, threads, peer), cell in cells.items():
+        groups.setdefault((device, dtype, batch, threads), {})[model, peer] = cell
+    for (device, dtype, batch, threads), group in sorted(groups.items()):
+        many = "thread" if threads == 1 else "threads"
+        yield f"## {device}, {dtype}, batch {batch}, {threads} {many}\n"
+        yield from _Group(group, _FURTHEST[dtype]).lines()
+
+
+class _Group:
+    def __init__(self, cells: dict[tuple[str, str], Cell], furthest: float) -> None:
+        self.cells, self.furthest = cells, furthest
+        self.models = list(dict.fromkeys(model for model, _ in cells))
+        self.peers = [peer for peer in dict.fromkeys(peer for _, peer in cells) if peer != EAGER]
+        self.notes: dict[str, int] = {}
+
+    def lines(self) -> Iterator[str]:
+        yield "Speed-up over eager [95 % interval] (seconds to prepare):\n"
+        yield from self._table(EAGER, self._latency, self._speed)
+        yield self._row("geometric mean", "", map(self._mean, self.peers))
+        for note, number in self.notes.items():
+            yield f"\n{number}. {note}"
+        yield "\nPeak resident memory of the process above what it was before the model, MiB:\n"
+        yield from self._table(EAGER, self._memory, self._memory)
+        yield "\nDistance of the answer from eager's, in the 2-norm, relative to eager's:\n"
+        yield from self._table("", lambda cell: "", lambda cell: f"{cell['difference']:.1g}")
+        if any((model, OURS) in self.cells for model in self.models):
+            yield f"\nSpeed of {OURS} over that of a peer:\n"
+            yield from self._ours()
+        yield ""
+
+    def _table(self, first: str, of_eager: Callable[[Cell], str], of_peer: Any) -> Iterator[str]:
+        yield self._row("model", first, self.peers)
+        yield "|---" * (len(self.peers) + 2) + "|"
+        for model in self.models:
+            texts = [self._text(model, peer, of_peer) for peer in self.peers]
+            yield self._row(model, self._text(model, EAGER, of_eager), texts)
+
+    def _row(self, name: str, first: str, texts: Iterable[str]) -> str:
+        return f"| {' | '.join([name, first, *texts])} |"
+
+    def _text(self, model: str, peer: str, text: Callable[[Cell], str]) -> str:
+        cell = self.cells.get((model, peer))
+        if cell is None:
+            return ""
+        if "reason" in cell:
+            return f"n/a ({self._note(peer, cell)})"
+        return text(cell)
+
+    def _note(self, peer: str, cell: Cell) -> int:
+        return self.notes.setdefault(f"{peer}: {cell['reason']}", len(self.notes) + 1)
+
+    def _latency(self, cell: Cell) -> str:
+        return f"{median(cell['seconds']) * 1e3:.3g} ms"
+
+    def _speed(self, cell: Cell) -> str:
+        if self._wrong(cell):
+            return f"wrong answer ({cell['prepared']:.2g})"
+        middle, low, high = Spread.of(speedups(cell))
+        return f"{middle:.2f} [{low:.2f}, {high:.2f}] ({cell['prepared']:.2g})"
+
+    def _memory(self, cell: Cell) -> str:
+        peak = cell["peak_memory"]
+        return "" if peak is None else f"{peak / 2**20:.0f}"
+
+    def _wrong(self, cell: Cell) -> bool:
+        return bool(cell["difference"] > self.furthest)
+
+    def _medians(self, peer: str) -> dict[str, float]:
+        """The speed-up of a peer on each model where it has one."""
+        cells = {model: self.cells.get((model, peer), {"reason": ""}) for model in self.models}
+        return {
+            model: median(speedups(cell))
+            for model, cell in cells.items()
+            if "reason" not in cell and not self._wrong(cell)
+        }
+
+    def _mean(self, peer: str) -> str:
+        found = self._medians(peer)
+        if not found:
+            return ""
+        all_of_them = len(found) == len(self.models)
+        of_all = "" if all_of_them else f" ({len(found)} of {len(self.models)})"
+        return f"{geometric_mean(found.values()):.2f}{of_all}"
+
+    def _ours(self) -> Iterator[str]:
+        yield "| peer | geometric mean | least |\n|---|---|---|"
+        ours = self._medians(OURS)
+        for peer in [EAGER, *self.peers]:
+            theirs = self._medians(peer)
+            ratios = {model: ours[model] / theirs[model] for model in ours.keys() & theirs.keys()}
+            if peer != OURS and ratios:
+                least = min(ratios, key=ratios.__getitem__)
+                mean = geometric_mean(ratios.values())
+                yield f"| {peer} | {mean:.2f} | {ratios[least]:.2f} ({least}) |"
+
+
+def speedups(cell: Cell) -> list[float]:
+    """Eager's time over the peer's, of each round."""
+    return [
+        eager / seconds
+        for eager, seconds in zip(cell["eager_seconds"], cell["seconds"], strict=True)
+    ]

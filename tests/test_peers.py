@@ -1,0 +1,464 @@
+"""The tier of peers: fake ones for how they are asked, and real ones for what they answer."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import benchmarks.peers as suite
+import models
+from benchmarks._subjects import TORCHVISION
+from benchmarks.peers import __main__ as command
+from benchmarks.peers import _preparations, _worker
+from benchmarks.peers._process import PeerError, Worker, worker
+from benchmarks.peers._rounds import Plan, measured
+from benchmarks.peers._store import Store
+from benchmarks.peers._table import Spread, tables
+
+PLAN = Plan(rounds=6, block_seconds=0.01, limit=20)
+QUICK = Plan(rounds=6, block_seconds=0.01, limit=0.5)
+
+# Answers as a worker does, writes down when, and says of a call that it took so many seconds.
+FAKE = """
+import json, os, sys, time
+peer, log, seconds, failure = sys.argv[1:]
+
+def say(what, **answer):
+    with open(log, "a") as file:
+        print(peer, what, "begins", file=file, flush=True)
+        time.sleep(0.002)
+        print(peer, what, "ends", file=file, flush=True)
+    print(json.dumps(answer), flush=True)
+
+if failure == "raises":
+    say("prepares", reason="TypeError: too hard")
+    sys.exit(1)
+if failure == "hangs":
+    time.sleep(60)
+seconds = float(seconds)
+say("prepares", preparing=1.0, first=[0.5 + seconds, seconds, seconds], difference=1e-7)
+for number, line in enumerate(sys.stdin):
+    if failure == "dies" and number == 2:
+        sys.exit("MemoryError: no more")
+    if failure == "is killed" and number == 2:
+        os.kill(os.getpid(), 9)
+    question = json.loads(line)
+    times = [seconds * (1 + number / 10)] * question["timed"]
+    say(f"{question['discarded']}+{question['timed']}", seconds=times, peak_memory=number)
+"""
+SECONDS = {"eager": 0.004, "fast": 0.002, "slow": 0.02, "slower": 0.04}
+
+
+@pytest.fixture
+def log(tmp_path):
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def start(log):
+    """Starts a fake peer, whose name may end in how it fails."""
+
+    def start(peer, limit=PLAN.limit):
+        name, _, failure = peer.partition(" ")
+        command = [sys.executable, "-c", FAKE, name, str(log), str(SECONDS[name]), failure]
+        return Worker(command, limit)
+
+    return start
+
+
+def asked(log):
+    """Who did what, from beginning to end; fails where two did something at once."""
+    lines = log.read_text().splitlines()
+    begun = [line.removesuffix(" begins") for line in lines[::2]]
+    ended = [line.removesuffix(" ends") for line in lines[1::2]]
+    assert begun == ended
+    return [tuple(line.split(" ", 1)) for line in begun]
+
+
+def test_peers_are_asked_one_at_a_time_each_once_a_round_in_orders_that_differ(start, log):
+    peers = ["eager", "fast", "slow", "slower"]
+    measured(peers, start, PLAN)
+    done = asked(log)
+    rounds = [[peer for peer, _ in done[at : at + 4]] for at in range(4, len(done), 4)]
+
+    assert done[:4] == [(peer, "prepares") for peer in peers]
+    assert len(rounds) == PLAN.rounds
+    assert all(sorted(each) == sorted(peers) for each in rounds)
+    assert len(set(map(tuple, rounds))) > 2
+
+
+def test_a_block_fills_its_time_after_calls_that_do_not_count(start, log):
+    measured(["fast", "slow"], start, PLAN)
+    blocks = dict(asked(log)[3:])
+
+    assert blocks == {"eager": "2+2", "fast": "2+5", "slow": "1+1"}
+
+
+def test_a_cell_has_the_blocks_of_eager_in_the_same_rounds(start):
+    cell = measured(["fast"], start, PLAN)["fast"]
+    growing = [1 + number / 10 for number in range(6)]
+
+    assert cell["seconds"] == pytest.approx([0.002 * factor for factor in growing])
+    assert cell["eager_seconds"] == pytest.approx([0.004 * factor for factor in growing])
+    assert cell["peak_memory"] == 5
+    assert cell["difference"] == 1e-7
+
+
+def test_what_is_compiled_in_the_first_call_counts_as_preparing(start):
+    cell = measured(["fast"], start, PLAN)["fast"]
+
+    assert cell["prepared"] == pytest.approx(1 + 0.5 + 3 * 0.002 - 3 * 0.002 * 1.25)
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        ("raises", "TypeError: too hard"),
+        ("hangs", "no answer in 0.5 s"),
+        ("dies", "exit status 1: MemoryError: no more"),
+        ("is killed", "SIGKILL"),
+    ],
+)
+def test_a_peer_that_fails_says_why_and_the_others_go_on(start, failure, reason):
+    peer = f"slow {failure}"
+    cells = measured([peer, "fast"], lambda name: start(name, QUICK.limit), QUICK)
+
+    assert cells[peer] == {"reason": reason}
+    assert len(cells["fast"]["seconds"]) == QUICK.rounds
+
+
+def test_where_eager_fails_at_once_nobody_else_is_started(start, log):
+    def started(peer):
+        return start("eager raises" if peer == "eager" else peer)
+
+    assert measured(["fast"], started, PLAN) == {"eager": {"reason": "TypeError: too hard"}}
+    assert asked(log) == [("eager", "prepares")]
+
+
+def test_where_eager_fails_later_there_is_nothing_to_compare_with(start):
+    cells = measured(["fast"], lambda peer: start("eager dies" if peer == "eager" else peer), PLAN)
+
+    assert cells["fast"]["reason"].startswith("nothing to compare with: exit status 1")
+
+
+def test_a_closed_worker_and_what_it_started_are_gone():
+    program = (
+        "import json, subprocess, sys, time;"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        "print(json.dumps({'child': child.pid}), flush=True); time.sleep(60)"
+    )
+    with Worker([sys.executable, "-c", program], PLAN.limit) as running:
+        child = running.answer()["child"]
+
+    assert running.process.returncode == -9
+    assert not Path(running.folder.name).exists()
+    assert _ended(child)
+
+
+def _ended(process):
+    """Whether a process runs no more; whoever adopted it may not have noticed yet."""
+    for _ in range(200):
+        status = Path(f"/proc/{process}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+CELL = {
+    "seconds": [0.002] * 6,
+    "eager_seconds": [0.003] * 6,
+    "prepared": 1.5,
+    "peak_memory": 3 * 2**20,
+    "difference": 1e-7,
+}
+EAGER_CELL = {**CELL, "seconds": [0.003] * 6, "prepared": 0, "difference": 0.0}
+
+
+def key(peer, model="resnet18"):
+    return ("cpu", "float32", model, 1, 1, peer)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """The command with nothing behind it; what it measures, and what it prints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BENCHMARK_MACHINE", "here")
+    measurements, failing = [], set()
+
+    def measure(peers, start, plan):
+        measurements.append(tuple(peers))
+        cells = dict.fromkeys(("eager", *peers), CELL)
+        return cells | {peer: {"reason": "not today"} for peer in failing & set(peers)}
+
+    monkeypatch.setattr(command, "measured", measure)
+
+    def run(*arguments):
+        measurements.clear()
+        status = command.main(list(arguments))
+        return status, list(measurements), capsys.readouterr().out
+
+    run.failing = failing
+    return run
+
+
+TWO = ("--models", "resnet18,resnet50", "--peers", "fx_fuse,openvino")
+
+
+def test_the_command_measures_and_prints_and_keeps_one_line_a_cell(run):
+    status, measurements, output = run(*TWO)
+    about, *lines = map(
+        json.loads, Path("results/here/peers-unknown.jsonl").read_text().splitlines()
+    )
+
+    assert status == 0
+    assert measurements == [("eager", "fx_fuse", "openvino")] * 2
+    assert output.startswith("2 tasks, 3 peers: about 1 minutes\n")
+    assert about["versions"]["torch"] == torch.__version__
+    assert [(line["model"], line["peer"]) for line in lines[:2]] == [
+        ("resnet18", "eager"),
+        ("resnet18", "fx_fuse"),
+    ]
+    assert "| resnet50 | 2 ms | 1.50 [1.50, 1.50] (1.5) |" in output
+
+
+def test_a_second_run_measures_only_what_failed_or_was_not_asked_for(run):
+    run.failing.add("openvino")
+    run(*TWO)
+    run.failing.clear()
+
+    assert run(*TWO)[1] == [("openvino",)] * 2
+    assert run(*TWO)[1] == []
+    assert run("--models", "resnet18", "--peers", "fx_fuse,torchscript")[1] == [("torchscript",)]
+
+
+def test_an_interrupted_run_keeps_the_models_that_it_measured(run, monkeypatch):
+    measure = command.measured
+
+    def interrupted(peers, start, plan):
+        if Path("results").exists():
+            raise KeyboardInterrupt
+        return measure(peers, start, plan)
+
+    monkeypatch.setattr(command, "measured", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(*TWO)
+    monkeypatch.setattr(command, "measured", measure)
+    _, measurements, output = run(*TWO)
+
+    assert measurements == [("eager", "fx_fuse", "openvino")]
+    assert output.count("1.50 [1.50, 1.50]") == 4
+
+
+def test_a_quick_run_keeps_nothing_and_a_table_measures_nothing(run):
+    _, measurements, output = run("--quick", *TWO)
+    assert len(measurements) == 2
+    assert "1.50" in output
+    assert not Path("results").exists()
+
+    status, measurements, _ = run("--table")
+    assert (status, measurements) == (1, [])
+
+
+@pytest.mark.parametrize("wrong", [("--peers", "magic"), ("--rounds", "5"), ("--threads", "a")])
+def test_what_cannot_be_measured_is_refused(run, wrong):
+    with pytest.raises(SystemExit, match="2"):
+        run(*wrong)
+
+
+def test_the_file_is_whole_at_any_time(tmp_path):
+    store = Store(tmp_path / "peers.jsonl", {"commit": "abc"})
+    store.add({key("eager"): EAGER_CELL})
+    before = store.file.read_text()
+    with pytest.raises(TypeError):
+        store.add({key("fx_fuse"): {"reason": object()}})
+
+    assert store.file.read_text() == before
+
+
+def test_what_was_measured_is_not_overwritten(tmp_path):
+    store = Store(tmp_path / "peers.jsonl", {})
+    store.add({key("eager"): EAGER_CELL})
+    store.add({key("eager"): CELL, key("fx_fuse"): CELL})
+    again = Store(store.file, {})
+
+    assert again.cells == {key("eager"): EAGER_CELL, key("fx_fuse"): CELL}
+
+
+TABLES = """\
+## cpu, float32, batch 1, 1 thread
+
+Speed-up over eager [95 % interval] (seconds to prepare):
+
+| model | eager | fx_fuse | openvino | optimized-2 |
+|---|---|---|---|---|
+| resnet18 | 3 ms | n/a (1) | wrong answer (1.5) | 1.50 [1.50, 1.50] (1.5) |
+| resnet50 | 3 ms | 1.50 [1.50, 1.50] (1.5) |  | 3.00 [3.00, 3.00] (1.5) |
+| geometric mean |  | 1.50 (1 of 2) |  | 2.12 |
+
+1. fx_fuse: not today
+
+Peak resident memory of the process above what it was before the model, MiB:
+
+| model | eager | fx_fuse | openvino | optimized-2 |
+|---|---|---|---|---|
+| resnet18 | 3 | n/a (1) | 3 | 3 |
+| resnet50 | 3 | 3 |  |  |
+
+Distance of the answer from eager's, in the 2-norm, relative to eager's:
+
+| model |  | fx_fuse | openvino | optimized-2 |
+|---|---|---|---|---|
+| resnet18 |  | n/a (1) | 0.1 | 1e-07 |
+| resnet50 |  | 1e-07 |  | 1e-07 |
+
+Speed of optimized-2 over that of a peer:
+
+| peer | geometric mean | least |
+|---|---|---|
+| eager | 2.12 | 1.50 (resnet18) |
+| fx_fuse | 2.00 | 2.00 (resnet50) |
+"""
+
+
+def test_the_tables_say_what_was_measured_what_failed_and_what_is_wrong():
+    cells = {
+        key("eager"): EAGER_CELL,
+        key("fx_fuse"): {"reason": "not today"},
+        key("openvino"): {**CELL, "difference": 0.1},
+        key("optimized-2"): CELL,
+        key("eager", "resnet50"): EAGER_CELL,
+        key("fx_fuse", "resnet50"): CELL,
+        key("optimized-2", "resnet50"): {**CELL, "seconds": [0.001] * 6, "peak_memory": None},
+    }
+
+    assert "\n".join(tables(cells)) == TABLES
+
+
+def test_the_interval_of_a_median_is_read_off_the_ordered_samples():
+    assert Spread.of(range(5)) == (2, 0, 4)
+    assert Spread.of(range(15)) == (7, 3, 11)
+    assert Spread.of(range(20)) == (9.5, 5, 14)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ours_and_eager_are_among_the_usual_peers(device):
+    usual = _preparations.usual(device)
+
+    assert {"eager", "optimized-2", "compile-freezing"} <= set(usual)
+    assert ("openvino" in usual) == (device == "cpu")
+
+
+def test_every_torchvision_model_is_measured():
+    assert tuple(TORCHVISION) == models.names("torchvision")
+
+
+TASK = {"device": "cpu", "dtype": "float32", "model": "tiny_convnet", "batch": 2, "threads": 1}
+
+
+def test_real_peers_answer_as_eager_does():
+    peers = ["fx_fuse", "torchscript", "optimized-2"]
+    cells = measured(peers, lambda peer: worker({**TASK, "peer": peer}, 120), PLAN)
+
+    assert list(cells) == ["eager", *peers]
+    assert cells["eager"]["difference"] == 0
+    for cell in cells.values():
+        assert cell["difference"] < 1e-5
+        assert len(cell["seconds"]) == PLAN.rounds
+        assert all(1e-6 < seconds < 10 for seconds in cell["seconds"])
+        assert cell["peak_memory"] is None or 0 < cell["peak_memory"] < 2**30
+
+
+def test_a_real_peer_that_cannot_answer_says_why():
+    with (
+        worker({**TASK, "model": "tiny_convnetz", "peer": "eager"}, 120) as running,
+        pytest.raises(PeerError, match="UnknownWorkloadError: 'tiny_convnetz' is not a workload"),
+    ):
+        running.answer()
+
+
+def test_a_batch_is_of_images_that_differ():
+    image = torch.randn(1, 3, 4, 4)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    (same,) = _worker._batch((image,), 1)
+    images, masks = _worker._batch((image, mask), 4)
+
+    assert torch.equal(same, image)
+    assert images.shape == (4, 3, 4, 4)
+    assert len({float(each.sum()) for each in images}) == 4
+    assert masks.shape == (4, 4)
+
+
+def test_the_difference_is_of_the_output_that_is_furthest():
+    expected = [torch.tensor([3.0, 4.0]), torch.tensor([1.0])]
+
+    assert _worker._difference([expected[0], torch.tensor([1.25])], expected) == 0.25
+    with pytest.raises(ValueError, match="not finite"):
+        _worker._difference([expected[0], torch.tensor([math.nan])], expected)
+    with pytest.raises(ValueError, match="longer"):
+        _worker._difference(expected[:1], expected)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux only")
+def test_the_memory_is_the_most_since_the_last_restart():
+    memory = _worker._Memory("cpu")
+    torch.ones(64 * 2**20, dtype=torch.uint8)
+    peak = memory.peak()
+    memory.restart()
+
+    assert 60 * 2**20 < peak < 80 * 2**20
+    assert memory.peak() < 20 * 2**20
+
+
+def test_asv_gets_nothing_unless_it_asks(monkeypatch):
+    monkeypatch.delenv(suite.ASKED, raising=False)
+    benchmark = suite.Peers()
+    cells = benchmark.setup_cache()
+
+    assert cells == {}
+    with pytest.raises(NotImplementedError):
+        benchmark.setup(cells, "resnet18", "openvino")
+
+
+def test_asv_gets_what_it_asks_for(monkeypatch):
+    monkeypatch.setenv(suite.ASKED, "resnet18,r3d_18")
+    monkeypatch.setattr(suite, "measured", lambda peers, start, plan: {"openvino": CELL})
+    benchmark = suite.Peers()
+    cells = benchmark.setup_cache()
+    benchmark.setup(cells, "r3d_18", "openvino")
+    found = benchmark.track_relative_latency(cells, "r3d_18", "openvino")
+
+    assert set(cells) == {("resnet18", "openvino"), ("r3d_18", "openvino")}
+    assert found == {"samples": pytest.approx([2 / 3] * 6), "number": 1}
+    assert benchmark.track_preparation(cells, "r3d_18", "openvino") == 1.5
+
+
+def test_asv_is_asked_for_peers_only_where_they_are_wanted(monkeypatch):
+    module = importlib.import_module("benchmarks.__main__")
+    monkeypatch.delenv(suite.ASKED, raising=False)
+    assert "peers" not in module._parts()
+
+    monkeypatch.setenv(suite.ASKED, "resnet18")
+    assert "peers" in module._parts()
+
+
+def test_listing_the_peers_needs_no_torch():
+    program = "import sys, benchmarks.peers.__main__; print('torch' in sys.modules)"
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        check=True,
+    )
+
+    assert answer.stdout.strip() == b"False"

@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from optimizer._errors import InputError
+from optimizer.lowering._fused import arguments_of, can_fuse
 from optimizer.lowering._onednn import is_available
-from optimizer.lowering._regions import convolves
+from optimizer.lowering._regions import convolutions_of
 
 AS_IT_IS = "as it is"
 
@@ -27,9 +28,9 @@ class Policy:
         """What may run a region, the most promising first."""
         return []
 
-    def untimed(self, region: fx.GraphModule, offered: Sequence[str]) -> str:
-        """What runs a region where nothing is timed."""
-        return next(iter(offered), AS_IT_IS)
+    def untimed(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
+        """What runs a region where nothing is timed: the most promising, if it is known to pay."""
+        return next(iter(self.offered(region, inputs)), AS_IT_IS)
 
     def settings(self) -> Hashable:
         """What, besides the call, kernels are chosen by; None while no plan may run."""
@@ -42,13 +43,13 @@ class Policy:
 
 class _Cpu(Policy):
     def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
-        images = convolves(region)
+        images = convolutions_of(region)
         if is_available() and _floating(inputs) == {torch.float32}:
             return ["oneDNN Graph, channels_last" if images else "oneDNN Graph"]
         return ["channels_last"] if images else []
 
-    def untimed(self, region: fx.GraphModule, offered: Sequence[str]) -> str:
-        return super().untimed(region, offered if convolves(region) else ())
+    def untimed(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
+        return super().untimed(region, inputs) if convolutions_of(region) else AS_IT_IS
 
     def settings(self) -> Hashable:
         return torch.get_num_threads()
@@ -59,10 +60,17 @@ class _Cpu(Policy):
 
 class _Cuda(Policy):
     def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
-        return ["channels_last"] if convolves(region) else []
+        fused = ["fused kernels"] if can_fuse(region) else []
+        if not convolutions_of(region):
+            return fused
+        return [*(f"{name}, channels_last" for name in fused), "channels_last", *fused]
 
-    def untimed(self, region: fx.GraphModule, offered: Sequence[str]) -> str:
-        return AS_IT_IS
+    def untimed(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
+        offered = self.offered(region, inputs)
+        dense = all(arguments_of(node)["groups"] == 1 for node in convolutions_of(region))
+        if not (dense and _floating(inputs) <= {torch.float16, torch.bfloat16}):
+            offered = [name for name in offered if "channels_last" not in name]
+        return next(iter(offered), AS_IT_IS)
 
     def settings(self) -> Hashable:
         return (

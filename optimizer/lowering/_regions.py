@@ -30,9 +30,9 @@ def name_of(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-def convolves(module: fx.GraphModule) -> bool:
-    """Whether there is a convolution in the code."""
-    return any(name_of(node) in CONVOLUTIONS for node in module.graph.nodes)
+def convolutions_of(module: fx.GraphModule) -> list[fx.Node]:
+    """The convolutions in the code."""
+    return [node for node in module.graph.nodes if name_of(node) in CONVOLUTIONS]
 
 
 def with_regions(module: fx.GraphModule) -> fx.GraphModule:

@@ -18,7 +18,7 @@ import benchmarks.peers as suite
 import models
 from benchmarks._subjects import TORCHVISION
 from benchmarks.peers import __main__ as command
-from benchmarks.peers import _preparations, _worker
+from benchmarks.peers import _preparations, _process, _worker
 from benchmarks.peers._process import PeerError, Worker, worker
 from benchmarks.peers._rounds import Plan, measured
 from benchmarks.peers._store import Store
@@ -164,6 +164,16 @@ def test_a_closed_worker_and_what_it_started_are_gone():
     assert _ended(child)
 
 
+def test_a_worker_is_ended_once(monkeypatch):
+    ended = []
+    running = Worker([sys.executable, "-c", ""], PLAN.limit)
+    monkeypatch.setattr(os, "killpg", lambda *group: ended.append(group))
+    running.close()
+    running.close()
+
+    assert ended == [(running.process.pid, 9)]
+
+
 def _ended(process):
     """Whether a process runs no more; whoever adopted it may not have noticed yet."""
     for _ in range(200):
@@ -204,8 +214,8 @@ def run(monkeypatch, tmp_path, capsys):
 
     def run(*arguments):
         measurements.clear()
-        status = command.main(list(arguments))
-        return status, list(measurements), capsys.readouterr().out
+        command.main(list(arguments))
+        return list(measurements), capsys.readouterr().out
 
     run.failing = failing
     return run
@@ -215,12 +225,11 @@ TWO = ("--models", "resnet18,resnet50", "--peers", "fx_fuse,openvino")
 
 
 def test_the_command_measures_and_prints_and_keeps_one_line_a_cell(run):
-    status, measurements, output = run(*TWO)
+    measurements, output = run(*TWO)
     about, *lines = map(
         json.loads, Path("results/here/peers-unknown.jsonl").read_text().splitlines()
     )
 
-    assert status == 0
     assert measurements == [("eager", "fx_fuse", "openvino")] * 2
     assert output.startswith("2 tasks, 3 peers: about 1 minutes\n")
     assert about["versions"]["torch"] == torch.__version__
@@ -236,9 +245,9 @@ def test_a_second_run_measures_only_what_failed_or_was_not_asked_for(run):
     run(*TWO)
     run.failing.clear()
 
-    assert run(*TWO)[1] == [("openvino",)] * 2
-    assert run(*TWO)[1] == []
-    assert run("--models", "resnet18", "--peers", "fx_fuse,torchscript")[1] == [("torchscript",)]
+    assert run(*TWO)[0] == [("openvino",)] * 2
+    assert run(*TWO)[0] == []
+    assert run("--models", "resnet18", "--peers", "fx_fuse,torchscript")[0] == [("torchscript",)]
 
 
 def test_an_interrupted_run_keeps_the_models_that_it_measured(run, monkeypatch):
@@ -253,20 +262,33 @@ def test_an_interrupted_run_keeps_the_models_that_it_measured(run, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(*TWO)
     monkeypatch.setattr(command, "measured", measure)
-    _, measurements, output = run(*TWO)
+    measurements, output = run(*TWO)
 
     assert measurements == [("eager", "fx_fuse", "openvino")]
     assert output.count("1.50 [1.50, 1.50]") == 4
 
 
-def test_a_quick_run_keeps_nothing_and_a_table_measures_nothing(run):
-    _, measurements, output = run("--quick", *TWO)
+def test_a_quick_run_keeps_nothing(run):
+    measurements, output = run("--quick", *TWO)
+
     assert len(measurements) == 2
     assert "1.50" in output
     assert not Path("results").exists()
 
-    status, measurements, _ = run("--table")
-    assert (status, measurements) == (1, [])
+
+def test_a_table_is_of_the_latest_results_and_measures_nothing(run, monkeypatch):
+    with pytest.raises(SystemExit, match="no results yet"):
+        run("--table")
+    for commit, date, model in [("b", "2026-02-01", "resnet50"), ("a", "2026-01-01", "resnet18")]:
+        about = {**command._about(), "commit": commit, "date": date}
+        monkeypatch.setattr(command, "_about", lambda about=about: about)
+        run("--models", model, "--peers", "fx_fuse")
+    measurements, output = run("--table")
+
+    assert measurements == []
+    assert output.startswith("Commit b on ")
+    assert "resnet50" in output
+    assert "resnet18" not in output
 
 
 @pytest.mark.parametrize("wrong", [("--peers", "magic"), ("--rounds", "5"), ("--threads", "a")])
@@ -299,46 +321,52 @@ TABLES = """\
 
 Speed-up over eager [95 % interval] (seconds to prepare):
 
-| model | eager | fx_fuse | openvino | optimized-2 |
-|---|---|---|---|---|
-| resnet18 | 3 ms | n/a (1) | wrong answer (1.5) | 1.50 [1.50, 1.50] (1.5) |
-| resnet50 | 3 ms | 1.50 [1.50, 1.50] (1.5) |  | 3.00 [3.00, 3.00] (1.5) |
-| geometric mean |  | 1.50 (1 of 2) |  | 2.12 |
+| model | eager | fx_fuse | onnxruntime | openvino | optimized-2 |
+|---|---|---|---|---|---|
+| resnet18 | 3 ms | n/a (1) | 1.50 [1.50, 1.50] (1.5) | wrong answer (1.5) | 1.50 [1.50, 1.50] (1.5) |
+| r3d_18 | 3 ms | 1.50 [1.50, 1.50] (1.5) | 1.50 [1.50, 1.50] (1.5) | 3.00 [3.00, 3.00] (1.5) | 2.00 [1.00, 3.00] (1.5) |
+| geometric mean |  | 1.50 (1 of 2) | 1.50 | 3.00 (1 of 2) | 1.73 |
 
 1. fx_fuse: not today
 
 Peak resident memory of the process above what it was before the model, MiB:
 
-| model | eager | fx_fuse | openvino | optimized-2 |
-|---|---|---|---|---|
-| resnet18 | 3 | n/a (1) | 3 | 3 |
-| resnet50 | 3 | 3 |  |  |
+| model | eager | fx_fuse | onnxruntime | openvino | optimized-2 |
+|---|---|---|---|---|---|
+| resnet18 | 3 | n/a (1) | 3 | 3 | 3 |
+| r3d_18 | 3 | 3 | 3 | 3 |  |
 
 Distance of the answer from eager's, in the 2-norm, relative to eager's:
 
-| model |  | fx_fuse | openvino | optimized-2 |
-|---|---|---|---|---|
-| resnet18 |  | n/a (1) | 0.1 | 1e-07 |
-| resnet50 |  | 1e-07 |  | 1e-07 |
+| model |  | fx_fuse | onnxruntime | openvino | optimized-2 |
+|---|---|---|---|---|---|
+| resnet18 |  | n/a (1) | 1e-07 | 0.1 | 1e-07 |
+| r3d_18 |  | 1e-07 | 1e-07 | 1e-07 | 1e-07 |
 
-Speed of optimized-2 over that of a peer:
+Speed of optimized-2 over that of a peer [95 % interval]:
 
-| peer | geometric mean | least |
-|---|---|---|
-| eager | 2.12 | 1.50 (resnet18) |
-| fx_fuse | 2.00 | 2.00 (resnet50) |
-"""
+| model | eager | fx_fuse | onnxruntime | openvino | the faster runtime |
+|---|---|---|---|---|---|
+| resnet18 | 1.50 [1.50, 1.50] |  | 1.00 [1.00, 1.00] |  |  |
+| r3d_18 | 2.00 [1.00, 3.00] | 1.33 [0.67, 2.00] | 1.33 [0.67, 2.00] | 0.67 [0.33, 1.00] | 0.67 [0.33, 1.00] |
+| geometric mean | 1.73 | 1.33 | 1.15 | 0.67 | 0.67 |
+| least | 1.50 | 1.33 | 1.00 | 0.67 | 0.67 |
+"""  # noqa: E501
+TRIPLED = {**CELL, "seconds": [0.001] * 6}
+UNSTEADY = {**CELL, "seconds": [0.001, 0.003] * 3, "peak_memory": None}
 
 
 def test_the_tables_say_what_was_measured_what_failed_and_what_is_wrong():
+    failed, wrong = {"reason": "not today"}, {**CELL, "difference": 0.1}
     cells = {
-        key("eager"): EAGER_CELL,
-        key("fx_fuse"): {"reason": "not today"},
-        key("openvino"): {**CELL, "difference": 0.1},
-        key("optimized-2"): CELL,
-        key("eager", "resnet50"): EAGER_CELL,
-        key("fx_fuse", "resnet50"): CELL,
-        key("optimized-2", "resnet50"): {**CELL, "seconds": [0.001] * 6, "peak_memory": None},
+        key(peer, model): cell
+        for model, row in {
+            "resnet18": (EAGER_CELL, CELL, failed, CELL, wrong),
+            "r3d_18": (EAGER_CELL, UNSTEADY, CELL, CELL, TRIPLED),
+        }.items()
+        for peer, cell in zip(
+            ("eager", "optimized-2", "fx_fuse", "onnxruntime", "openvino"), row, strict=True
+        )
     }
 
     assert "\n".join(tables(cells)) == TABLES
@@ -378,10 +406,14 @@ def test_real_peers_answer_as_eager_does():
         assert cell["peak_memory"] is None or 0 < cell["peak_memory"] < 2**30
 
 
-def test_a_real_peer_that_cannot_answer_says_why():
+def test_the_models_are_those_of_the_commit_under_test(tmp_path, monkeypatch):
+    package = tmp_path / "models"
+    package.mkdir()
+    package.joinpath("__init__.py").write_text("def load(name): raise LookupError(name + ' of it')")
+    monkeypatch.setattr(_process, "_project", lambda: str(tmp_path))
     with (
-        worker({**TASK, "model": "tiny_convnetz", "peer": "eager"}, 120) as running,
-        pytest.raises(PeerError, match="UnknownWorkloadError: 'tiny_convnetz' is not a workload"),
+        worker({**TASK, "peer": "eager"}, 120) as running,
+        pytest.raises(PeerError, match="LookupError: tiny_convnet of it"),
     ):
         running.answer()
 

@@ -29,6 +29,7 @@ from ._rounds import Plan, measured
 from ._store import Store
 from ._table import tables
 
+RESULTS = Path("results")
 _QUICK = Plan(rounds=6, block_seconds=0.05)
 _PACKAGES = ("torch", "torchvision", "onnxruntime", "openvino")
 # Seconds until a peer is ready, roughly: to start, and to prepare a model of torchvision's.
@@ -37,16 +38,27 @@ _PREPARE = {"compile": 40.0, "compile-freezing": 60.0, "onnxruntime": 10.0, "ope
 _PREPARE_OTHER = 2.0
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> None:
     options = _options(arguments)
-    about = _about()
-    file = Path("results", machine_name(), f"peers-{about['commit']}.jsonl")
-    store = Store(None if options.quick else file, about)
+    store = _latest() if options.table else _store(options)
     if not options.table:
         _measure(options, store)
-    print(f"Commit {store.about['commit']} on {store.about['cpu']}\n")
+    versions = ", ".join(map(" ".join, store.about["versions"].items()))
+    print(f"Commit {store.about['commit']} on {store.about['cpu']}, {versions}\n")
     print("\n".join(tables(store.cells)))
-    return 0 if store.cells else 1
+
+
+def _store(options: argparse.Namespace) -> Store:
+    about = _about()
+    file = RESULTS / machine_name() / f"peers-{about['commit']}.jsonl"
+    return Store(None if options.quick else file, about)
+
+
+def _latest() -> Store:
+    stores = [Store(file, {}) for file in RESULTS.glob("*/peers-*.jsonl")]
+    if not stores:
+        sys.exit("There are no results yet: leave --table away.")
+    return max(stores, key=lambda store: store.about["date"])
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
@@ -59,7 +71,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=Plan().rounds, help="at least 6")
     parser.add_argument("--quick", action="store_true", help="few and short rounds; keeps nothing")
-    parser.add_argument("--table", action="store_true", help="only print what is kept")
+    parser.add_argument("--table", action="store_true", help="only print the latest that is kept")
     options = parser.parse_args(arguments)
     unknown = set(options.peers or []) - set(PREPARATIONS)
     if unknown or options.rounds < 6:
@@ -80,15 +92,16 @@ def _measure(options: argparse.Namespace, store: Store) -> None:
     peers = [EAGER, *(options.peers or usual(options.device))]
     plan = _QUICK if options.quick else Plan(rounds=options.rounds)
     tasks = list(itertools.product(options.threads, options.batch, models))
-    left = _seconds(peers, plan) * len(tasks)
-    print(f"{len(tasks)} tasks, {len(set(peers))} peers: about {left / 60:.0f} minutes", flush=True)
+    guess = _seconds(peers, plan) * len(tasks) / 60
+    print(f"{len(tasks)} tasks, {len(set(peers))} peers: about {guess:.0f} minutes", flush=True)
     for number, (threads, batch, model) in enumerate(tasks, 1):
         task = {"device": options.device, "dtype": options.dtype, "model": model}
         task |= {"batch": batch, "threads": threads}
         started = time.monotonic()
         _measure_task(task, peers, plan, store)
         seconds = time.monotonic() - started
-        print(f"{number}/{len(tasks)} {model}, batch {batch}, {threads} threads: {seconds:.0f} s")
+        done = f"{number}/{len(tasks)} {model}, batch {batch}, {threads} threads"
+        print(f"{done}: {seconds:.0f} s", flush=True)
 
 
 def _measure_task(task: dict[str, Any], peers: list[str], plan: Plan, store: Store) -> None:
@@ -138,4 +151,4 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 from benchmarks._subjects import EAGER
 
+from ._preparations import PREPARATIONS
 from ._rounds import Cell
 from ._store import Key
 
 OURS = "optimized-2"
+_RUNTIMES = ("onnxruntime", "openvino")
 _FURTHEST = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 3e-1}
 
 
@@ -55,13 +57,14 @@ class _Group:
     def __init__(self, cells: dict[tuple[str, str], Cell], furthest: float) -> None:
         self.cells, self.furthest = cells, furthest
         self.models = list(dict.fromkeys(model for model, _ in cells))
-        self.peers = [peer for peer in dict.fromkeys(peer for _, peer in cells) if peer != EAGER]
+        measured = {peer for _, peer in cells}
+        self.peers = [peer for peer in PREPARATIONS if peer in measured - {EAGER}]
         self.notes: dict[str, int] = {}
 
     def lines(self) -> Iterator[str]:
         yield "Speed-up over eager [95 % interval] (seconds to prepare):\n"
         yield from self._table(EAGER, self._latency, self._speed)
-        yield self._row("geometric mean", "", map(self._mean, self.peers))
+        yield self._row("geometric mean", "", *map(self._mean, self.peers))
         for note, number in self.notes.items():
             yield f"\n{number}. {note}"
         yield "\nPeak resident memory of the process above what it was before the model, MiB:\n"
@@ -69,19 +72,19 @@ class _Group:
         yield "\nDistance of the answer from eager's, in the 2-norm, relative to eager's:\n"
         yield from self._table("", lambda cell: "", lambda cell: f"{cell['difference']:.1g}")
         if any((model, OURS) in self.cells for model in self.models):
-            yield f"\nSpeed of {OURS} over that of a peer:\n"
+            yield f"\nSpeed of {OURS} over that of a peer [95 % interval]:\n"
             yield from self._ours()
         yield ""
 
     def _table(self, first: str, of_eager: Callable[[Cell], str], of_peer: Any) -> Iterator[str]:
-        yield self._row("model", first, self.peers)
+        yield self._row("model", first, *self.peers)
         yield "|---" * (len(self.peers) + 2) + "|"
         for model in self.models:
             texts = [self._text(model, peer, of_peer) for peer in self.peers]
-            yield self._row(model, self._text(model, EAGER, of_eager), texts)
+            yield self._row(model, self._text(model, EAGER, of_eager), *texts)
 
-    def _row(self, name: str, first: str, texts: Iterable[str]) -> str:
-        return f"| {' | '.join([name, first, *texts])} |"
+    def _row(self, *texts: str) -> str:
+        return f"| {' | '.join(texts)} |"
 
     def _text(self, model: str, peer: str, text: Callable[[Cell], str]) -> str:
         cell = self.cells.get((model, peer))
@@ -100,8 +103,9 @@ class _Group:
     def _speed(self, cell: Cell) -> str:
         if self._wrong(cell):
             return f"wrong answer ({cell['prepared']:.2g})"
-        middle, low, high = Spread.of(speedups(cell))
-        return f"{middle:.2f} [{low:.2f}, {high:.2f}] ({cell['prepared']:.2g})"
+        pairs = zip(cell["eager_seconds"], cell["seconds"], strict=True)
+        spread = Spread.of(eager / seconds for eager, seconds in pairs)
+        return f"{_text(spread)} ({cell['prepared']:.2g})"
 
     def _memory(self, cell: Cell) -> str:
         peak = cell["peak_memory"]
@@ -110,38 +114,45 @@ class _Group:
     def _wrong(self, cell: Cell) -> bool:
         return bool(cell["difference"] > self.furthest)
 
-    def _medians(self, peer: str) -> dict[str, float]:
-        """The speed-up of a peer on each model where it has one."""
-        cells = {model: self.cells.get((model, peer), {"reason": ""}) for model in self.models}
-        return {
-            model: median(speedups(cell))
-            for model, cell in cells.items()
-            if "reason" not in cell and not self._wrong(cell)
-        }
+    def _speedups(self, model: str, peer: str) -> list[float]:
+        """Of each round; none where the peer failed."""
+        cell = self.cells.get((model, peer), {"reason": ""})
+        if "reason" in cell or self._wrong(cell):
+            return []
+        pairs = zip(cell["eager_seconds"], cell["seconds"], strict=True)
+        return [eager / seconds for eager, seconds in pairs]
 
     def _mean(self, peer: str) -> str:
-        found = self._medians(peer)
+        found = [median(each) for model in self.models if (each := self._speedups(model, peer))]
         if not found:
             return ""
-        all_of_them = len(found) == len(self.models)
-        of_all = "" if all_of_them else f" ({len(found)} of {len(self.models)})"
-        return f"{geometric_mean(found.values()):.2f}{of_all}"
+        of_all = "" if len(found) == len(self.models) else f" ({len(found)} of {len(self.models)})"
+        return f"{geometric_mean(found):.2f}{of_all}"
 
     def _ours(self) -> Iterator[str]:
-        yield "| peer | geometric mean | least |\n|---|---|---|"
-        ours = self._medians(OURS)
-        for peer in [EAGER, *self.peers]:
-            theirs = self._medians(peer)
-            ratios = {model: ours[model] / theirs[model] for model in ours.keys() & theirs.keys()}
-            if peer != OURS and ratios:
-                least = min(ratios, key=ratios.__getitem__)
-                mean = geometric_mean(ratios.values())
-                yield f"| {peer} | {mean:.2f} | {ratios[least]:.2f} ({least}) |"
+        others = [EAGER, *(peer for peer in self.peers if peer != OURS)]
+        columns = {peer: self._over([peer]) for peer in others}
+        if set(_RUNTIMES) <= set(others):
+            columns["the faster runtime"] = self._over(_RUNTIMES)
+        yield self._row("model", *columns)
+        yield "|---" * (len(columns) + 1) + "|"
+        for model in self.models:
+            ratios = [column.get(model) for column in columns.values()]
+            yield self._row(model, *("" if each is None else _text(each) for each in ratios))
+        medians = [[each.median for each in column.values()] for column in columns.values()]
+        for name, summary in (("geometric mean", geometric_mean), ("least", min)):
+            yield self._row(name, *(f"{summary(each):.2f}" if each else "" for each in medians))
+
+    def _over(self, peers: Iterable[str]) -> dict[str, Spread]:
+        """Ours over the fastest of some peers, on each model where all of them answer."""
+        found = {}
+        for model in self.models:
+            ours, *theirs = (self._speedups(model, peer) for peer in (OURS, *peers))
+            if ours and all(theirs):
+                fastest = max(theirs, key=median)
+                found[model] = Spread.of(a / b for a, b in zip(ours, fastest, strict=False))
+        return found
 
 
-def speedups(cell: Cell) -> list[float]:
-    """Eager's time over the peer's, of each round."""
-    return [
-        eager / seconds
-        for eager, seconds in zip(cell["eager_seconds"], cell["seconds"], strict=True)
-    ]
+def _text(spread: Spread) -> str:
+    return f"{spread.median:.2f} [{spread.low:.2f}, {spread.high:.2f}]"

@@ -597,6 +597,13 @@ def recorded(function: Any, *inputs: torch.Tensor, held: Sequence[torch.Tensor] 
 
 
 class TestStraightLine:
+    def test_a_power_written_as_an_operator(self) -> None:
+        model = Head(lambda y, x: y**2)
+        fast = lowered(model, image())
+
+        assert plan_of(fast, image()) is not None
+        optimizer.check(model, fast, image())
+
     def test_sizes_are_numbers(self) -> None:
         code = recorded(lambda x: x.reshape(x.shape[0], -1) * x.dim(), torch.ones(2, 3, 4)).code
 

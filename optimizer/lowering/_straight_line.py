@@ -189,8 +189,9 @@ class _Recorder(TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
         own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, self._node, (tuple(args), kwargs))
         name = getattr(func, "__name__", "")
-        if getattr(torch.Tensor, name, None) is func:
-            return self.graph.call_method(name, own_args, own_kwargs)
+        for method in (name, f"__{name}__"):  # `Tensor.__pow__` calls itself pow
+            if getattr(torch.Tensor, method, None) is func:
+                return self.graph.call_method(method, own_args, own_kwargs)
         return self.graph.call_function(func, own_args, own_kwargs)
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:

@@ -120,7 +120,7 @@ class TestGeneration:
         with pytest.raises(KeyError, match="no_such_token"):
             models(alphabet=["relu no_such_token"])
 
-    @pytest.mark.parametrize("empty", ["alphabet", "shapes", "regimes"])
+    @pytest.mark.parametrize("empty", ["alphabet", "shapes", "regimes", "layouts", "entries"])
     def test_nothing_to_choose_from_is_refused(self, empty: str) -> None:
         with pytest.raises(ValueError, match="at least one choice"):
             models(**{empty: []})  # type: ignore[arg-type]

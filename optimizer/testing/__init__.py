@@ -5,13 +5,14 @@ The only part of the package that needs Hypothesis (`pip install optimizer[test]
 
 from optimizer.testing._assemble import Spec, load
 from optimizer.testing._check import Subject, check_pass, check_spec
-from optimizer.testing._data import REGIMES, Regime, inputs_like, randomize
+from optimizer.testing._data import LAYOUTS, REGIMES, Regime, inputs_like, randomize
+from optimizer.testing._graph import as_graph
 from optimizer.testing._later import LATER_CALLS
 from optimizer.testing._motif import Motif
 from optimizer.testing._oracles import TOLERANCE, assert_equivalent, untouched
 from optimizer.testing._reduce import smallest
 from optimizer.testing._report import Counterexample
-from optimizer.testing._strategies import SHAPES, models
+from optimizer.testing._strategies import SHAPES, graphs, models, modules
 from optimizer.testing._subject import Optimize
 from optimizer.testing._tokens import FAMILIES, TOKENS
 from optimizer.testing.motifs import MOTIFS
@@ -19,6 +20,7 @@ from optimizer.testing.motifs import MOTIFS
 __all__ = [
     "FAMILIES",
     "LATER_CALLS",
+    "LAYOUTS",
     "MOTIFS",
     "REGIMES",
     "SHAPES",
@@ -30,12 +32,15 @@ __all__ = [
     "Regime",
     "Spec",
     "Subject",
+    "as_graph",
     "assert_equivalent",
     "check_pass",
     "check_spec",
+    "graphs",
     "inputs_like",
     "load",
     "models",
+    "modules",
     "randomize",
     "smallest",
     "untouched",

@@ -7,6 +7,7 @@ import linecache
 from collections import deque
 from dataclasses import dataclass
 from textwrap import indent
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from optimizer.testing._control import HOOK, PRE_HOOK
 from optimizer.testing._data import inputs_like, randomize
+from optimizer.testing._graph import as_graph
 from optimizer.testing._machine import Machine, Shape
 from optimizer.testing._tokens import TOKENS
 
@@ -42,6 +44,8 @@ def double_input(module, arguments):
 """,
 }
 
+Entry: TypeAlias = Literal["module", "graph"]
+
 # The most recent sources, which tracebacks and torch.fx can quote; older ones are forgotten.
 _quotable: deque[str] = deque()
 
@@ -55,12 +59,17 @@ class Spec:
         shape: of the first input.
         regime: a key of `optimizer.testing.REGIMES`, how parameters and inputs are drawn.
         seed: of the generator that they are drawn from.
+        layout: a key of `optimizer.testing.LAYOUTS`, how the inputs lie in memory.
+        entry: "module" is a class with a forward, "graph" the same as a GraphModule, each
+            operation of which is one node, made by hand.
     """
 
     tokens: tuple[str, ...]
     shape: Shape = (2, 3)
     regime: str = "dyadic"
     seed: int = 0
+    layout: str = "contiguous"
+    entry: Entry = "module"
 
     def source(self) -> str:
         """Python source of `class Model(nn.Module)`, with the helpers that it needs."""
@@ -68,15 +77,25 @@ class Spec:
 
     def build(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """The module, with every parameter and statistic drawn anew; the same on each call."""
-        return randomize(load(self.source()).to(dtype), self.regime, self.seed)
+        model = randomize(load(self.source()).to(dtype), self.regime, self.seed)
+        return as_graph(model) if self.entry == "graph" else model
 
     def inputs(
         self, dtype: torch.dtype = torch.float64, batch: int | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Arguments of forward, in number and shape as declared, or with another batch size."""
-        shape = self.shape if batch is None else (batch, *self.shape[1:])
-        count = len(self._assembled().arguments)
-        return inputs_like([shape] * count, self.regime, self.seed, dtype)
+        kinds = self.argument_kinds()
+        shapes = [self.shape if batch is None else (batch, *self.shape[1:])] * len(kinds)
+        given = (shapes, self.regime, self.seed, dtype)
+        return inputs_like(*given, kinds=kinds, layout=self.layout)
+
+    def argument_names(self) -> list[str]:
+        """The names of what `inputs` gives."""
+        return [argument.name for argument in self._assembled().arguments]
+
+    def argument_kinds(self) -> list[str]:
+        """For each of them how it is drawn: see `inputs_like`."""
+        return [argument.kind for argument in self._assembled().arguments]
 
     def _assembled(self) -> Machine:
         machine = Machine(self.shape)
@@ -104,7 +123,7 @@ def load(source: str) -> nn.Module:
 
 def _source(machine: Machine) -> str:
     helpers = [text + "\n\n" for name, text in HELPERS.items() if name in machine.helpers]
-    arguments = ", ".join(value.name for value in machine.arguments)
+    arguments = ", ".join([*(value.name for value in machine.arguments), *machine.defaults])
     setup = ["super().__init__()", *machine.members, "self.eval()", *machine.finishing]
     body = [*machine.statements, f"return {_returned(machine)}"]
     return (
@@ -118,6 +137,7 @@ def _source(machine: Machine) -> str:
 
 def _returned(machine: Machine) -> str:
     names = [value.name for value in (*machine.outputs, *machine.stack)]
-    if machine.returns_mapping:
-        return "{" + ", ".join(f'"out{i}": {name}' for i, name in enumerate(names)) + "}"
-    return names[0] if len(names) == 1 else f"({', '.join(names)})"
+    keyed = "{" + ", ".join(f'"out{i}": {name}' for i, name in enumerate(names)) + "}"
+    if len(names) == 1 and machine.returned == "({})":
+        return names[0]
+    return machine.returned.format(", ".join(names), keyed=keyed)

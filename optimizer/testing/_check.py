@@ -10,13 +10,12 @@ import torch
 from hypothesis import Phase, given, settings
 from torch import nn
 
-from optimizer.testing._assemble import Spec
-from optimizer.testing._data import REGIMES
+from optimizer.testing._assemble import Entry, Spec
 from optimizer.testing._later import LATER_CALLS, later_calls
 from optimizer.testing._machine import Shape
 from optimizer.testing._oracles import assert_equivalent, assert_same_bits, untouched
 from optimizer.testing._report import Counterexample
-from optimizer.testing._strategies import SHAPES, models
+from optimizer.testing._strategies import FINITE, SHAPES, WRITABLE, models
 
 Subject: TypeAlias = Callable[[nn.Module, tuple[torch.Tensor, ...]], nn.Module]
 
@@ -77,7 +76,9 @@ def check_pass(
     alphabet: Iterable[str] | None = None,
     focus: str | None = None,
     shapes: Iterable[Shape] = SHAPES,
-    regimes: Iterable[str] = tuple(REGIMES),
+    regimes: Iterable[str] = FINITE,
+    layouts: Iterable[str] = WRITABLE,
+    entries: Iterable[Entry] = ("module", "graph"),
 ) -> None:
     """Fuzz `subject` with generated models and report the smallest one that it gets wrong.
 
@@ -91,11 +92,20 @@ def check_pass(
         focus: as for `models`.
         shapes: as for `models`.
         regimes: as for `models`.
+        layouts: as for `models`.
+        entries: as for `models`.
 
     Raises:
         Counterexample: see `check_spec`.
     """
-    strategy = models(alphabet=alphabet, focus=focus, shapes=shapes, regimes=regimes)
+    strategy = models(
+        alphabet=alphabet,
+        focus=focus,
+        shapes=shapes,
+        regimes=regimes,
+        layouts=layouts,
+        entries=entries,
+    )
 
     @settings(
         max_examples=max_examples,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optimizer.testing._machine import Emit, Machine, Value
+from optimizer.testing._machine import Emit, Machine
 
 
 def duplicate(machine: Machine) -> None:
@@ -23,10 +23,30 @@ def output(machine: Machine) -> None:
 
 
 def argument(machine: Machine) -> None:
-    """A further argument of forward, shaped like the first."""
-    value = Value(f"x{len(machine.arguments)}", machine.shape)
-    machine.arguments.append(value)
-    machine.stack.append(value)
+    machine.stack.append(machine.argument())
+
+
+def narrow_argument(machine: Machine) -> None:
+    """Add an argument in float32, which is promoted."""
+    if machine.top.shape == machine.shape:
+        machine.replace(f"{{v}} + {machine.argument('narrow').name}")
+
+
+def mask_argument(machine: Machine) -> None:
+    """Assign under a mask that is given."""
+    if machine.top.shape == machine.shape:
+        machine.do(f"{{v}}[{machine.argument('mask').name}] = 0.5")
+
+
+def index_argument(machine: Machine) -> None:
+    """Take the rows that are given by number."""
+    if machine.top.shape[0] == machine.shape[0]:
+        machine.replace(f"{{v}}[{machine.argument('index').name}]")
+
+
+def option(text: str, default: str) -> Emit:
+    """`text`, in which `{o}` is an argument with a default that the caller leaves out."""
+    return lambda machine: machine.replace(text.replace("{o}", machine.default(default)))
 
 
 def again(machine: Machine) -> None:
@@ -59,9 +79,13 @@ def hook(registration: str) -> Emit:
     return emit
 
 
-def mapping(machine: Machine) -> None:
-    """Return the outputs as a mapping."""
-    machine.returns_mapping = True
+def returning(form: str) -> Emit:
+    """Return the outputs as `form`, in which `{}` are their names."""
+
+    def emit(machine: Machine) -> None:
+        machine.returned = form
+
+    return emit
 
 
 HOOK = "register_forward_hook(double_output)"
@@ -77,5 +101,13 @@ CONTROL: dict[str, Emit] = {
     "hook": hook(HOOK),
     "pre_hook": hook(PRE_HOOK),
     "arg": argument,
-    "mapping": mapping,
+    "arg_narrow": narrow_argument,
+    "arg_mask": mask_argument,
+    "arg_index": index_argument,
+    "optional": option("{v} if {o} is None else {v} + {o}", "None"),
+    "flag": option("{v} * 2.0 if {o} else {v}", "True"),
+    "number": option("{v} * {o}", "0.5"),
+    "mapping": returning("{keyed}"),
+    "listing": returning("[{}]"),
+    "nested": returning("{{'first': [{}, None], 'second': (1, {{'third': 2.5}})}}"),
 }

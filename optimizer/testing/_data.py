@@ -6,7 +6,7 @@ in the algebra of a fold cannot be seen by any oracle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -82,7 +82,30 @@ class Ill(Random):
         return 10 ** _uniform(-6, 2, shape, generator)
 
 
-REGIMES: dict[str, Regime] = {"dyadic": Dyadic(), "random": Random(), "ill": Ill()}
+class Special(Random):
+    """As `Random`, with scales of zero, and one element of each input that is one of `chosen`."""
+
+    def __init__(self, *chosen: float) -> None:
+        self.chosen = torch.tensor(chosen, dtype=torch.float64)
+
+    def scale(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
+        return super().scale(shape, generator) * _integers(0, 2, shape, generator)
+
+    def values(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
+        drawn = super().values(shape, generator)
+        which = int(_integers(0, len(self.chosen) - 1, (), generator))
+        where = int(_uniform(0, drawn.numel(), (), generator))
+        drawn.flatten()[where : where + 1] = self.chosen[which]
+        return drawn
+
+
+REGIMES: dict[str, Regime] = {
+    "dyadic": Dyadic(),
+    "random": Random(),
+    "ill": Ill(),
+    "nan": Special(float("nan"), -0.0),
+    "infinite": Special(float("inf"), -float("inf")),
+}
 
 
 @torch.no_grad()
@@ -114,11 +137,66 @@ def randomize(model: nn.Module, regime: str = "random", seed: int = 0) -> nn.Mod
 
 
 def inputs_like(
-    shapes: Sequence[Sequence[int]], regime: str, seed: int, dtype: torch.dtype = torch.float64
+    shapes: Sequence[Sequence[int]],
+    regime: str,
+    seed: int,
+    dtype: torch.dtype = torch.float64,
+    *,
+    kinds: Sequence[str] | None = None,
+    layout: str = "contiguous",
 ) -> tuple[torch.Tensor, ...]:
-    """Tensors of the given shapes, drawn as `regime` says."""
+    """Tensors of the given shapes, drawn as `regime` says.
+
+    Args:
+        shapes: one for each tensor.
+        regime: a key of `REGIMES`.
+        seed: of the generator.
+        dtype: of what is drawn.
+        kinds: for each tensor, what becomes of the values: "value" as drawn, "narrow" in float32,
+            "mask" whether they are above 0, "index" row numbers below the size of dimension 0.
+        layout: a key of `LAYOUTS`, how values lie in memory.
+    """
     generator = torch.Generator().manual_seed(seed + 1)
-    return tuple(REGIMES[regime].values(shape, generator).to(dtype) for shape in shapes)
+    drawn = [REGIMES[regime].values(shape, generator).to(dtype) for shape in shapes]
+    kinds = ["value"] * len(shapes) if kinds is None else kinds
+    made = [KINDS[kind](tensor) for kind, tensor in zip(kinds, drawn, strict=True)]
+    return tuple(map(LAYOUTS[layout], made))
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A row number for each row, not in order."""
+    return torch.arange(tensor.shape[0]).flip(0) // 2
+
+
+KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "value": lambda tensor: tensor,
+    "narrow": lambda tensor: tensor.float(),
+    "mask": lambda tensor: tensor > 0,
+    "index": _rows,
+}
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Every second element of memory, from the second on."""
+    return torch.stack([tensor, tensor], -1).flatten(-2)[..., 1::2]
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.movedim(1, -1).contiguous().movedim(-1, 1) if tensor.dim() > 2 else tensor
+
+
+def _expanded(tensor: torch.Tensor) -> torch.Tensor:
+    """One row for all, which nothing may write to."""
+    return tensor[:1].expand(tensor.shape)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda tensor: tensor,
+    "channels_last": _channels_last,
+    "transposed": lambda tensor: tensor.transpose(0, -1).contiguous().transpose(0, -1),
+    "strided": _strided,
+    "expanded": _expanded,
+}
 
 
 def _integers(low: int, high: int, shape: Sequence[int], generator: torch.Generator) -> Draw:

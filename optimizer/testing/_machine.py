@@ -21,11 +21,15 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the generated program: the name it is bound to, and its shape."""
+    """A tensor of the generated program: the name it is bound to, and its shape.
+
+    `kind` says of an argument how it is drawn: see `inputs_like`.
+    """
 
     name: str
     shape: Shape
     degree: int = 1
+    kind: str = "value"
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Machine:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.arguments = [Value("x", shape)]
+        self.defaults: list[str] = []
         self.stack = [self.arguments[0]]
         self.history = [self.arguments[0]]
         self.layers: list[Layer] = []
@@ -54,7 +59,7 @@ class Machine:
         self.statements: list[str] = []
         self.outputs: list[Value] = []
         self.helpers: set[str] = set()
-        self.returns_mapping = False
+        self.returned = "({})"
 
     @property
     def top(self) -> Value:
@@ -87,6 +92,18 @@ class Machine:
         if len(self.stack) > 1 and self.stack[-2] is other:
             del self.stack[-2]
         self.replace(expression.replace("{w}", other.name), shape, degree)
+
+    def argument(self, kind: str = "value") -> Value:
+        """A further argument of forward, shaped like the first."""
+        value = Value(f"x{len(self.arguments)}", self.shape, kind=kind)
+        self.arguments.append(value)
+        return value
+
+    def default(self, value: str) -> str:
+        """The name of a further argument of forward, which is not given and has a default."""
+        name = f"option{len(self.defaults)}"
+        self.defaults.append(f"{name}={value}")
+        return name
 
     def do(self, statement: str) -> None:
         """Execute `statement`, in which `{v}` is the top, for its effect."""

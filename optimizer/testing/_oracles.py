@@ -10,10 +10,10 @@ correct BatchNorm fold stays below 2e-13 there; one that forgets eps is at 5e-7 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ TOLERANCE = 1e-9
 # Below this the error counts as absolute: a value that cancels to nothing has no relative error.
 SMALLEST_SCALE = 1e-3
 
+# Positional or keyword arguments: any pytrees of tensors and other values.
+Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
@@ -45,7 +47,7 @@ class Outcome:
 def assert_equivalent(
     model: nn.Module,
     candidate: nn.Module,
-    inputs: Sequence[torch.Tensor],
+    inputs: Inputs,
     *,
     exact: bool = False,
 ) -> None:
@@ -54,7 +56,8 @@ def assert_equivalent(
     Args:
         model: the reference. Its tensors are put back after the call.
         candidate: what must agree with it. Its tensors are put back after the call.
-        inputs: positional arguments, cloned before each call; use float64.
+        inputs: positional arguments, or a mapping of keyword arguments, copied before each call;
+            use float64.
         exact: demand the same bits, the sign of zero included, whatever the data.
 
     Raises:
@@ -99,14 +102,15 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, message: str)
 
 
 @torch.no_grad()
-def observe(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Outcome:
+def observe(module: nn.Module, inputs: Inputs) -> Outcome:
     """Call `module` once on clones of `inputs` from a fixed random state, and undo its effects."""
-    clones = {id(tensor): tensor.clone() for tensor in inputs}  # one tensor twice stays one
-    arguments = [clones[id(tensor)] for tensor in inputs]
+    given = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    args, kwargs = pytree.tree_map(_Copies(), given)
+    arguments = pytree.tree_leaves((args, kwargs))
     before = [tensor.clone() for tensor in _tensors(module)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        result = module(*arguments)
+        result = module(*args, **kwargs)
         random_state = torch.get_rng_state()
     leaves, structure = pytree.tree_flatten(result)
     values = {f"output {i}": leaf for i, leaf in enumerate(leaves)}
@@ -115,6 +119,23 @@ def observe(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Outcome:
     for tensor, kept in zip(_tensors(module), before, strict=True):
         tensor.copy_(kept)
     return Outcome(structure, values, buffers, _sharing(values), random_state)
+
+
+class _Copies:
+    """Copies tensors as they lie in memory; what shared memory does so again."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in self.storages:
+            self.storages[storage.data_ptr()] = copy.deepcopy(storage)
+        copied = self.storages[storage.data_ptr()]
+        place = (value.storage_offset(), value.shape, value.stride())
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(copied, *place)
 
 
 def _sharing(values: dict[str, Any]) -> list[list[str]]:
@@ -191,14 +212,21 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def _rounds_nothing(model: nn.Module, inputs: Sequence[torch.Tensor], reference: Outcome) -> bool:
+def _rounds_nothing(model: nn.Module, inputs: Inputs, reference: Outcome) -> bool:
     """Whether float32 gives the same values as float64: then no operation rounded."""
-    narrow = [tensor.float() for tensor in inputs]
-    if not all(map(torch.equal, (tensor.double() for tensor in narrow), inputs)):
+    narrow = pytree.tree_map(_narrow, inputs)
+    pairs = zip(pytree.tree_leaves(narrow), pytree.tree_leaves(inputs), strict=True)
+    tensors = [(a, b) for a, b in pairs if isinstance(b, torch.Tensor)]
+    if not all(_same_values(one.to(other.dtype), other) for one, other in tensors):
         return False
     observed = observe(copy.deepcopy(model).float(), narrow)
     found, wanted = observed.tensors(), reference.tensors()
     return all(map(_same_values, (tensor.double() for tensor in found), wanted))
+
+
+def _narrow(value: Any) -> Any:
+    is_wide = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.float() if is_wide else value
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:

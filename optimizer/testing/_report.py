@@ -80,11 +80,10 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
         """A self-contained pytest module that fails as this did."""
         spec, suffix = self.spec, ", exact=True" if self.exact else ""
         preamble, call = _call(self.subject)
-        count = len(spec.inputs())
         body = [
             f'model = randomize(Model().to({self.dtype}), "{spec.regime}", seed={spec.seed})',
-            f'inputs = inputs_like([{spec.shape}] * {count}, "{spec.regime}", seed={spec.seed},'
-            f" dtype={self.dtype})",
+            *(["model = as_graph(model)"] if spec.entry == "graph" else []),
+            f"inputs = inputs_like({_inputs(spec)}, dtype={self.dtype})",
             "",
             "with untouched(model):",
             f"    candidate = {call}",
@@ -97,6 +96,7 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
             for name in self.later
         ]
         names += ["LATER_CALLS"] if self.later else []
+        names += ["as_graph"] if spec.entry == "graph" else []
         return (
             "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n"
             f"{preamble}\n"
@@ -104,6 +104,14 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
             f"\n\n{spec.source()}\n\ndef test_counterexample():\n"
             f"{indent(chr(10).join(body), ' ' * 4)}\n"
         )
+
+
+def _inputs(spec: Spec) -> str:
+    """The arguments of `inputs_like`, but for the dtype, that give the inputs of a model."""
+    kinds = spec.argument_kinds()
+    given = f'[{spec.shape}] * {len(kinds)}, "{spec.regime}", seed={spec.seed}'
+    given += f", kinds={kinds}" if set(kinds) > {"value"} else ""
+    return given + (f', layout="{spec.layout}"' if spec.layout != "contiguous" else "")
 
 
 def _call(subject: Callable[..., Any]) -> tuple[str, str]:

@@ -112,6 +112,11 @@ class _Builder:
     def _name(self, expression: ast.Name) -> Any:
         return self.names[expression.id]
 
+    def _namedexpr(self, expression: ast.NamedExpr) -> Any:
+        value = self.value(expression.value)
+        self.assign(expression.target, value)
+        return value
+
     def _tuple(self, expression: ast.Tuple) -> Any:
         return tuple(map(self.value, expression.elts))
 

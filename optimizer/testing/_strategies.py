@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from optimizer.testing._assemble import Entry, Spec
-from optimizer.testing._data import LAYOUTS, REGIMES
+from optimizer.testing._data import LAYOUTS
 from optimizer.testing._machine import Shape
 from optimizer.testing._motif import words
 from optimizer.testing._tokens import TOKENS

@@ -58,7 +58,7 @@ def absorbed_after(layer: Layer, affine: Affine) -> Layer:
     if layer.bias is not None:
         bias = affine.scale * _wide(layer.bias) + bias
     rows, _ = channels(layer)
-    return _with_tensors(layer, affine, bias.expand(rows), over_outputs=True)
+    return _with_tensors(layer, affine, bias.expand(rows).contiguous(), over_outputs=True)
 
 
 @torch.no_grad()

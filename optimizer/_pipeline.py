@@ -183,6 +183,8 @@ def _guard(graph: fx.Graph) -> None:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node in reversed(inputs):
         for guard in _guards_of(node):
+            if any((user.target, user.args) == guard for user in node.users):
+                continue  # of an earlier run
             with graph.inserting_after(inputs[-1]):
                 graph.call_function(*guard)
 

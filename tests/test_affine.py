@@ -306,3 +306,20 @@ def test_an_empty_layer_is_folded() -> None:
 
     assert fast.report.counts() == {"fold_affine": 1}
     assert_equivalent(model, fast, (x,))
+
+
+def test_a_folded_parameter_can_be_written() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) - 1.0
+
+    model, x = Shifted().double().eval(), torch.ones(2, 3, dtype=torch.float64)
+    fast = optimizer.optimize(model, x, only=["fold_affine"])
+    fast.load_state_dict(fast.state_dict())
+
+    assert fast.report.counts() == {"fold_affine": 1}
+    assert all(parameter.is_contiguous() for parameter in fast.parameters())

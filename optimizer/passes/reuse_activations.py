@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from optimizer._edit import insert_function, insert_module
+from optimizer._facts import is_read_only
 from optimizer._graph import arg, callee, module_of
 from optimizer._match import call
 from optimizer._pass import require, rewrite
@@ -38,7 +39,7 @@ def reuse_activations(activation: fx.Node) -> fx.Node | None:
     if _is_in_place(activation):
         return None
     require(is_spare(arg(activation, 0)), "its input is needed elsewhere")
-    require(_keeps_signs(activation), "a gradient needs the signs, which a negative slope changes")
+    require(_keeps_signs(activation), "a gradient needs the signs, which would not be kept")
 
     if activation.op == "call_module":
         return _module(activation)
@@ -59,12 +60,16 @@ def _is_in_place(activation: fx.Node) -> bool:
 
 
 def _keeps_signs(activation: fx.Node) -> bool:
-    """Whether it is sure to be no leaky_relu with a negative slope."""
+    """Whether the result shows the signs of the input, where in place autograd needs that.
+
+    Only leaky_relu does, and shows them if its slope is not negative and nobody writes it later.
+    """
+    if callee(activation) not in (F.leaky_relu, nn.LeakyReLU):
+        return True
     slope = arg(activation, 1, activation.kwargs.get("negative_slope", 0.0))
     if activation.op == "call_module":
         slope = getattr(module_of(activation), "negative_slope", 0.0)
-    leaky = callee(activation) in (F.leaky_relu, nn.LeakyReLU)
-    return not leaky or (isinstance(slope, int | float) and slope >= 0)
+    return isinstance(slope, int | float) and slope >= 0 and is_read_only(activation)
 
 
 def _module(activation: fx.Node) -> fx.Node:

@@ -97,6 +97,11 @@ class Spec:
         """For each of them how it is drawn: see `inputs_like`."""
         return [argument.kind for argument in self._assembled().arguments]
 
+    def output_shapes(self) -> list[Shape]:
+        """The shape of each output, as the stack machine keeps it."""
+        machine = self._assembled()
+        return [value.shape for value in (*machine.outputs, *machine.stack)]
+
     def _assembled(self) -> Machine:
         machine = Machine(self.shape)
         for token in self.tokens:

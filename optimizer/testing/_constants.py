@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optimizer.testing._machine import Emit, Machine, Value
+from optimizer.testing._machine import Emit, Machine, Value, ranked
 
 
 def constant(text: str, *, buffer: bool = False, before: str = "", after: str = "") -> Emit:
@@ -34,7 +34,7 @@ def returned(machine: Machine) -> None:
 CONSTANTS: dict[str, Emit] = {
     "constant": constant("torch.relu({c}) * 2.0"),
     "constant_buffer": constant("0.5 * {c}.abs()", buffer=True),
-    "constant_view": constant("{c}.unsqueeze(0)"),
+    "constant_view": ranked(2, constant("{c}.unsqueeze(0)")),
     "constant_expanded": constant("(2.0 * {c}).expand(3, -1)[1]"),
     "constant_counter": constant("{c} * 2.0", buffer=True, before="{c}.add_(1.0)"),
     "constant_counter_later": constant("{c} * 2.0", buffer=True, after="{c}.add_(1.0)"),

@@ -9,9 +9,10 @@ from optimizer.testing._data import LAYOUTS, REGIMES, Regime, inputs_like, rando
 from optimizer.testing._graph import as_graph
 from optimizer.testing._later import LATER_CALLS
 from optimizer.testing._motif import Motif
-from optimizer.testing._oracles import TOLERANCE, assert_equivalent, untouched
+from optimizer.testing._oracles import assert_equivalent, untouched
 from optimizer.testing._reduce import smallest
 from optimizer.testing._report import Counterexample
+from optimizer.testing._rounding import TOLERANCE
 from optimizer.testing._strategies import SHAPES, graphs, models, modules
 from optimizer.testing._subject import Optimize
 from optimizer.testing._tokens import FAMILIES, TOKENS

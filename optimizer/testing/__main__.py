@@ -1,4 +1,4 @@
-"""The command line of the kit: `python -m optimizer.testing score | hunt`."""
+"""The command line of the kit: `python -m optimizer.testing score | hunt | soak`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from optimizer.testing import _hunt, _score
+import torch
+
+from optimizer.testing import _hunt, _score, _soak
+from optimizer.testing._subject import Optimize
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +31,13 @@ def _parser() -> argparse.ArgumentParser:
     hunt.add_argument("--target", choices=_hunt.TARGETS, required=True)
     hunt.add_argument("--examples", type=int, default=120)
     hunt.set_defaults(run=_run_hunt)
+    soak = commands.add_parser("soak", help="how many of very many models are got wrong")
+    soak.add_argument("--examples", type=int, default=10_000)
+    soak.add_argument("--level", type=int, default=1)
+    soak.add_argument("--capture", choices=("symbolic", "export"), default="symbolic")
+    soak.add_argument("--dtype", choices=("float64", "float32"), default="float64")
+    soak.add_argument("--seed", type=int, default=0, help="other models for another one")
+    soak.set_defaults(run=_run_soak)
     return parser
 
 
@@ -35,6 +45,15 @@ def _run_hunt(options: argparse.Namespace) -> int:
     defects = _hunt.hunt(options.target, options.examples)
     print("\n".join(_hunt.listing(options.target, defects)))
     return 0
+
+
+def _run_soak(options: argparse.Namespace) -> int:
+    subject = Optimize(options.level, capture=options.capture)
+    dtype, shown = getattr(torch, options.dtype), 0
+    for tally in _soak.soak(subject, options.examples, dtype=dtype, first_seed=options.seed):
+        print(*tally.wrong[shown:], tally, sep="\n", flush=True)
+        shown = len(tally.wrong)
+    return min(shown, 1)
 
 
 def _run_score(options: argparse.Namespace) -> int:

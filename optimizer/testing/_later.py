@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from optimizer import InputError
 from optimizer.testing._assemble import Spec
-from optimizer.testing._oracles import TOLERANCE, assert_equivalent
+from optimizer.testing._oracles import assert_equivalent
+from optimizer.testing._rounding import TOLERANCE
 
 Inputs: TypeAlias = tuple[torch.Tensor, ...]
 LaterCall: TypeAlias = Callable[..., None]

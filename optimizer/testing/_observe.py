@@ -1,0 +1,103 @@
+"""One call of a module, and all that its caller can observe of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+# Positional or keyword arguments: any pytrees of tensors and other values.
+Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was observed: buffers by name, with the address that they were found at."""
+
+    structure: pytree.TreeSpec
+    values: dict[str, Any]
+    buffers: dict[str, tuple[int, torch.Tensor]]
+    sharing: list[list[str]]
+    random_state: torch.Tensor
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Outputs, inputs and buffers afterwards."""
+        named = self.values | {in_buffer(name): value for name, (_, value) in self.buffers.items()}
+        return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+
+
+def in_buffer(name: str) -> str:
+    """How the value that a buffer ends with is called."""
+    return f"buffer {name} after the call"
+
+
+@torch.no_grad()
+def observe(module: nn.Module, inputs: Inputs) -> Outcome:
+    """Call `module` once on clones of `inputs` from a fixed random state, and undo its effects."""
+    given = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    args, kwargs = pytree.tree_map(_Copies(), given)
+    arguments = pytree.tree_leaves((args, kwargs))
+    before = [tensor.clone() for tensor in tensors_of(module)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        result = module(*args, **kwargs)
+        random_state = torch.get_rng_state()
+    leaves, structure = pytree.tree_flatten(result)
+    values = {f"output {i}": leaf for i, leaf in enumerate(leaves)}
+    values |= {f"input {i} after the call": tensor for i, tensor in enumerate(arguments)}
+    buffers = {name: (b.data_ptr(), b.clone()) for name, b in module.named_buffers()}
+    for tensor, kept in zip(tensors_of(module), before, strict=True):
+        if not same_bits(tensor, kept):  # who is told of a write, packs the weights again
+            tensor.copy_(kept)
+    return Outcome(structure, values, buffers, _sharing(values), random_state)
+
+
+class _Copies:
+    """Copies tensors as they lie in memory; what shared memory does so again."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in self.storages:
+            self.storages[storage.data_ptr()] = copy.deepcopy(storage)
+        copied = self.storages[storage.data_ptr()]
+        place = (value.storage_offset(), value.shape, value.stride())
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(copied, *place)
+
+
+def _sharing(values: dict[str, Any]) -> list[list[str]]:
+    owners: dict[int, list[str]] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.numel():
+            owners.setdefault(value.untyped_storage().data_ptr(), []).append(name)
+    return [names for names in owners.values() if len(names) > 1]
+
+
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """All parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether every bit is the same, but those of NaNs."""
+    if not same_values(actual, expected):
+        return False
+    return torch.equal(_signs(actual), _signs(expected))
+
+
+def _signs(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.where(tensor.isnan(), False, torch.signbit(tensor))
+
+
+def same_values(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether all are equal; a NaN is equal to a NaN, and a zero to a zero."""
+    return bool(((actual == expected) | (actual.isnan() & expected.isnan())).all())

@@ -1,0 +1,146 @@
+"""When two tensors count as the same: in their bits, in their values, or but for rounding.
+
+Float64 is held to 1e-9 of the largest value. Narrower numbers have no such bound, as each model
+loses what it loses: they are held to the answer in float64, from which a candidate may be no
+farther than the model itself is, or than it comes when weights and inputs are rounded otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from optimizer.testing._observe import Inputs, Outcome, observe, same_bits, same_values, tensors_of
+
+TOLERANCE = 1e-9
+# Below this the error counts as absolute: a value that cancels to nothing has no relative error.
+SMALLEST_SCALE = 1e-3
+# How much worse luck a candidate may have: correct folds were seen at 22 times.
+LUCK = 32
+WIDE = torch.float64
+
+Same: TypeAlias = Callable[[torch.Tensor, torch.Tensor], bool]
+
+
+def judge(
+    model: nn.Module, inputs: Inputs, reference: Outcome, *, exact: bool
+) -> Callable[[str], Same]:
+    """For the name of each observed tensor, when another counts as the same."""
+    if exact:
+        return lambda name: same_bits
+    dtypes = {tensor.dtype for tensor in _floating(model, inputs)}
+    is_wide = WIDE in dtypes or not dtypes
+    other = _observed_in(torch.float32 if is_wide else WIDE, model, inputs)
+    if other is not None and _same_everywhere(reference, other):
+        return lambda name: same_values
+    if is_wide or other is None:
+        return lambda name: near
+    noise = [_observed_in(WIDE, *_otherwise_rounded(model, inputs, seed)) for seed in (1, 2)]
+    return _as_precise(other, [each for each in noise if each is not None])
+
+
+def near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether what is finite differs by no more than `TOLERANCE` of the largest value."""
+    finite = expected.isfinite()
+    if not same_values(actual[~finite], expected[~finite]):
+        return False
+    return error(actual, expected) <= TOLERANCE
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference over the largest value, where `expected` is finite."""
+    return _distance(actual, expected) / _scale(expected)
+
+
+@dataclass(frozen=True)
+class AsPrecise:
+    """Whether a tensor is as near to the `truth` as another, or differs by less than `noise`."""
+
+    truth: torch.Tensor
+    noise: float
+    __name__ = "as_precise"
+
+    def __call__(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
+        if self.truth.shape != expected.shape:
+            return True  # rounding decided how many were chosen
+        overflown = self.truth.isfinite() & ~expected.isfinite()
+        actual, expected, truth = (t[~overflown] for t in (actual, expected, self.truth))
+        finite = expected.isfinite() & truth.isfinite()
+        if not same_values(actual[~finite], expected[~finite]):
+            return False
+        unit = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
+        allowed = LUCK * max(_distance(expected, truth), self.noise) + 4 * unit * _scale(truth)
+        return _distance(actual, truth) <= allowed
+
+
+def _as_precise(truth: Outcome, noisy: list[Outcome]) -> Callable[[str], Same]:
+    true = truth.tensors()
+
+    def same(name: str) -> Same:
+        others = [each.tensors()[name] for each in noisy if name in each.tensors()]
+        moved = [_distance(o, true[name]) for o in others if o.shape == true[name].shape]
+        return AsPrecise(true[name], max(moved, default=0.0))
+
+    return lambda name: same(name) if name in true else near
+
+
+def _observed_in(dtype: torch.dtype, model: nn.Module, inputs: Inputs) -> Outcome | None:
+    """The outcome in another precision; None where the inputs are lost in it."""
+    changed = _mapped(lambda tensor: tensor.to(dtype), inputs)
+    pairs = zip(pytree.tree_leaves(changed), pytree.tree_leaves(inputs), strict=True)
+    tensors = [(a.to(b.dtype), b) for a, b in pairs if isinstance(b, torch.Tensor)]
+    if not all(same_values(*pair) for pair in tensors):
+        return None
+    return observe(copy.deepcopy(model).to(dtype), changed)
+
+
+def _otherwise_rounded(model: nn.Module, inputs: Inputs, seed: int) -> tuple[nn.Module, Inputs]:
+    """Each weight and each input times about 1."""
+    generator, model = torch.Generator().manual_seed(seed), copy.deepcopy(model)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        drawn = torch.randn(tensor.shape, generator=generator, dtype=WIDE)
+        return (tensor * (1 + torch.finfo(tensor.dtype).eps * drawn)).to(tensor.dtype)
+
+    for tensor in tensors_of(model):
+        tensor.data = _mapped(moved, tensor)
+    return model, _mapped(moved, inputs)
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """`values` with every tensor of floating-point numbers changed."""
+
+    def changed(value: Any) -> Any:
+        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return change(value) if is_floating else value
+
+    return pytree.tree_map(changed, values)
+
+
+def _same_everywhere(one: Outcome, other: Outcome) -> bool:
+    pairs = zip(one.tensors().values(), other.tensors().values(), strict=True)
+    return all(a.shape == b.shape and same_values(a.to(WIDE), b.to(WIDE)) for a, b in pairs)
+
+
+def _floating(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
+    leaves = [*tensors_of(model), *pytree.tree_leaves(inputs)]
+    return [each for each in leaves if isinstance(each, torch.Tensor) and each.is_floating_point()]
+
+
+def _distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    finite = expected.isfinite()
+    difference = (actual[finite].to(WIDE) - expected[finite].to(WIDE)).abs()
+    largest = float(difference.max()) if difference.numel() else 0.0
+    # max() of a NaN is NaN, which compares as smaller: a NaN out of nothing is no agreement.
+    return largest if largest == largest else float("inf")
+
+
+def _scale(expected: torch.Tensor) -> float:
+    finite = expected[expected.isfinite()].to(WIDE)
+    return max(float(finite.abs().max()), SMALLEST_SCALE) if finite.numel() else SMALLEST_SCALE

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import optimizer
-from optimizer.lowering._choose import AS_IT_IS, Chooser
+from optimizer.lowering._choose import Chooser
+from optimizer.lowering._policies import AS_IT_IS
 from optimizer.passes import reuse_operands
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import check_spec

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch._C import _autograd, _profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer._errors import DeviceError
+
+Program: TypeAlias = Callable[..., Sequence[torch.Tensor]]
+# What replays the launches, where they read their inputs, and where they write their outputs.
+Recording: TypeAlias = tuple[Callable[[], object], list[torch.Tensor], Sequence[torch.Tensor]]
+
+_CAPTURE = threading.Lock()  # one graph is captured at a time
+_RUNS_BEFORE_CAPTURE = 3  # in the first, libraries choose kernels and allocate
 
 
 class Device(Protocol):
@@ -75,6 +83,48 @@ class Cuda:
 
     def keep_random_state(self) -> AbstractContextManager[None]:
         return torch.random.fork_rng(devices=[torch.device(self.name)])
+
+    @staticmethod
+    def is_capturing() -> bool:
+        """Whether what is launched now becomes part of a graph of the caller's."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def record(self, program: Program, inputs: Sequence[torch.Tensor]) -> Recording:
+        """Record the launches of `program` for inputs like these, in a memory pool of their own.
+
+        Elsewhere in the process the device may be used meanwhile, but no graph be captured.
+        """
+        with _CAPTURE:
+            stream = torch.cuda.Stream(self.name)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self.name))
+            with torch.cuda.stream(stream):
+                for _ in range(_RUNS_BEFORE_CAPTURE):
+                    program(*inputs)
+            graph = torch.cuda.CUDAGraph()
+            # The workspace that cuBLAS keeps for a stream would be shared with whoever uses that.
+            torch._C._cuda_clearCublasWorkspaces()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                own = [torch.empty_like(each) for each in inputs]
+                outputs = program(*own)
+            torch._C._cuda_clearCublasWorkspaces()
+            return graph.replay, own, outputs
+
+    def turns(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context for one thread at a time, whose work waits for that done in it before."""
+        lock = threading.Lock()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+        @contextmanager
+        def turn() -> Iterator[None]:
+            with lock:
+                stream = torch.cuda.current_stream(self.name)
+                stream.wait_event(done)
+                try:
+                    yield
+                finally:
+                    stream.record_event(done)
+
+        return turn
 
 
 class Mps:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import torch
+
 from optimizer._errors import InputError
 from optimizer._inputs import Call, ExampleInputs, as_call
 from optimizer._module import OptimizedModule
@@ -66,8 +68,10 @@ class LoweredModule(OptimizedModule):
         if signature is None:
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
         require_one_device([*signature.tensors, *Weights(self).tensors()])
+        chooser.in_graphs = self.meta.get("cuda_graph", True)
         try:
-            plan = Plan(self, self.run_portable, call, chooser)
+            with torch.inference_mode(False):  # what is kept is written outside it
+                plan = Plan(self, self.run_portable, call, chooser)
         except NotStraightLineError as error:
             raise InputError(f"such a call is not lowered: {error}.") from error
         chosen = {choice.key: choice.chosen for choice in plan.choices}

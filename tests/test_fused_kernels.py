@@ -177,6 +177,7 @@ def chooser(monkeypatch: pytest.MonkeyPatch) -> Chooser:
     """Chooses as on a GPU, where the last candidate is the fastest."""
     monkeypatch.setitem(POLICIES, "cpu", POLICIES["cuda"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     fast = {name: 1.0 / place for place, name in enumerate(_choose.CANDIDATES, 1)}
     monkeypatch.setattr(Chooser, "race", lambda self, runs, *rest: {n: fast[n] for n in runs})
     return Chooser(1.0, {})

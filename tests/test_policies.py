@@ -37,6 +37,7 @@ def pretended(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Tensors on the CPU count as being on another device."""
     monkeypatch.setitem(POLICIES, "cpu", POLICIES[kind])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Chooser, "race", lambda self, runs, *rest, **more: _last_wins(runs))
     before = torch.backends.cuda.matmul.allow_tf32
     yield kind

@@ -20,6 +20,7 @@ from optimizer._device import device_of
 from optimizer._inputs import Call
 from optimizer._report import Choice
 from optimizer._trees import tensors_in
+from optimizer.lowering._cuda_graph import CudaGraph
 from optimizer.lowering._fused import with_fused_kernels
 from optimizer.lowering._onednn import Program, in_channels_last, on_onednn
 from optimizer.lowering._policies import AS_IT_IS, Policy, describe_device, policy_of
@@ -56,13 +57,14 @@ def _tried(program: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
     return program
 
 
-CANDIDATES: dict[str, Callable[[fx.GraphModule, Sequence[torch.Tensor]], Program]] = {
+CANDIDATES: dict[str, Callable[[Any, Sequence[torch.Tensor]], Program]] = {
     AS_IT_IS: lambda region, inputs: region,
     "oneDNN Graph": on_onednn,
     "oneDNN Graph, channels_last": _on_onednn_in_channels_last,
     "channels_last": _in_channels_last,
     "fused kernels": _fused,
     "fused kernels, channels_last": _fused_in_channels_last,
+    "CUDA graph": CudaGraph,
 }
 
 
@@ -80,19 +82,41 @@ class Chooser:
         self.deadline = time.perf_counter() + seconds
         self.known = dict(known)
         self.choices: list[Choice] = []
+        self.in_graphs = True  # on a device that has them
 
     def __call__(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
         """The program to run a region with inputs like these, which it leaves as they are."""
         device = policy_of(inputs) or Policy()
+        untimed = device.untimed(region, inputs)
         offered = device.offered(region, inputs)
-        policy = device.untimed(region, inputs)
-        key = key_of(region, inputs)
+        what, key = _described(region), key_of(region, inputs)
+        return self._run_by(offered, what, key, region, inputs, untimed)
+
+    def for_call(
+        self, program: Program, line: fx.GraphModule, inputs: Sequence[torch.Tensor]
+    ) -> Program:
+        """What runs a whole call of `line`, of which `program` runs each region as was chosen."""
+        offered = (policy_of(inputs) or Policy()).offered_for_calls() if self.in_graphs else []
+        if not offered:
+            return program
+        key = f"call {key_of(line, inputs)}"
+        return self._run_by(offered, "the whole call", key, program, inputs, offered[0])
+
+    def _run_by(
+        self,
+        offered: Sequence[str],
+        what: str,
+        key: str,
+        program: Program,
+        inputs: Sequence[torch.Tensor],
+        untimed: str,
+    ) -> Program:
         names: Iterable[str] = [AS_IT_IS, *offered]
         make = _verified
-        if self.settled(key, policy):
+        if self.settled(key, untimed):
             names, make = CANDIDATES, _prepared
-        makers = {name: functools.partial(make, name, region, inputs) for name in names}
-        return self.pick(_described(region), key, makers, policy, inputs)
+        makers = {name: functools.partial(make, name, program, inputs) for name in names}
+        return self.pick(what, key, makers, untimed, inputs)
 
     def settled(self, key: str, policy: str) -> str:
         """What needs no timing: an earlier decision, or the policy where nothing is timed."""
@@ -157,7 +181,7 @@ def _described(region: fx.GraphModule) -> str:
     return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
-def _prepared(name: str, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program | str:
+def _prepared(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Program | str:
     """A candidate, ready to run and warm; or why it cannot."""
     try:
         return CANDIDATES[name](region, inputs)
@@ -165,14 +189,14 @@ def _prepared(name: str, region: fx.GraphModule, inputs: Sequence[torch.Tensor])
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}"
 
 
-def _verified(name: str, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program | str:
+def _verified(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Program | str:
     program = _prepared(name, region, _copies(inputs))
     if name == AS_IT_IS or isinstance(program, str):
         return program
     return _wrong(region, program, inputs) or program
 
 
-def _wrong(region: fx.GraphModule, program: Program, inputs: Sequence[torch.Tensor]) -> str:
+def _wrong(region: Program, program: Program, inputs: Sequence[torch.Tensor]) -> str:
     """What is wrong with a candidate: on the given inputs and on others, and what it overwrites."""
     given = _copies(inputs)
     others = [_other(tensor) for tensor in given]

@@ -109,7 +109,7 @@ def _convolution(node: Any, addend: Any = None) -> fx.Node | None:
 
 def _linear(node: fx.Node, *, gelu: bool) -> fx.Node | None:
     value, weight, bias = _named(node, _LINEAR).values()
-    if bias is None or len(_shape(bias)) != 1 or len(_shape(value)) < 2:
+    if bias is None or len(_shape(value)) < 2:
         return None
     graph = node.graph
     rows = value if len(_shape(value)) == 2 else graph.call_method("flatten", (value, 0, -2))

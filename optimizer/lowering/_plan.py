@@ -35,18 +35,20 @@ class Plan:
         self.weights = Weights(module)
         line = straight_line(run, self.weights.tensors(), call)
         self.rebuild = line.rebuild
-        self.strides = [_strides(tensor) for tensor in line.outputs]
-        self.program = with_regions(line.module)
+        program = with_regions(line.module)
         with torch.no_grad():
-            outputs = _Choosing(self.program, chooser).run(*line.inputs)
+            outputs = _Choosing(program, chooser).run(*line.inputs)
+            laid_out = _LaidOut(program, line.outputs)
+            self.program = chooser.for_call(laid_out, line.module, line.inputs)
+            if self.program is not laid_out:
+                outputs = self.program(*line.inputs)
         _require_same(line.outputs, outputs)
         self.choices: tuple[Choice, ...] = tuple(chooser.choices)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The output for the tensors of a call of this signature. It carries no gradient."""
         with torch.no_grad():
-            outputs = self.program(*tensors)
-            return self.rebuild(list(map(_laid_out, outputs, self.strides)))
+            return self.rebuild(self.program(*tensors))
 
 
 def _require_same(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> None:
@@ -102,6 +104,17 @@ class _Choosing(fx.Interpreter):
         return chosen(*args)
 
 
+class _LaidOut(nn.Module):
+    """A program whose outputs get the strides that they have in eager."""
+
+    def __init__(self, program: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.program, self.strides = program, [_strides(tensor) for tensor in outputs]
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(map(_laid_out, self.program(*inputs), self.strides))
+
+
 def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The strides of a dense tensor; None of one with gaps, which need not be made again."""
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
@@ -133,8 +146,10 @@ class Signature(NamedTuple):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return None
         policy = policy_of(tensors)
-        settings = policy.settings() if policy else None
-        return None if settings is None else cls((spec, settings, *map(_geometry, leaves)), tensors)
+        settings = policy is not None and policy.settings()
+        if settings is False:
+            return None
+        return cls((spec, settings, *map(_geometry, leaves)), tensors)
 
 
 def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Hashable]:

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import fx
 
+from optimizer._device import Cuda
 from optimizer._errors import InputError
 from optimizer.lowering._fused import arguments_of, can_fuse
 from optimizer.lowering._onednn import is_available
@@ -32,8 +33,12 @@ class Policy:
         """What runs a region where nothing is timed: the most promising, if it is known to pay."""
         return next(iter(self.offered(region, inputs)), AS_IT_IS)
 
+    def offered_for_calls(self) -> list[str]:
+        """What may run a whole call, once each of its regions is chosen."""
+        return []
+
     def settings(self) -> Hashable:
-        """What, besides the call, kernels are chosen by; None while no plan may run."""
+        """What, besides the call, kernels are chosen by; False while no plan may run."""
         return ()
 
     def hardware(self) -> str:
@@ -72,8 +77,11 @@ class _Cuda(Policy):
             offered = [name for name in offered if "channels_last" not in name]
         return next(iter(offered), AS_IT_IS)
 
+    def offered_for_calls(self) -> list[str]:
+        return ["CUDA graph"]
+
     def settings(self) -> Hashable:
-        return (
+        return not Cuda.is_capturing() and (
             torch._C._get_fp32_precision_getter("cuda", "matmul"),
             torch._C._get_fp32_precision_getter("cuda", "conv"),
             torch._C._get_cudnn_deterministic(),

@@ -99,7 +99,9 @@ class LoweredModule(OptimizedModule):
             return None
         if not isinstance(plan, Plan):
             plan = self._prepare_again(signature.key, Call(args, kwargs))
-        return functools.partial(plan, signature.tensors) if plan else None
+        if plan is None or not plan.takes(signature.tensors):
+            return None
+        return functools.partial(plan, signature.tensors)
 
     def _prepare_again(self, key: Hashable, call: Call) -> Plan | None:
         if not self._plans.lock.acquire(blocking=False):

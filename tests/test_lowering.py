@@ -131,6 +131,15 @@ class TestALoweredCall:
             torch.testing.assert_close(fast(other), model(other))
         assert plan_of(fast.double(), x.double()) is None
 
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+    def test_what_is_not_finite_is_not_lost(self, value: float) -> None:
+        model, x = net(), image()
+        fast = lowered(model, x)
+        assert plan_of(fast, x) is not None
+        x[0, 0, 0, 0] = value
+
+        torch.testing.assert_close(fast(x), model(x), equal_nan=True)
+
     def test_outputs_are_not_overwritten_by_the_next_call(self) -> None:
         fast, x = lowered(net(), image()), image()
         first = fast(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +45,12 @@ class Plan:
                 outputs = self.program(*line.inputs)
         _require_same(line.outputs, outputs)
         self.choices: tuple[Choice, ...] = tuple(chooser.choices)
+        # oneDNN's ReLU makes 0 of NaN.
+        self.only_finite = any("oneDNN" in choice.chosen for choice in self.choices)
+
+    def takes(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether it gives the model's answer also for these values."""
+        return not self.only_finite or all(map(_is_finite, tensors))
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The output for the tensors of a call of this signature. It carries no gradient."""
@@ -56,6 +63,11 @@ def _require_same(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tenso
         error = relative_error(one, other)
         if error > BOUNDS.get(one.dtype, 0.0):
             raise NotStraightLineError(f"the lowered code is off by {error:.1g}")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether there is no NaN or infinity. A sum that overflows counts as one."""
+    return not tensor.is_floating_point() or math.isfinite(tensor.detach().sum().item())
 
 
 class Weights:

@@ -60,7 +60,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="a registered workload (resnet18), or module:callable that returns a module and"
         " its example inputs",
     )
-    parser.add_argument("--level", type=int, default=1, help="0 same bits, 1 up to rounding")
+    levels = "0 same bits, 1 up to rounding, 2 with kernels of the device, 3 in lower precision"
+    parser.add_argument("--level", type=int, default=1, help=levels)
+    parser.add_argument("--precision", choices=("bf16", "fp16"), help="at level 3")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or mps")
     parser.add_argument("--disable", nargs="*", default=(), help="passes not to run")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -124,7 +126,7 @@ def _memory(options: argparse.Namespace) -> str:
 
 def _optimized(options: argparse.Namespace, **settings: Any) -> tuple[nn.Module, Any, Any]:
     model, inputs = _load(options.model, options.device)
-    settings |= {"level": options.level, "disable": options.disable}
+    settings |= {name: getattr(options, name) for name in ("level", "disable", "precision")}
     return model, optimizer.optimize(model, inputs, **settings), inputs
 
 

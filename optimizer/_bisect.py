@@ -12,11 +12,11 @@ from optimizer._capture import capture_call
 from optimizer._check import Difference, answer, compare_answers, largest_error, reference
 from optimizer._graph import clean
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
-from optimizer._optimize import undisturbed
 from optimizer._pass import Pass
 from optimizer._pipeline import FaultyPassError, Pipeline
 from optimizer._registry import select
 from optimizer._report import Rewrite
+from optimizer._undisturbed import undisturbed
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from optimizer._front_ends import FrontEnds
 from optimizer._inputs import Call
 from optimizer._module import OptimizedModule
 from optimizer._observation import Facts
-from optimizer._optimize import Run, undisturbed
+from optimizer._optimize import Run
 from optimizer._registry import select
 from optimizer._source import line_in
+from optimizer._undisturbed import undisturbed
 from optimizer._vocabulary import FACTORIES
 
 log = logging.getLogger("optimizer")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optimizer._check import Answer, Difference
+from optimizer._check import Answer, Difference, largest_error
 from optimizer._errors import InputError
 from optimizer._inputs import Call
 from optimizer._lowered import Decisions, LoweredModule
@@ -18,6 +18,7 @@ from optimizer._trees import tensors_in
 from optimizer.lowering._choose import WORTH_IT, Chooser
 from optimizer.lowering._plan import Plan
 from optimizer.lowering._policies import AS_IT_IS
+from optimizer.lowering._precision import Precision
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,21 @@ class Tuning:
     Attributes:
         seconds: how long they are timed; 0 times none.
         path: a file of earlier decisions, which are not timed again; new ones are added to it.
+        precision: of matrix products and convolutions, where it is not to be the model's own.
     """
 
     seconds: float = 1.0
     path: Path | None = None
+    precision: Precision | None = None
 
     @classmethod
-    def of(cls, seconds: float, path: str | os.PathLike[str] | None) -> Tuning:
+    def of(
+        cls,
+        seconds: float,
+        path: str | os.PathLike[str] | None,
+        precision: str | None = None,
+        error_budget: float | None = None,
+    ) -> Tuning:
         """What a caller asks for.
 
         Raises:
@@ -41,7 +50,8 @@ class Tuning:
         """
         if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
             raise InputError(f"tune_seconds is {seconds!r}: pass a number of seconds, or 0.")
-        tuning = cls(float(seconds), None if path is None else Path(path))
+        reduced = Precision.of(precision, error_budget)
+        tuning = cls(float(seconds), None if path is None else Path(path), reduced)
         tuning.known()
         return tuning
 
@@ -74,12 +84,14 @@ def lower(
     module: LoweredModule,
     call: Call | None,
     tuning: Tuning,
+    expected: Answer | None,
     difference: Callable[[Answer], Difference | None],
 ) -> str:
-    """Lower a call of a module; return why it was not, or nothing.
+    """Lower a call of a module; return what to remark of it, if anything.
 
-    `difference` says what is wrong with an answer.
+    `expected` is the model's answer, and `difference` what is wrong with one of the same precision.
     """
+    module.meta["precision"] = tuning.precision
     if call is None:
         return "not lowered: there are no example inputs"
     chooser = Chooser(tuning.seconds, tuning.known())
@@ -87,13 +99,32 @@ def lower(
         plan = module.prepare(call, chooser)
     except InputError as error:
         return str(error).rstrip(".")
+    if plan.precision:
+        difference = functools.partial(_over_budget, plan.precision, expected)
     reason = _reason_against(module, plan, call, chooser, difference)
     if reason:
         module.forget(call)
         return f"such a call is not lowered: {reason}"
     tuning.keep({choice.key: choice.chosen for choice in plan.choices})
     module.meta["report"] = replace(module.report, choices=plan.choices)
-    return ""
+    return _in_precision(plan.precision, plan.error) if plan.precision else ""
+
+
+def _in_precision(precision: Precision, error: float) -> str:
+    return (
+        f"calls like the example run in {precision.name}, with a relative error of {error:.2g}"
+        f" seen and {precision.budget:.2g} allowed; other calls in the model's own precision"
+    )
+
+
+def _over_budget(
+    precision: Precision, expected: Answer | None, actual: Answer
+) -> Difference | None:
+    if expected is None:
+        return None
+    error = largest_error(Answer(expected.output, ()), actual)
+    reason = f"relative error {error:.2g}, more than {precision.budget:.2g}"
+    return Difference("output", error, reason) if error > precision.budget else None
 
 
 def _reason_against(

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 
@@ -20,12 +20,13 @@ from optimizer._inputs import Call, ExampleInputs, as_call
 from optimizer._module import OptimizedModule
 from optimizer._report import Choice
 from optimizer.lowering._choose import Chooser
-from optimizer.lowering._plan import Plan, Signature, Weights
+from optimizer.lowering._plan import Plan, Signature, Weights, make_plan
 from optimizer.lowering._policies import require_one_device
 from optimizer.lowering._straight_line import NotStraightLineError
 
 Decisions: TypeAlias = Mapping[str, str]
 NO_DECISIONS: Decisions = MappingProxyType({})
+_OF_LOWERING = ("lowered", "obstacle", "precision", "cuda_graph")  # what of `meta` travels
 
 
 class LoweredModule(OptimizedModule):
@@ -71,7 +72,8 @@ class LoweredModule(OptimizedModule):
         chooser.in_graphs = self.meta.get("cuda_graph", True)
         try:
             with torch.inference_mode(False):  # what is kept is written outside it
-                plan = Plan(self, self.run_portable, call, chooser)
+                precision = self.meta.get("precision")
+                plan = make_plan(self, self.run_portable, call, chooser, precision)
         except NotStraightLineError as error:
             raise InputError(f"such a call is not lowered: {error}.") from error
         chosen = {choice.key: choice.chosen for choice in plan.choices}
@@ -121,6 +123,14 @@ class LoweredModule(OptimizedModule):
         self._plans.pop(key, None)
         self.meta["lowered"] = {k: v for k, v in self.meta["lowered"].items() if k != key}
 
+    def refit(
+        self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
+    ) -> Self:
+        """Take a checkpoint of the original model, by optimizing it again; return this module."""
+        super().refit(state_dict, example_inputs)
+        self.__dict__.pop("_prepared_plans", None)  # of the weights before
+        return self
+
     @property
     def _plans(self) -> _Plans:
         plans: _Plans = self.__dict__.setdefault("_prepared_plans", _Plans())
@@ -139,7 +149,8 @@ class LoweredModule(OptimizedModule):
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, (body, *rest) = super().__reduce__()
         body.pop("_prepared_plans", None)
-        return _rebuild, (rebuild, (body, *rest), self.meta.get("lowered", {}))
+        kept = {name: self.meta[name] for name in _OF_LOWERING if name in self.meta}
+        return _rebuild, (rebuild, (body, *rest), kept)
 
 
 def _lowered_first(portable: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,9 +181,9 @@ class _Plans(dict[Hashable, Plan | _Resting]):
 
 
 def _rebuild(
-    rebuild: Callable[..., OptimizedModule], arguments: Any, lowered: Any
+    rebuild: Callable[..., OptimizedModule], arguments: Any, kept: Mapping[str, Any]
 ) -> OptimizedModule:
     portable = rebuild(*arguments)
     module = LoweredModule.of(portable, portable.report, portable.meta["recipe"])
-    module.meta["lowered"] = lowered
+    module.meta.update(kept)
     return module

@@ -53,7 +53,7 @@ class OptimizedModule(_Result, fx.GraphModule):
 
     def refit(
         self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
-    ) -> OptimizedModule:
+    ) -> Self:
         """Take a checkpoint of the original model, by optimizing it again; return this module.
 
         It is afterwards as `optimize` left it: on the devices and in the dtypes of the original.
@@ -72,6 +72,7 @@ class OptimizedModule(_Result, fx.GraphModule):
         recipe = unpacked(self.meta.get("recipe"))
         model = recipe.model_with(state_dict)
         inputs = recipe.example_inputs() if example_inputs is None else example_inputs
+        precision = self.meta.get("precision")
         fresh = optimize(
             model,
             inputs,
@@ -79,6 +80,8 @@ class OptimizedModule(_Result, fx.GraphModule):
             capture="export" if self.report.front_end == "export" else "symbolic",
             check=None if example_inputs is None else "final",
             only=recipe.passes,
+            precision=precision and precision.name,
+            error_budget=precision and precision.budget,
         )
         if not isinstance(fresh, OptimizedModule):
             raise CaptureError("; ".join(fresh.report.remarks))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -22,11 +20,12 @@ from optimizer._inputs import Call, ExampleInputs, as_call, require_module
 from optimizer._lower import Tuning, lower
 from optimizer._lowered import LoweredModule
 from optimizer._module import OptimizedModule, Unchanged
-from optimizer._pass import LOWERED, Pass
+from optimizer._pass import LOWERED, REDUCED, Pass
 from optimizer._pipeline import FaultyPassError, Pipeline
 from optimizer._refit import Recipe
 from optimizer._registry import all_passes, select
 from optimizer._report import Line, Report, Size, listing
+from optimizer._undisturbed import undisturbed
 from optimizer.lowering._eligible import obstacle
 
 Check: TypeAlias = Literal["final", "each"] | None
@@ -45,6 +44,8 @@ def optimize(
     finite: bool = False,
     tune_seconds: float = 1.0,
     decisions: str | os.PathLike[str] | None = None,
+    precision: Literal["bf16", "fp16"] | None = None,
+    error_budget: float | None = None,
 ) -> OptimizedModule | Unchanged:
     """A faster module that computes what `model` computes; `model` itself is not changed.
 
@@ -58,7 +59,7 @@ def optimize(
         example_inputs: a tensor, a tuple of positional, or a mapping of keyword arguments. Later
             calls may have other sizes. Without them only rewrites that need no shape are made.
         level: 0 keeps the same bits; 1 keeps the function up to rounding; 2 besides prepares calls
-            like the example for the device it is on (`LoweredModule`).
+            like the example for the device it is on (`LoweredModule`); 3 in a lower precision.
         capture: "symbolic" records the forward by calling it with stand-ins; "export" asks
             torch.export, and holds later calls to what that took from the example inputs (sizes
             but that of the batch, dtypes, memory formats); "auto" is "symbolic" and, where that
@@ -70,9 +71,14 @@ def optimize(
         static_shapes: compute now what follows from the example's sizes; others are then errors.
         finite: the promise that no layer will read an infinity, which lets parallel convolutions
             be merged. Where it is broken, an infinity may stand where the model gives NaN.
-        tune_seconds: at level 2, how long candidates are timed. With 0 none is: the choice is
+        tune_seconds: from level 2 on, how long candidates are timed. With 0 none is: the choice is
             always the same.
-        decisions: at level 2, a file of choices: those in it are not timed again, others added.
+        decisions: from level 2 on, a file of choices: those in it are not timed again, new ones
+            are added.
+        precision: at level 3, what matrix products and convolutions of calls like the example are
+            computed in, where that is faster. Norms, softmax and means stay as they are.
+        error_budget: at level 3, how far from the model's answer that may lead, relative to its
+            largest value; 5e-2 for bf16 and 1e-2 for fp16 if None. Beyond it, nothing is lowered.
 
     Raises:
         InputError: an argument cannot be used, or the model rejects the example inputs.
@@ -82,7 +88,9 @@ def optimize(
     passes = select(level, only, disable, [name for name in promised if promised[name]])
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
-    tuning = Tuning.of(tune_seconds, decisions)
+    tuning = Tuning.of(tune_seconds, decisions, precision, error_budget)
+    if (precision is None) is (level == REDUCED):
+        raise InputError("level=3 goes with precision='bf16' or 'fp16', and either with level=3.")
     call = None if example_inputs is None else as_call(example_inputs)
     model, call, front_ends = choose(model, call, capture, static_shapes=static_shapes)
     run = Run(
@@ -90,22 +98,6 @@ def optimize(
     )
     with undisturbed():
         return run.result()
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Make tensors that outlive inference mode, and do not look for garbage meanwhile.
-
-    A graph is one large cycle: searching it again and again takes a third of the time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Run:
@@ -175,7 +167,7 @@ class Run:
     def _lower(self, optimized: LoweredModule, reason: str) -> None:
         """Lower the call of the example inputs; a remark says where that was not done."""
         optimized.meta["obstacle"] = reason
-        remark = lower(optimized, self.call, self.tuning, self._output_difference)
+        remark = lower(optimized, self.call, self.tuning, self.expected, self._output_difference)
         seconds = time.perf_counter() - self.started
         remarks = (*optimized.report.remarks, *filter(None, [remark]))
         optimized.meta["report"] = replace(optimized.report, remarks=remarks, seconds=seconds)

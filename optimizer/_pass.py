@@ -32,8 +32,10 @@ LEVELS: dict[int, frozenset[Numerics]] = {
     0: frozenset({"exact"}),
     1: frozenset({"exact", "rounding"}),
     2: frozenset({"exact", "rounding"}),
+    3: frozenset({"exact", "rounding"}),
 }
 LOWERED = 2  # the level from which on calls are lowered to kernels of their device
+REDUCED = 3  # the level at which they are computed in a lower precision
 
 
 def require(condition: bool, reason: str) -> None:

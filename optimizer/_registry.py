@@ -75,8 +75,8 @@ def select(
     """
     if level not in LEVELS:
         raise InputError(
-            f"level {level!r} does not exist: use 0 (the same bits), 1 (up to rounding) or 2"
-            " (with kernels of the device)."
+            f"level {level!r} does not exist: use 0 (the same bits), 1 (up to rounding), 2"
+            " (with kernels of the device) or 3 (in a lower precision)."
         )
     named = [only] if isinstance(only, str | Pass) else list(only or ())
     given = {each.name: each for each in named if isinstance(each, Pass)}

@@ -199,7 +199,7 @@ def _verified(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Pro
 def _wrong(region: Program, program: Program, inputs: Sequence[torch.Tensor]) -> str:
     """What is wrong with a candidate: on the given inputs and on others, and what it overwrites."""
     given = _copies(inputs)
-    others = [_other(tensor) for tensor in given]
+    others = [varied(tensor) for tensor in given]
     calls = [Call(tuple(tensors), {}) for tensors in (given, others)]
     answers = [[Answer(tuple(each(*c.args)), ()) for each in (region, program)] for c in calls]
     for call, (expected, actual) in zip(calls, answers, strict=True):
@@ -216,8 +216,10 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(map(on_storage, tensors, storages))
 
 
-def _other(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.roll(1, -1) * 0.5 if tensor.is_floating_point() and tensor.dim() else tensor
+def varied(tensor: torch.Tensor) -> torch.Tensor:
+    """Other values in a tensor of the same kind; the same where they may be indices."""
+    floating = tensor.is_floating_point() and tensor.dim()
+    return tensor.roll(1, -1) * 0.5 + 0.25 if floating else tensor
 
 
 def key_of(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,10 +16,16 @@ from torch.utils import _pytree as pytree
 from optimizer._check import BOUNDS, relative_error
 from optimizer._inputs import Call
 from optimizer._report import Choice
-from optimizer.lowering._choose import Chooser
-from optimizer.lowering._policies import policy_of
+from optimizer.lowering._choose import Chooser, key_of, varied
+from optimizer.lowering._policies import AS_IT_IS, policy_of
+from optimizer.lowering._precision import Precision, in_precision
 from optimizer.lowering._regions import with_regions
-from optimizer.lowering._straight_line import NotStraightLineError, straight_line, version_of
+from optimizer.lowering._straight_line import (
+    NotStraightLineError,
+    StraightLine,
+    straight_line,
+    version_of,
+)
 
 _NUMBERS = (bool, int, float, str, type(None))
 
@@ -26,27 +33,50 @@ _NUMBERS = (bool, int, float, str, type(None))
 class Plan:
     """What runs instead of a module's own code for calls of one signature.
 
+    Attributes:
+        choices: which program runs each region.
+        precision: that of its products, where it is not the module's own.
+        error: the largest that was seen, relative to the largest value of an output.
+
     Raises:
-        NotStraightLineError: the call cannot be written down.
+        NotStraightLineError: the code that was chosen gives another answer.
     """
 
     def __init__(
-        self, module: nn.Module, run: Callable[..., Any], call: Call, chooser: Chooser
+        self,
+        weights: Weights,
+        line: StraightLine,
+        chooser: Chooser,
+        precision: Precision | None = None,
     ) -> None:
-        self.weights = Weights(module)
-        line = straight_line(run, self.weights.tensors(), call)
-        self.rebuild = line.rebuild
-        program = with_regions(line.module)
+        self.weights, self.rebuild = weights, line.rebuild
+        self.precision, self.error = precision, 0.0
+        module, others = line.module, list(map(varied, line.inputs))
+        if precision:
+            module = in_precision(line.module, (line.inputs, others), precision.dtype)
+        program, start = with_regions(module), len(chooser.choices)
         with torch.no_grad():
             outputs = _Choosing(program, chooser).run(*line.inputs)
             laid_out = _LaidOut(program, line.outputs)
-            self.program = chooser.for_call(laid_out, line.module, line.inputs)
+            self.program = chooser.for_call(laid_out, module, line.inputs)
             if self.program is not laid_out:
                 outputs = self.program(*line.inputs)
-        _require_same(line.outputs, outputs)
-        self.choices: tuple[Choice, ...] = tuple(chooser.choices)
+            self._require_same(line.outputs, outputs)
+            if precision:
+                self._require_same(line.module(*others), self.program(*others))
+        self.choices: tuple[Choice, ...] = tuple(chooser.choices[start:])
         # oneDNN's ReLU makes 0 of NaN.
         self.only_finite = any("oneDNN" in choice.chosen for choice in self.choices)
+
+    def _require_same(
+        self, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]
+    ) -> None:
+        for one, other in zip(expected, actual, strict=True):
+            error = relative_error(one, other)
+            bound = self.precision.budget if self.precision else BOUNDS.get(one.dtype, 0.0)
+            if error > bound:
+                raise NotStraightLineError(f"its answer is off by {error:.2g}, over {bound:.2g}")
+            self.error = max(self.error, error)
 
     def takes(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether it gives the model's answer also for these values."""
@@ -58,11 +88,36 @@ class Plan:
             return self.rebuild(self.program(*tensors))
 
 
-def _require_same(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> None:
-    for one, other in zip(expected, actual, strict=True):
-        error = relative_error(one, other)
-        if error > BOUNDS.get(one.dtype, 0.0):
-            raise NotStraightLineError(f"the lowered code is off by {error:.1g}")
+def make_plan(
+    module: nn.Module,
+    run: Callable[..., Any],
+    call: Call,
+    chooser: Chooser,
+    precision: Precision | None,
+) -> Plan:
+    """The plan for calls of `run`, the module's own code, like this one.
+
+    Raises:
+        NotStraightLineError: the call cannot be written down.
+    """
+    weights = Weights(module)
+    line = straight_line(run, weights.tensors(), call)
+    make = functools.partial(Plan, weights, line, chooser)
+    if precision is None:
+        return make()
+    key = f"{precision.name} {key_of(line.module, line.inputs)}"
+    makers: dict[str, Callable[[], Plan | str]] = {AS_IT_IS: make}
+    makers |= {precision.name: functools.partial(_or_why_not, make, precision)}
+    found = chooser.pick("its precision", key, makers, precision.name, (line.inputs,))
+    found.choices = (chooser.choices[-1], *found.choices)
+    return found
+
+
+def _or_why_not(make: Callable[..., Plan], precision: Precision) -> Plan | str:
+    try:
+        return make(precision)
+    except NotStraightLineError as error:
+        return str(error)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

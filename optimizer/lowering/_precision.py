@@ -5,23 +5,55 @@ in every call: convolutions and matrix products read and yield 16 bits, and add 
 their kernels; what only moves values, or computes each from one or two others, follows its inputs;
 norms, softmax, means and everything unknown stay as they are. Weights are rounded once.
 
-A value whose magnitude comes close to what 16 bits can hold, in the call that was written down, is
-kept in 32, and so is what reads it.
+A value whose magnitude comes close to what 16 bits can hold is kept in 32, and so is what reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from optimizer._check import BOUNDS
+from optimizer._errors import InputError
 from optimizer._trees import tensors_in
 from optimizer.lowering._regions import MOVED, name_of
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HEADROOM = 16  # how much larger the values of later calls may be before they overflow
+
+
+class Precision(NamedTuple):
+    """16 bits of a kind, and the largest error that they may cause.
+
+    Attributes:
+        budget: relative to the largest value of an output.
+    """
+
+    name: str
+    dtype: torch.dtype
+    budget: float
+
+    @classmethod
+    def of(cls, name: str | None, budget: float | None) -> Precision | None:
+        """What a caller asks for: by default, the error that 16 bits alone explain.
+
+        Raises:
+            InputError: there is no such precision, or the budget is no error.
+        """
+        if name is None:
+            return None
+        if name not in _DTYPES:
+            raise InputError(f"precision={name!r} does not exist: use 'bf16' or 'fp16'.")
+        dtype = _DTYPES[name]
+        budget = BOUNDS[dtype] if budget is None else budget
+        if not isinstance(budget, int | float) or not 0 < budget < 1:
+            raise InputError(f"error_budget is {budget!r}: pass a number between 0 and 1.")
+        return cls(name, dtype, float(budget))
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _PRODUCTS = frozenset((
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
@@ -37,12 +69,13 @@ _FOLLOWING = _POINTWISE | MOVED - {"interpolate", "getattr"}
 
 
 def in_precision(
-    line: fx.GraphModule, inputs: Sequence[torch.Tensor], low: torch.dtype
+    line: fx.GraphModule, calls: Iterable[Sequence[torch.Tensor]], low: torch.dtype
 ) -> fx.GraphModule:
-    """The same code with 16-bit products, for calls like the one with these inputs."""
+    """The same code with 16-bit products, for calls like these, in which nothing overflows."""
     ranges = _Ranges(line, low)
     with torch.no_grad():
-        ranges.run(*inputs)
+        for inputs in calls:
+            ranges.run(*inputs)
     writer = _Writer(line, ranges, low)
     for node in line.graph.nodes:
         writer.write(node)
@@ -50,13 +83,13 @@ def in_precision(
 
 
 class _Ranges(fx.Interpreter):
-    """Which values are float32 tensors, and which of these fit into 16 bits with some headroom."""
+    """Which values are float32 tensors, and which of these are too large for 16 bits."""
 
     def __init__(self, line: fx.GraphModule, low: torch.dtype) -> None:
         super().__init__(line)
         self.limit = torch.finfo(low).max / HEADROOM
         self.wide: set[fx.Node] = set()
-        self.fitting: set[fx.Node] = set()
+        self.overflowing: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         """Run it, and look at its value."""
@@ -64,8 +97,8 @@ class _Ranges(fx.Interpreter):
         tensors = tensors_in(value)
         if tensors and all(tensor.dtype == torch.float32 for tensor in tensors):
             self.wide.add(n)
-            if all(_magnitude(tensor) <= self.limit for tensor in tensors):
-                self.fitting.add(n)
+            if any(_magnitude(tensor) > self.limit for tensor in tensors):
+                self.overflowing.add(n)
         return value
 
 
@@ -92,7 +125,7 @@ class _Writer:
 
     def _is_low(self, node: fx.Node) -> bool:
         floats = [read for read in node.all_input_nodes if read in self.ranges.wide]
-        if not floats or not self.ranges.fitting.issuperset((node, *floats)):
+        if not floats or not self.ranges.overflowing.isdisjoint((node, *floats)):
             return False
         if name_of(node) in _PRODUCTS:
             return True

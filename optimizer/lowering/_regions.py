@@ -6,6 +6,7 @@ between them, and holds at least one with weights. Everything else stays as it i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from operator import getitem
 
@@ -37,8 +38,8 @@ def convolutions_of(module: fx.GraphModule) -> list[fx.Node]:
 
 def with_regions(module: fx.GraphModule) -> fx.GraphModule:
     """The same code, with each region a GraphModule that it calls."""
-    outer = fx.GraphModule(module, module.graph)
-    for place, nodes in enumerate(list(_regions(module.graph))):
+    outer = fx.GraphModule(module, copy.deepcopy(module.graph))
+    for place, nodes in enumerate(list(_regions(outer.graph))):
         _extract(outer, nodes, f"region_{place}")
     outer.graph.lint()
     outer.recompile()

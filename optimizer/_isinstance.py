@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx, nn, overrides
 
 from optimizer._proxy import Attribute, Value
 from optimizer._source import NOT_USER_CODE
@@ -34,6 +34,7 @@ def answering_isinstance(root: nn.Module, is_tensor: Callable[[fx.Node], bool]) 
             return isinstance(_A_TENSOR, kinds)
         raise value.tracer.fail("it asks for the type of an intermediate value")  # type: ignore[attr-defined]
 
+    overrides.get_overridable_functions()  # torch keeps these lists: not with a shadow in them
     spaces = {id(space): space for module in root.modules() for space in _namespaces(module)}
     shadowed = [space for space in spaces.values() if "isinstance" not in space]
     is_tensor_of_torch = torch.is_tensor

@@ -6,8 +6,11 @@ import copy
 import dataclasses
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,3 +298,21 @@ def test_a_wrong_capture_is_not_used(check: Any, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(fast(X), F.relu(X))
     [remark] = fast.report.remarks
     assert "the captured graph gives another answer" in remark
+
+
+def test_torch_keeps_nothing_of_the_first_model() -> None:
+    """Its lists of functions are made once, in the first trace if not before."""
+    program = (
+        "import gc, torch, optimizer\n"
+        "linear = torch.nn.Linear(3, 4)\n"
+        "optimizer.optimize(linear, torch.ones(2, 3))\n"
+        "del linear\n"
+        "gc.collect()\n"
+        "print([each.shape for each in gc.get_objects() if type(each) is torch.nn.Parameter])\n"
+        "print(torch.is_tensor in torch.overrides.get_ignored_functions())"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    root = Path(__file__).parents[1]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+
+    assert ended.stdout.split() == ["[]", "True"]

@@ -1,0 +1,432 @@
+"""The properties of an optimizer that are not any one pass's, each tried on generated models.
+
+PROPERTIES lists all that this package holds itself to, and where.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from torch import fx, nn
+
+import optimizer
+from optimizer._dynamo import backend
+from optimizer.testing import (
+    LAYOUTS,
+    TOKENS,
+    Optimize,
+    Spec,
+    assert_equivalent,
+    check_spec,
+    models,
+    untouched,
+)
+
+ROOT = Path(__file__).parents[1]
+PASSES = [each.name for each in optimizer.all_passes()]
+# Where eager multiplies an infinity or a NaN, these compute another way: see their docstrings.
+NOT_FOR_SPECIALS = {"merge_convolutions", "recognize_attention"}
+
+# What holds, and the test that would fail: a name here, or a file and a name.
+PROPERTIES: dict[str, str] = {
+    # The answer
+    "each pass alone keeps the answer": "test_fuzz.py test_a_pass_alone_keeps_the_answer",
+    "the whole pipeline keeps it": "test_fuzz.py test_level_1_keeps_the_answer",
+    "level 0 keeps the bits": "test_fuzz.py test_level_0_keeps_the_bits",
+    "level 2 keeps the answer": "test_level_2_keeps_the_answer",
+    "float32 is as near to the truth": "test_float32_is_as_precise_as_the_model",
+    "so are half as many bits": "test_every_pass.py test_it_keeps_its_promise_in_low_precision",
+    "NaNs and infinities stay": "test_nans_and_infinities_stay",
+    "every prefix of the pipeline keeps the answer": "test_every_prefix_keeps_the_answer",
+    "any subset of the passes does": "test_fuzz.py test_any_subset_of_the_passes_keeps_the_answer",
+    "any order of the passes does": "test_any_order_keeps_the_answer",
+    "every front end does": "test_other_front_ends_keep_the_answer",
+    "other batch sizes": "test_fuzz.py test_the_answer_holds_at_other_batch_sizes",
+    "one row, more rows, another rank": "test_later.py test_each_later_call_is_spoiled_and_seen",
+    "empty and single dimensions": "test_testing.py test_every_token_runs_on_every_shape",
+    "expanded inputs": "test_expanded_inputs",
+    "other strides than the example's": "test_another_layout_later",
+    "keyword arguments": "test_keyword_arguments",
+    # The passes
+    "optimizing twice changes nothing more": "test_fuzz.py "
+    "test_optimizing_twice_changes_nothing_more",
+    "the report says whether anything changed": "test_a_report_of_nothing_is_true",
+    "no more nodes than before": "test_every_pass.py test_it_leaves_no_more_nodes_than_there_were",
+    "a planted motif fires": "test_fuzz.py test_every_pass_fires_on_its_motif",
+    "a near miss keeps the answer": "test_fuzz.py test_a_near_miss_keeps_the_answer",
+    "every refusal has its reason": "test_conventions.py "
+    "test_every_reason_to_refuse_has_a_row_in_the_test_of_its_pass",
+    # The same graph, written otherwise
+    "other names": "test_names_do_not_matter",
+    "another order of independent nodes": "test_the_order_of_independent_nodes_does_not_matter",
+    "identities in between": "test_identities_in_between_change_nothing",
+    "another spelling": "passes/test_fold_affine.py test_folds_in_every_spelling_of_a_convolution",
+    "a wrapped model": "test_a_wrapped_model_keeps_the_answer",
+    "an unused branch goes": "test_an_unused_branch_goes",
+    "an interior value as an output": "test_an_interior_value_as_an_output_is_the_same",
+    "what is computed twice is computed once": "test_what_is_computed_twice_is_computed_once",
+    "both entries agree": "test_a_graph_and_its_module_agree",
+    # The same graph, other data
+    "rows can be permuted": "test_rows_can_be_permuted",
+    "rows can be split": "test_rows_can_be_split",
+    # What a caller can see besides the answer
+    "the model is untouched": "test_oracles.py test_a_touched_model_is_noticed",
+    "the inputs are untouched": "test_testing.py "
+    "test_a_subject_that_writes_to_its_inputs_is_caught",
+    "aliases, statistics, random state": "test_oracles.py test_a_spoiled_candidate_is_seen",
+    "results share no memory with weights": "test_a_written_result_changes_no_later_one",
+    "a checkpoint can be loaded": "test_its_own_checkpoint_can_be_loaded",
+    "copies and pickles": "test_lifecycle.py test_a_copy_keeps_the_answer_and_the_report",
+    "the same code again": "test_fuzz.py test_optimizing_again_gives_the_same_code",
+    "the same code in another process": "test_another_process_gives_the_same_code",
+    "the random state": "test_traps.py "
+    "test_optimizing_a_trap_leaves_model_inputs_and_random_state_alone",
+    "training mode": "test_errors.py test_a_training_mode_model_is_optimized_with_one_warning",
+    "hooks": "test_oracles.py test_a_lost_hook_is_seen",
+    "gradients": "test_later.py test_each_later_call_is_spoiled_and_seen",
+    "inference mode": "test_inference_mode",
+    "autocast": "test_trap_claims.py test_autocast_around_the_result_gives_the_dtype_of_the_model",
+    "two threads": "test_lifecycle.py test_models_can_be_optimized_from_threads_while_others_run",
+}
+
+
+def each(holds: Callable[[Spec], object], *, count: int | None = None, **choices: object) -> None:
+    """Try a property on as many models as the profile says, or on `count` of them."""
+
+    @given(models(**choices))  # type: ignore[arg-type]
+    def tried(spec: Spec) -> None:
+        with torch.no_grad():
+            holds(spec)
+
+    tried = seed(0)(tried)
+    if count is not None:
+        tried = settings(max_examples=count)(tried)
+    tried()
+
+
+def optimized(spec: Spec) -> nn.Module:
+    return Optimize()(spec.build(), spec.inputs())
+
+
+def size(module: nn.Module) -> int:
+    return len(module.graph.nodes) if isinstance(module, fx.GraphModule) else 0
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_the_table_names_tests_that_exist(name: str) -> None:
+    *file, test = PROPERTIES[name].split()
+    path = Path(__file__).parent / file[0] if file else Path(__file__)
+    tree = ast.parse(path.read_text())
+
+    assert test in {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_level_2_keeps_the_answer(dtype: torch.dtype) -> None:
+    subject = Optimize(level=2)
+    lowered = []
+
+    def holds(spec: Spec) -> None:
+        lowered.append(bool(check_spec(spec, subject, dtype=dtype).meta.get("lowered")))
+
+    each(holds)
+
+    assert any(lowered)
+
+
+def test_float32_is_as_precise_as_the_model() -> None:
+    each(lambda spec: check_spec(spec, Optimize(), dtype=torch.float32))
+
+
+@pytest.mark.parametrize("regime", ["nan", "infinite"])
+def test_nans_and_infinities_stay(regime: str) -> None:
+    subject = Optimize(only=tuple(name for name in PASSES if name not in NOT_FOR_SPECIALS))
+
+    each(lambda spec: check_spec(spec, subject), regimes=[regime])
+
+
+@pytest.mark.parametrize("count", range(1, len(PASSES), 3))
+def test_every_prefix_keeps_the_answer(count: int) -> None:
+    each(lambda spec: check_spec(spec, Optimize(only=tuple(PASSES[:count]))))
+
+
+def test_any_order_keeps_the_answer() -> None:
+    def holds(spec: Spec) -> None:
+        start = spec.seed * 5 % len(PASSES)
+        candidate = spec.build()
+        for name in (*PASSES[start:], *PASSES[:start])[::-1]:
+            candidate = Optimize(only=(name,))(candidate, spec.inputs())
+        assert_equivalent(spec.build(), candidate, spec.inputs())
+
+    each(holds, count=30, max_size=8)
+
+
+def compiled(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+    torch._dynamo.reset()
+    return torch.compile(model, backend=backend)  # type: ignore[return-value]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("front_end", ["export", "dynamo"])
+def test_other_front_ends_keep_the_answer(front_end: str) -> None:
+    subject = compiled if front_end == "dynamo" else Optimize(capture="export")
+
+    each(lambda spec: check_spec(spec, subject), count=20)
+
+
+def test_expanded_inputs() -> None:
+    def writes_nothing(token: str) -> bool:
+        spec = Spec((token, "dup", token, "add"), (2, 4, 4, 4), layout="expanded")
+        try:
+            spec.build()(*spec.inputs())
+        except (RuntimeError, UserWarning):
+            return False
+        return True
+
+    with torch.no_grad():
+        alphabet = [token for token in TOKENS if writes_nothing(token)]
+
+    assert len(alphabet) > len(TOKENS) / 2
+    each(lambda spec: check_spec(spec, Optimize()), alphabet=alphabet, layouts=["expanded"])
+
+
+def test_another_layout_later() -> None:
+    def holds(spec: Spec) -> None:
+        candidate = optimized(spec)
+        for layout in ("channels_last", "transposed", "strided"):
+            later = replace(spec, layout=layout)
+            assert_equivalent(spec.build(), candidate, later.inputs())
+
+    assert {"channels_last", "transposed", "strided"} < set(LAYOUTS)
+    each(holds, layouts=["contiguous"])
+
+
+def test_keyword_arguments() -> None:
+    def holds(spec: Spec) -> None:
+        inputs = dict(zip(spec.argument_names(), spec.inputs(), strict=True))
+        candidate = optimizer.optimize(spec.build(), inputs, check=None)
+        assert_equivalent(spec.build(), candidate, inputs)
+
+    each(holds)
+
+
+def test_a_report_of_nothing_is_true() -> None:
+    def holds(spec: Spec) -> None:
+        candidate = optimized(spec)
+        if not candidate.report.fired and isinstance(candidate, fx.GraphModule):
+            captured = optimizer.capture(spec.build(), spec.inputs())
+            assert size(candidate) <= size(captured)
+            assert layers(candidate) == layers(captured)
+
+    each(holds)
+
+
+def layers(module: fx.GraphModule) -> list[object]:
+    return [node.target for node in module.graph.nodes if node.op == "call_module"]
+
+
+# What has no effect but its value, so that nodes can be put in any order.
+PURE = ["linear", "bn", "conv_k3", "relu", "dup", "swap", "add", "mul", "t01", "gelu", "out", "cat"]
+
+
+def test_names_do_not_matter() -> None:
+    def holds(spec: Spec) -> None:
+        graph = spec.build()
+        assert isinstance(graph, fx.GraphModule)
+        for index, node in enumerate(graph.graph.nodes):
+            if node.op not in ("placeholder", "output"):
+                node._rename(f"node_{-index % 7}")
+        graph.recompile()
+        renamed = Optimize()(graph, spec.inputs())
+        assert renamed.report.counts() == optimized(spec).report.counts()
+        assert_equivalent(spec.build(), renamed, spec.inputs())
+
+    each(holds, entries=["graph"])
+
+
+def test_the_order_of_independent_nodes_does_not_matter() -> None:
+    def holds(spec: Spec) -> None:
+        graph = spec.build()
+        assert isinstance(graph, fx.GraphModule)
+        assert_equivalent(spec.build(), Optimize()(last_first(graph), spec.inputs()), spec.inputs())
+
+    each(holds, entries=["graph"], alphabet=PURE)
+
+
+def last_first(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, in which of several nodes that could be next the last one is."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    pending = list(module.graph.nodes)
+    while pending:
+        ready = [n for n in pending if all(used in copies for used in n.all_input_nodes)]
+        ready = [n for n in ready if n.op != "output"] or ready
+        node = ready[0] if ready[0].op == "placeholder" else ready[-1]
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        pending.remove(node)
+    return fx.GraphModule(module, graph)
+
+
+def test_identities_in_between_change_nothing() -> None:
+    def holds(spec: Spec) -> None:
+        tokens = [word for token in spec.tokens for word in (token, "t01", "t01")]
+        between = replace(spec, tokens=tuple(tokens))
+        assert_equivalent(spec.build(), optimized(between), spec.inputs())
+
+    each(holds, max_size=6)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"only": inner})
+
+    def forward(self, *args: torch.Tensor) -> object:
+        return self.inner["only"](*args)
+
+
+def test_a_wrapped_model_keeps_the_answer() -> None:
+    def holds(spec: Spec) -> None:
+        model, inputs = spec.build(), spec.inputs()
+        wrapped = Optimize()(Wrapped(model).eval(), inputs)
+        assert_equivalent(model, wrapped, inputs)
+
+    each(holds, entries=["module"])
+
+
+def test_an_unused_branch_goes() -> None:
+    def holds(spec: Spec) -> None:
+        branched = replace(spec, tokens=(*spec.tokens, "dup", "gelu", "linear", "drop"))
+        candidate = optimized(branched)
+        assert size(candidate) == size(optimized(spec))
+        assert_equivalent(spec.build(), candidate, spec.inputs())
+
+    each(holds, alphabet=PURE)
+
+
+def test_an_interior_value_as_an_output_is_the_same() -> None:
+    def holds(spec: Spec) -> None:
+        middle = len(spec.tokens) // 2
+        exposed = replace(spec, tokens=(*spec.tokens[:middle], "out", *spec.tokens[middle:]))
+        check_spec(exposed, Optimize())
+
+    each(holds)
+
+
+def test_what_is_computed_twice_is_computed_once() -> None:
+    def holds(spec: Spec) -> None:
+        twice = replace(spec, tokens=(*spec.tokens, "dup", "gelu", "swap", "gelu", "add"))
+        once = replace(spec, tokens=(*spec.tokens, "gelu", "dup", "add"))
+        assert size(optimized(twice)) == size(optimized(once))
+        assert_equivalent(once.build(), optimized(twice), spec.inputs())
+
+    each(holds, alphabet=PURE)
+
+
+def test_a_graph_and_its_module_agree() -> None:
+    def holds(spec: Spec) -> None:
+        graph = replace(spec, entry="graph").build()
+        assert_equivalent(spec.build(), graph, spec.inputs(), exact=True)
+
+    each(holds, entries=["module"])
+
+
+# What treats each row by itself.
+BY_ROW = ["linear", "bn", "conv_k3", "relu", "dup", "add", "mul", "mask", "max_pool", "head"]
+
+
+def test_rows_can_be_permuted() -> None:
+    def holds(spec: Spec) -> None:
+        x, candidate = spec.inputs()[0], optimized(spec)
+        order = torch.arange(len(x)).flip(0)
+        for actual, expected in zip(
+            answers(candidate, x[order]), answers(candidate, x), strict=True
+        ):
+            assert torch.equal(actual, expected[order])
+
+    each(holds, alphabet=BY_ROW, regimes=["dyadic"], shapes=[(2, 3), (4, 4, 4), (2, 4, 4, 4)])
+
+
+def test_rows_can_be_split() -> None:
+    def holds(spec: Spec) -> None:
+        x, candidate = spec.inputs()[0], optimized(spec)
+        parts = [answers(candidate, x[:1]), answers(candidate, x[1:])]
+        for one, other, whole in zip(*parts, answers(candidate, x), strict=True):
+            assert torch.equal(torch.cat([one, other]), whole)
+
+    each(holds, alphabet=BY_ROW, regimes=["dyadic"], shapes=[(2, 3), (4, 4, 4), (2, 4, 4, 4)])
+
+
+def answers(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    result = module(x.clone())
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def test_a_written_result_changes_no_later_one() -> None:
+    def holds(spec: Spec) -> None:
+        model, inputs = spec.build(), spec.inputs()
+        candidate = Optimize()(model, inputs)
+        with untouched(model):
+            result = candidate(*(tensor.clone() for tensor in inputs))
+            for tensor in [result] if isinstance(result, torch.Tensor) else []:
+                tensor.mul_(0)
+        assert_equivalent(spec.build(), candidate, inputs)
+
+    each(holds, alphabet=["linear", "bn", "conv", "relu", "constant", "dup", "add", "scale"])
+
+
+def test_its_own_checkpoint_can_be_loaded() -> None:
+    def holds(spec: Spec) -> None:
+        candidate = optimized(spec)
+        saved = copy.deepcopy(candidate.state_dict())
+        for tensor in candidate.state_dict().values():
+            tensor.zero_()
+        candidate.load_state_dict(saved)
+        assert_equivalent(spec.build(), candidate, spec.inputs())
+
+    each(holds)
+
+
+CODES = """
+from optimizer.testing import MOTIFS, Optimize, Spec
+for name, motif in MOTIFS.items():
+    spec = Spec(tuple(motif.fires[0].split()), motif.shape)
+    print(getattr(Optimize()(spec.build(), spec.inputs()), "code", name))
+"""
+
+
+def test_another_process_gives_the_same_code() -> None:
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", CODES],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    )
+
+    assert first.count("def forward") > len(PASSES) / 2
+    assert first == second
+
+
+def test_inference_mode() -> None:
+    def holds(spec: Spec) -> None:
+        model, inputs = spec.build(), spec.inputs()
+        with torch.inference_mode():
+            candidate = Optimize()(model, inputs)
+            copy.deepcopy(candidate)(*spec.inputs())
+        assert not any(tensor.is_inference() for tensor in candidate.state_dict().values())
+        assert_equivalent(model, candidate, inputs)
+
+    each(holds)

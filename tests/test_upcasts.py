@@ -1,0 +1,95 @@
+"""A model in 16 bits stays in 16 bits: no kernel yields a wider float that eager's does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import models
+import optimizer
+from optimizer._device import Cuda
+from optimizer._lowered import LoweredModule
+from optimizer._trees import tensors_in
+from optimizer.lowering._policies import POLICIES
+
+NAMES = ["simple_mlp", "simple_cnn", "resnet_block", "linear_bn_relu_100", "tiny_convnet"]
+
+
+class Wide(TorchDispatchMode):
+    """Counts kernels that yield another float than the model's."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        floats = [each.dtype for each in tensors_in(result) if each.is_floating_point()]
+        self.found.update(f"{func} {dtype}" for dtype in floats if dtype != self.dtype)
+        return result
+
+
+def wide(run: Callable[..., Any], inputs: Sequence[Any], dtype: torch.dtype) -> Counter[str]:
+    with torch.no_grad(), Wide(dtype) as seen:
+        run(*inputs)
+    return seen.found
+
+
+@pytest.fixture(params=NAMES)
+def workload(request: pytest.FixtureRequest) -> models.Workload:
+    return models.load(request.param)
+
+
+def add_relu(x: Any, weight: Any, z: Any, alpha: float, *rest: Any) -> torch.Tensor:
+    return (F.conv2d(x, weight, *rest) + z).relu()
+
+
+def in_dtype(
+    workload: models.Workload, dtype: torch.dtype
+) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    inputs = workload.example_inputs
+    given = tuple(each.to(dtype) if each.is_floating_point() else each for each in inputs)
+    return workload.module.to(dtype), given
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_of_rewrites(workload: models.Workload, dtype: torch.dtype) -> None:
+    model, inputs = in_dtype(workload, dtype)
+    fast = optimizer.optimize(model, inputs, check=None)
+
+    assert wide(fast, inputs, dtype) <= wide(model, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_of_what_runs_on_a_gpu(
+    workload: models.Workload, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(POLICIES, "cpu", POLICIES["cuda"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(Cuda, "is_capturing", lambda: False)
+    monkeypatch.setattr(torch, "cudnn_convolution_relu", lambda *args: F.conv2d(*args).relu())
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", add_relu)
+    model, inputs = in_dtype(workload, dtype)
+    fast = optimizer.optimize(model, inputs, level=2, check=None, tune_seconds=0)
+    assert isinstance(fast, LoweredModule)
+    with torch.no_grad():
+        plan = fast.plan_for(inputs, {})
+
+    assert plan is not None, fast.report
+    assert wide(plan, (), dtype) <= wide(model, inputs, dtype)
+
+
+def test_an_upcast_is_seen() -> None:
+    x = torch.ones(3, dtype=torch.float16)
+
+    assert wide(lambda x: x.float().half(), (x,), x.dtype) == {
+        "aten._to_copy.default torch.float32": 1
+    }

@@ -329,7 +329,7 @@ Speed-up over eager [95 % interval] (seconds to prepare):
 
 1. fx_fuse: not today
 
-Peak resident memory of the process above what it was before the model, MiB:
+Peak memory of the process above what it held before the model, MiB:
 
 | model | eager | fx_fuse | onnxruntime | openvino | optimized-2 |
 |---|---|---|---|---|---|

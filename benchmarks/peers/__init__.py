@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any, ClassVar
 
-from benchmarks._subjects import TORCHVISION
+from benchmarks._subjects import EAGER, TORCHVISION
 from benchmarks._unit import counts
 
 from ._preparations import usual
@@ -17,13 +17,14 @@ from ._process import worker
 from ._rounds import Cell, Plan, measured
 
 ASKED = "BENCHMARK_PEERS"
+_PEERS = [peer for peer in usual("cpu") if peer != EAGER]
 _PLACE = {"device": "cpu", "dtype": "float32", "batch": 1, "threads": 1}
 
 
 class Peers:
     """Each model in each peer's hands, called in turn with eager."""
 
-    params: ClassVar[list[list[str]]] = [TORCHVISION, usual("cpu")]
+    params: ClassVar[list[list[str]]] = [TORCHVISION, _PEERS]
     param_names: ClassVar[list[str]] = ["model", "peer"]
     timeout = 60
     version = "1"
@@ -53,4 +54,4 @@ def _of(model: str) -> list[tuple[tuple[str, str], Cell]]:
     def start(peer: str) -> Any:
         return worker({**_PLACE, "model": model, "peer": peer}, Plan().limit)
 
-    return [((model, peer), cell) for peer, cell in measured(usual("cpu"), start, Plan()).items()]
+    return [((model, peer), cell) for peer, cell in measured(_PEERS, start, Plan()).items()]

@@ -41,11 +41,13 @@ def torchscript(task: Task) -> Callable[..., Any]:
 
 
 def onednn_graph(task: Task) -> Callable[..., Any]:
-    """Traced and frozen with oneDNN Graph, which lays images out channels last."""
+    """Traced and frozen with oneDNN Graph; a model of images is laid out channels last."""
     import torch
 
     torch.jit.enable_onednn_fusion(True)
-    frozen = torch.jit.freeze(_traced(_channels_last(task.module), _laid_out(task.inputs)))
+    of_images = any(each.dim() == 4 for each in task.inputs)
+    module = _channels_last(task.module) if of_images else task.module
+    frozen = torch.jit.freeze(_traced(module, _laid_out(task.inputs)))
     return lambda *inputs: frozen(*_laid_out(inputs))
 
 

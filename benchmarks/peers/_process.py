@@ -95,7 +95,8 @@ def _environment(folder: str, threads: int) -> dict[str, str]:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     places = dict.fromkeys(("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), folder)
     counts = dict.fromkeys(names, str(threads))
-    return {**os.environ, **counts, **places, "PYTHONPATH": str(_ROOT)}
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, **counts, **places, "PYTHONPATH": path}
 
 
 def _project() -> str:

@@ -67,7 +67,7 @@ class _Group:
         yield self._row("geometric mean", "", *map(self._mean, self.peers))
         for note, number in self.notes.items():
             yield f"\n{number}. {note}"
-        yield "\nPeak resident memory of the process above what it was before the model, MiB:\n"
+        yield "\nPeak memory of the process above what it held before the model, MiB:\n"
         yield from self._table(EAGER, self._memory, self._memory)
         yield "\nDistance of the answer from eager's, in the 2-norm, relative to eager's:\n"
         yield from self._table("", lambda cell: "", lambda cell: f"{cell['difference']:.1g}")

@@ -148,37 +148,38 @@ def _difference(actual: list[Any], expected: list[Any]) -> float:
 
 
 class _Memory:
-    """The most memory that the process held, above what it held when this was made.
+    """The most memory that the process took for itself, above what it had when this was made.
 
-    On the CPU it is resident memory as Linux counts it, in which the peer's weights and code are.
-    On a GPU it is what PyTorch allocated there. None where neither can be told.
+    On the CPU it is resident memory as Linux counts it, without what is mapped from files, such as
+    code. On a GPU it is what PyTorch allocated there. None where neither can be told.
     """
 
     def __init__(self, device: str) -> None:
-        self.device, self.before = device, 0
+        self.device, self.known, self.before = device, True, 0
         self.restart()
         self.before = self.peak() or 0
 
     def restart(self) -> None:
         gc.collect()
-        with contextlib.suppress(AttributeError, OSError):  # other systems
-            ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")
         if self.device == "cuda":
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
+            return importlib.import_module("torch").cuda.reset_peak_memory_stats()
+        with contextlib.suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:  # another system
+            self.known = False
 
     def peak(self) -> int | None:
         if self.device == "cuda":
-            import torch
+            return importlib.import_module("torch").cuda.max_memory_allocated()
+        return _private_peak() - self.before if self.known else None
 
-            return int(torch.cuda.max_memory_allocated())
-        status = Path("/proc/self/status")
-        if not status.exists():
-            return None
-        kibibytes = re.search(r"VmHWM:\s+(\d+)", status.read_text())
-        return int(kibibytes[1]) * 1024 - self.before if kibibytes else None
+
+def _private_peak() -> int:
+    status = Path("/proc/self/status").read_text()
+    sizes = {name: int(size) for name, size in re.findall(r"(\w+):\s+(\d+) kB", status)}
+    return (sizes["VmHWM"] - sizes["RssFile"] - sizes["RssShmem"]) * 1024
 
 
 if __name__ == "__main__":

@@ -161,13 +161,12 @@ def shares(node: fx.Node, other: fx.Node) -> bool:
 
 def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node) -> bool:
     """Whether nothing between two nodes writes a value; two inputs may be one tensor."""
-    facts, between = facts_of(node.graph), since.next
-    held = fact(node).storages | (facts.external if facts and is_external(node) else frozenset())
-    while between is not until:
-        if not held.isdisjoint(between.meta["fact"].writes):
-            return False
-        between = between.next
-    return True
+    facts, held = facts_of(node.graph), fact(node).storages
+    assert facts is not None
+    if is_external(node):
+        held |= facts.external & facts.writers.keys()
+    writers = (each for storage in held for each in facts.writers.get(storage, ()))
+    return not any(since < each < until and not each._erased for each in writers)
 
 
 def is_returned(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,12 +113,19 @@ def source_of(node: fx.Node) -> str:
 
 
 def fresh_name(root: nn.Module, stem: str) -> str:
-    """An attribute name, close to `stem`, that `root` does not have yet."""
-    name, number = stem, 0
-    while hasattr(root, name):
-        number += 1
-        name = f"{stem}_{number}"
-    return name
+    """An attribute name, close to `stem`, that `root` does not have yet.
+
+    The number is found by bisection: a layer may be called, and replaced, ten thousand times.
+    """
+    if not hasattr(root, stem):
+        return stem
+    most = 1
+    while hasattr(root, f"{stem}_{most}"):
+        most *= 2
+    free = bisect_left(
+        range(most), True, most // 2 + 1, key=lambda number: not hasattr(root, f"{stem}_{number}")
+    )
+    return f"{stem}_{free}"
 
 
 def clean(module: fx.GraphModule) -> None:

@@ -48,7 +48,8 @@ class Facts:
         self.devices: set[torch.device] = set()
         self.external: set[int] = set()  # storages that outlive a call: inputs and attributes
         self.holders: dict[int, list[fx.Node]] = {}
-        self._writers: dict[int, list[fx.Node]] = {}
+        self.calls: dict[Any, fx.Node] = {}  # by what each called when it was looked at last
+        self.writers: dict[int, list[fx.Node]] = {}
         self._shared: dict[int, frozenset[int]] = {}  # what a copy may share in another call
         self.asked: set[tuple[str, fx.Node]] = set()  # by the rewrite under way: kind, input
         self.relied: set[tuple[str, fx.Node]] = set()  # what the rewrites that fired rest on
@@ -59,7 +60,7 @@ class Facts:
 
     def any_written(self, storages: Iterable[int]) -> bool:
         """Whether a node of the graph writes one of some storages."""
-        return any(not node._erased for each in storages for node in self._writers.get(each, ()))
+        return any(not node._erased for each in storages for node in self.writers.get(each, ()))
 
     def to_meta(self, value: Any) -> Any:
         """A copy of a tensor, a module or a pytree of them whose tensors hold no data."""
@@ -176,7 +177,9 @@ class Facts:
         """Record that a node holds, or writes, further storages."""
         fact: Fact = node.meta["fact"]
         held, written = fact.storages | storages, fact.writes | writes
-        self._record(node, replace(fact, storages=held, writes=written))
+        new = replace(fact, storages=storages - fact.storages, writes=writes - fact.writes)
+        self._record(node, new)
+        node.meta["fact"] = replace(fact, storages=held, writes=written)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a graph starts without facts: they speak of the nodes of this one."""
@@ -184,7 +187,7 @@ class Facts:
     def _record(self, node: fx.Node, fact: Fact) -> None:
         node.meta["fact"] = fact
         for storage in fact.writes:
-            self._writers.setdefault(storage, []).append(node)
+            self.writers.setdefault(storage, []).append(node)
         for storage in fact.storages if node.op != "output" else ():
             self.holders.setdefault(storage, []).append(node)
 

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer._facts import is_pure, is_read_only, is_returned, is_unchanged, is_written
+from optimizer._facts import (
+    facts_of,
+    is_pure,
+    is_read_only,
+    is_returned,
+    is_unchanged,
+    is_written,
+)
 from optimizer._match import call
 from optimizer._pass import require, rewrite
 
@@ -37,15 +44,20 @@ def eliminate_common_subexpressions(again: fx.Node) -> fx.Node | None:
 
 def _twin(again: fx.Node) -> fx.Node | None:
     """An earlier call of the same on the same, whose result is no list that may be filled."""
-    known = again.meta.get("fact")
-    if known is None or isinstance(known.value, list | dict) or not again.all_input_nodes:
+    facts = facts_of(again.graph)
+    if facts is None or not again.all_input_nodes:
         return None
-    key = _key((again.args, again.kwargs))
-    for other in again.all_input_nodes[0].users:
-        same = (other.op, other.target) == (again.op, again.target) and other < again
-        if same and _key((other.args, other.kwargs)) == key:
-            return other
+    if isinstance(again.meta["fact"].value, list | dict):
+        return None
+    first = facts.calls.setdefault(_call(again), again)
+    if _call(first) == _call(again) and first < again:
+        return first
+    facts.calls[_call(again)] = again
     return None
+
+
+def _call(node: fx.Node) -> Any:
+    return node.op, node.target, _key((node.args, node.kwargs))
 
 
 def _key(value: Any) -> Any:

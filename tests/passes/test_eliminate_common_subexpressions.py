@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import optimizer
@@ -194,3 +194,30 @@ def test_nothing_is_merged_without_example_inputs() -> None:
     fast = optimized(model_of(MERGED["a layer called twice"][0]))
 
     assert (fast.report.fired, fast.report.refused) == ((), ())
+
+
+def read_another(first: fx.Node) -> None:
+    first.args = (first.next,)
+
+
+def go(first: fx.Node) -> None:
+    first.replace_all_uses_with(first.next)
+    first.graph.erase_node(first)
+
+
+def move_behind(first: fx.Node) -> None:
+    last = next(iter(reversed(first.graph.nodes)))
+    last.prepend(first)
+
+
+@pytest.mark.parametrize("change", [read_another, go, move_behind])
+def test_what_was_seen_earlier_may_have_changed(change: Callable[[fx.Node], None]) -> None:
+    model = Forward(lambda _, x: [torch.tanh(x), torch.exp(x), torch.tanh(x)]).eval()
+    graph = optimizer.capture(model, torch.ones(3)).graph
+    first, again = [node for node in graph.nodes if node.target is torch.tanh]
+    apply = next(each for each in optimizer.all_passes() if each.name == NAME).apply
+    assert apply(first) is None
+
+    change(first)
+
+    assert apply(again) is None

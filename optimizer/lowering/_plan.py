@@ -20,12 +20,8 @@ from optimizer.lowering._choose import Chooser, key_of, varied
 from optimizer.lowering._policies import AS_IT_IS, policy_of
 from optimizer.lowering._precision import Precision, in_precision
 from optimizer.lowering._regions import with_regions
-from optimizer.lowering._straight_line import (
-    NotStraightLineError,
-    StraightLine,
-    straight_line,
-    version_of,
-)
+from optimizer.lowering._straight_line import NotStraightLineError, StraightLine, straight_line
+from optimizer.lowering._writes import version_of
 
 _NUMBERS = (bool, int, float, str, type(None))
 

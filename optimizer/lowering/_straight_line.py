@@ -8,10 +8,9 @@ nobody else holds is written down as the function that returns a new tensor.
 
 from __future__ import annotations
 
-import inspect
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from optimizer._effects import Effects
 from optimizer._guards import GUARDS
 from optimizer._inputs import Call
 from optimizer._trees import storages_in, tensors_in
+from optimizer.lowering._writes import returning_new, version_of, written_tensor
 
 
 class NotStraightLineError(Exception):
@@ -172,7 +172,10 @@ class _Recorder(TorchFunctionMode):
     def _write(self, func: Any, args: Any, kwargs: Any, target: torch.Tensor) -> Any:
         """Record the function that makes a new tensor; whoever reads `target` then reads that."""
         _require(self._is_private(target), "it writes a tensor that is read elsewhere")
-        pure, given, options = returning_new(func, args, kwargs)
+        found = returning_new(func, args, kwargs)
+        if found is None:
+            raise NotStraightLineError(f"it writes a tensor by '{getattr(func, '__name__', func)}'")
+        pure, given, options = found
         made = pure(*given, **options)
         same = made.dtype == target.dtype and made.shape == target.shape
         _require(same, "it writes a tensor of another dtype or shape")
@@ -234,56 +237,7 @@ def _require(condition: bool, reason: str) -> None:
         raise NotStraightLineError(reason)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written. Of one made in inference mode, nobody knows."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def written_tensor(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The tensor that a torch function writes, or None."""
-    name = getattr(func, "__name__", "")
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    in_place = name.endswith("_") and not name.endswith("__")
-    operator_form = name.startswith("__i") and name[2:-2] in _IN_PLACE_OPERATORS
-    if in_place or operator_form or name == "__setitem__":
-        return args[0]
-    return args[0] if any(_in_place_flags(func, args, kwargs)) else None
-
-
-def _in_place_flags(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[bool]:
-    yield bool(kwargs.get("inplace", False))
-    if inspect.isfunction(func) and func.__module__ == F.__name__:
-        names = list(inspect.signature(func).parameters)
-        yield any(bool(a) for n, a in zip(names, args, strict=False) if n == "inplace")
-
-
-def returning_new(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, Any, Any]:
-    """The call that returns what `func` writes, for a `func` that writes.
-
-    Raises:
-        NotStraightLineError: there is none.
-    """
-    name = getattr(func, "__name__", "")
-    if "out" in kwargs:
-        return func, args, {key: value for key, value in kwargs.items() if key != "out"}
-    if any(_in_place_flags(func, args, kwargs)):
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.arguments["inplace"] = False
-        return func, bound.args, bound.kwargs
-    pure = f"__{name[3:]}" if name.startswith("__i") else name[:-1]
-    owners = (torch.Tensor, torch, F)
-    found: Any = next((getattr(owner, pure) for owner in owners if hasattr(owner, pure)), None)
-    _require(found is not None and name != "__setitem__", f"it writes a tensor by '{name}'")
-    return found, args, kwargs
-
-
 _PLACE = object()
-_IN_PLACE_OPERATORS = frozenset(
-    ("iadd", "isub", "imul", "itruediv", "idiv", "ipow", "iand", "ior", "ixor", "imod")
-)
 _LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
 _OF_GEOMETRY = frozenset((
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous",

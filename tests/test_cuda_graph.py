@@ -169,6 +169,18 @@ def test_who_holds_an_output_keeps_it(gpu: FakeCuda) -> None:
     torch.testing.assert_close(fast(*inputs(1)), kept)
 
 
+def test_it_can_be_declined(gpu: FakeCuda) -> None:
+    model = net()
+    fast = lowered(model, inputs(), cuda_graph=False)
+    other = pickle.loads(pickle.dumps(fast))
+    fast.lower(inputs(batch=3))
+    other.lower(inputs(batch=4))
+    fast.refit(model.state_dict(), inputs())
+
+    assert runs_a_plan(fast, *inputs())
+    assert gpu.records == 0
+
+
 def test_inputs_are_left_as_they_are(gpu: FakeCuda) -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import optimizer
+from optimizer import _lowered
+from optimizer._check import BOUNDS
 from optimizer._inputs import Call
 from optimizer._lowered import LoweredModule
-from optimizer.lowering import _choose, _onednn, _policies
-from optimizer.lowering._choose import CANDIDATES
+from optimizer.lowering import _choose, _onednn, _policies, _signature
+from optimizer.lowering._choose import CANDIDATES, Chooser
 from optimizer.lowering._policies import AS_IT_IS
+from optimizer.lowering._signature import Signature
 from optimizer.lowering._straight_line import NotStraightLineError, straight_line
 
 
@@ -163,6 +167,15 @@ class TestALoweredCall:
             assert plan_of(fast, x, y) is not None
             fast(x, y)
             assert torch.equal(y, kept)
+
+    def test_rounding_beyond_the_bound_is_judged_by_float64(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(BOUNDS, torch.float32, 0.0)
+        fast = lowered(net(), image())
+
+        assert plan_of(fast, image()) is not None
+        assert chosen(fast) == ["oneDNN Graph, channels_last"]
 
     def test_outputs_of_any_structure(self) -> None:
         class Structured(nn.Module):
@@ -338,6 +351,12 @@ class TestItsWeights:
         assert plan_of(other, x) is not None
         torch.testing.assert_close(fast(x), model(x))
 
+    def test_a_copy_without_regions_needs_no_choice(self) -> None:
+        fast = lowered(nn.Sequential(nn.LayerNorm(4), nn.GELU()), torch.randn(3, 4))
+        assert not fast.report.choices
+
+        assert plan_of(_pickled(fast), torch.randn(3, 4)) is not None
+
     def test_they_are_shared_with_the_model_and_dense(self) -> None:
         model, x = net(), image()
         fast: Any = lowered(model, x)
@@ -345,6 +364,21 @@ class TestItsWeights:
 
         assert fast.second.weight.data_ptr() == model.second.weight.data_ptr()
         assert fast.second.weight.is_contiguous()
+
+    def test_what_is_packed_is_packed_from_them_and_not_from_a_copy(self) -> None:
+        fast = lowered(net(), image())
+        plan = fast._plans[Signature.of((image(),), {}).key]  # type: ignore[union-attr]
+        [frozen] = [
+            each for each in plan.program.modules() if isinstance(each, torch.jit.ScriptModule)
+        ]
+        constants = [
+            node.t("value")
+            for node in frozen.graph.findAllNodes("prim::Constant")
+            if node.hasAttribute("value") and node.kindOf("value") == "t"
+        ]
+        held = {each.data_ptr() for each in fast.parameters() if each.dim() > 1}
+
+        assert held <= {each.data_ptr() for each in constants}
 
     def test_another_checkpoint(self) -> None:
         model, x = net(), image()
@@ -365,6 +399,52 @@ class TestItsWeights:
 
         assert plan_of(fast, x) is None
         torch.testing.assert_close(fast(x), -before)
+
+
+class TestMoving:
+    """To another device, which is faked: calls look as if they came from there."""
+
+    @pytest.fixture
+    def fast(self, monkeypatch: pytest.MonkeyPatch) -> LoweredModule:
+        fast = lowered(net(), image())
+        monkeypatch.setattr(_signature, "_device", lambda tensor: "elsewhere")
+        return fast
+
+    def test_the_first_call_there_is_lowered(self, fast: LoweredModule) -> None:
+        assert plan_of(fast, image()) is not None
+        assert plan_of(fast, image()).func is plan_of(fast, image()).func
+        assert fast.report.remarks == ()
+        torch.testing.assert_close(fast(image()), net()(image()))
+
+    def test_it_is_chosen_anew(self, fast: LoweredModule, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[float] = []
+        monkeypatch.setattr(_lowered, "Chooser", lambda *args: made.append(args) or Chooser(*args))
+        plan_of(fast, image())
+        plan_of(pickle.loads(pickle.dumps(fast)), image())
+
+        assert made == [(1.0, {}), (0, fast.meta["lowered"][Signature.of((image(),), {}).key])]
+
+    def test_other_sizes_there_are_not(self, fast: LoweredModule) -> None:
+        assert plan_of(fast, image(1, 3, 12, 12)) is None
+
+    def test_where_it_cannot_be_the_report_says_why(
+        self, fast: LoweredModule, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Chooser, "race", lambda self, runs, *r, **m: dict.fromkeys(runs, 1.0))
+        for each in (fast, fast, pickle.loads(pickle.dumps(fast))):
+            assert plan_of(each, image()) is None
+            torch.testing.assert_close(each(image()), net()(image()))
+
+        reason = "on elsewhere: such a call is not lowered: it is not faster so"
+        assert fast.report.remarks == (reason,)
+
+    def test_what_was_packed_is_let_go(self) -> None:
+        fast = lowered(net(), image())
+        packed = weakref.ref(fast._plans[Signature.of((image(),), {}).key])  # type: ignore[union-attr]
+        fast.to("cpu")
+
+        assert packed() is None
+        assert plan_of(fast, image()) is not None
 
 
 def _pickled(module: nn.Module) -> Any:

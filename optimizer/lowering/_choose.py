@@ -32,7 +32,7 @@ WORTH_IT = 0.98  # of the time of the region as it is, at most
 
 
 def _on_onednn_in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
-    return on_onednn(in_channels_last(region, inputs), inputs)
+    return on_onednn(in_channels_last(region, inputs, weights=False), inputs)
 
 
 def _in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:

@@ -60,8 +60,13 @@ def _fusing() -> Iterator[None]:
             torch.jit.enable_onednn_fusion(before)
 
 
-def in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The same region with its images, and the weights that read them, in channels_last."""
+def in_channels_last(
+    region: fx.GraphModule, inputs: Sequence[torch.Tensor], *, weights: bool = True
+) -> fx.GraphModule:
+    """The same region with its images, and the weights that read them, in channels_last.
+
+    Without the weights for a library that packs them in any case: they are shared, not copied.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     module = fx.GraphModule(region, region.graph)
@@ -75,7 +80,7 @@ def in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> 
                 copies[node] = graph.call_method("contiguous", (copies[node],), options)
         elif node.target == "view" and isinstance(node.args[-1], int | tuple | list):
             copies[node].target = "reshape"  # a layout may not allow a view
-        elif node.op == "get_attr":
+        elif node.op == "get_attr" and weights:
             weight = getattr(region, str(node.target))
             memory_format = _MEMORY_FORMATS.get(weight.dim(), torch.preserve_format)
             setattr(module, str(node.target), weight.clone(memory_format=memory_format))

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._C import _functorch
-from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 
-from optimizer._check import BOUNDS, relative_error
+from optimizer._check import Answer, compare_answers, relative_error
 from optimizer._inputs import Call
 from optimizer._report import Choice
-from optimizer.lowering._choose import Chooser, key_of, varied
-from optimizer.lowering._policies import AS_IT_IS, policy_of
+from optimizer._trees import tensors_in
+from optimizer.lowering._choose import WORTH_IT, Chooser, key_of, varied
+from optimizer.lowering._policies import AS_IT_IS
 from optimizer.lowering._precision import Precision, in_precision
 from optimizer.lowering._regions import with_regions
 from optimizer.lowering._straight_line import NotStraightLineError, StraightLine, straight_line
 from optimizer.lowering._writes import version_of
-
-_NUMBERS = (bool, int, float, str, type(None))
 
 
 class Plan:
@@ -57,22 +53,44 @@ class Plan:
             self.program = chooser.for_call(laid_out, module, line.inputs)
             if self.program is not laid_out:
                 outputs = self.program(*line.inputs)
-            self._require_same(line.outputs, outputs)
+            self._require_same(line, line.inputs, line.outputs, outputs)
             if precision:
-                self._require_same(line.module(*others), self.program(*others))
+                self._require_same(line, others, line.module(*others), self.program(*others))
         self.choices: tuple[Choice, ...] = tuple(chooser.choices[start:])
         # oneDNN's ReLU makes 0 of NaN.
         self.only_finite = any("oneDNN" in choice.chosen for choice in self.choices)
 
     def _require_same(
-        self, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]
+        self,
+        line: StraightLine,
+        inputs: Sequence[torch.Tensor],
+        expected: Sequence[torch.Tensor],
+        actual: Sequence[torch.Tensor],
     ) -> None:
-        for one, other in zip(expected, actual, strict=True):
-            error = relative_error(one, other)
-            bound = self.precision.budget if self.precision else BOUNDS.get(one.dtype, 0.0)
-            if error > bound:
-                raise NotStraightLineError(f"its answer is off by {error:.2g}, over {bound:.2g}")
-            self.error = max(self.error, error)
+        if self.precision is None:
+            before, after = (Answer(tuple(each), ()) for each in (expected, actual))
+            call = Call(tuple(inputs), {})
+            found = compare_answers(line.module, call, before, after, exact=False)
+            _require(found is None, f"its answer differs ({found})")
+            return
+        self.error = max(self.error, *map(relative_error, expected, actual))
+        bound = self.precision.budget
+        _require(self.error <= bound, f"its answer is off by {self.error:.2g}, over {bound:.2g}")
+
+    def require_worth_it(self, run: Callable[..., Any], call: Call, chooser: Chooser) -> None:
+        """Require that it is faster than `run`; where nothing is timed, that something is lowered.
+
+        Raises:
+            NotStraightLineError: it is not.
+        """
+        if not chooser.tunes:
+            lowered = any(choice.chosen != AS_IT_IS for choice in self.choices)
+            return _require(lowered, "no region of it can be")
+        own = tuple(tensor.clone() for tensor in tensors_in(call))
+        runs: dict[str, Callable[..., Any]] = {"plan": self}
+        runs["portable"] = lambda _: run(*call.args, **call.kwargs)
+        seconds = chooser.race(runs, (own,), fewest=1)
+        return _require(seconds["plan"] <= WORTH_IT * seconds["portable"], "it is not faster so")
 
     def takes(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether it gives the model's answer also for these values."""
@@ -114,6 +132,11 @@ def _or_why_not(make: Callable[..., Plan], precision: Precision) -> Plan | str:
         return make(precision)
     except NotStraightLineError as error:
         return str(error)
+
+
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise NotStraightLineError(reason)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -189,53 +212,3 @@ def _laid_out(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tens
         return tensor
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
-
-
-class Signature(NamedTuple):
-    """What a plan is made for, and the tensors of a call that has it."""
-
-    key: Hashable
-    tensors: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature | None:
-        """The signature of a call; None for a call that must run as it is."""
-        if _is_watched():
-            return None
-        leaves, spec = _flat(args, kwargs)
-        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
-        if not all(type(leaf) is torch.Tensor or type(leaf) in _NUMBERS for leaf in leaves):
-            return None
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return None
-        policy = policy_of(tensors)
-        settings = policy is not None and policy.settings()
-        if settings is False:
-            return None
-        return cls((spec, settings, *map(_geometry, leaves)), tensors)
-
-
-def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Hashable]:
-    if not kwargs and all(type(arg) is torch.Tensor for arg in args):
-        return args, None  # pytree takes ten times as long
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    return leaves, str(spec)
-
-
-def _geometry(leaf: Any) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.layout
-    return type(leaf), leaf
-
-
-def _is_watched() -> bool:
-    """Whether somebody looks at the operators of this call, or changes what they do."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch.is_autocast_enabled("cpu")
-        or torch.is_autocast_enabled("cuda")
-        or torch._C._len_torch_dispatch_stack()
-        or _functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )

@@ -57,6 +57,14 @@ def compiled(task: Task, **options: Any) -> Callable[..., Any]:
     return torch.compile(task.module, **options)
 
 
+def frozen(task: Task) -> Callable[..., Any]:
+    """Compiled with weights as constants, which `torch.compile(options=...)` does not do."""
+    from torch._inductor import config
+
+    config.freezing = True
+    return compiled(task)
+
+
 def onnxruntime(task: Task) -> Callable[..., Any]:
     import onnxruntime as runtime
     import torch
@@ -109,7 +117,7 @@ PREPARATIONS: dict[str, Callable[[Task], Callable[..., Any]]] = {
     "torchscript": torchscript,
     "onednn_graph": onednn_graph,
     "compile": compiled,
-    "compile-freezing": functools.partial(compiled, options={"freezing": True}),
+    "compile-freezing": frozen,
     "compile-reduce-overhead": functools.partial(compiled, mode="reduce-overhead"),
     "compile-max-autotune": functools.partial(compiled, mode="max-autotune"),
     "onnxruntime": onnxruntime,

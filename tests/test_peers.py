@@ -386,6 +386,7 @@ def test_ours_and_eager_are_among_the_usual_peers(device):
     assert ("openvino" in usual) == (device == "cpu")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
 def test_freezing_is_asked_of_inductor_itself(monkeypatch, tmp_path):
     """As an option of torch.compile it changes nothing."""
     config = importlib.import_module("torch._inductor.config")

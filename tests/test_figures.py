@@ -11,6 +11,8 @@ import torch
 import models
 import optimizer
 from benchmarks import figures
+from optimizer._device import device_of
+from optimizer._trees import storages_in
 from optimizer.analysis import Ceilings, roofline
 
 PAGE = (Path(__file__).parent.parent / "docs" / "figures.md").read_text()
@@ -41,3 +43,29 @@ def test_the_error_is_that_of_eager_up_to_rounding(name: str, dtype: torch.dtype
     eager, optimized = figures.errors(name, dtype)
 
     assert 0 < optimized <= 2 * eager
+
+
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
+def test_optimizing_holds_less_than_one_layer_besides_what_it_keeps(name: str) -> None:
+    model, inputs = (workload := models.load(name)).module, workload.example_inputs
+    results: list[torch.nn.Module] = []
+
+    def run() -> None:
+        results.append(optimizer.optimize(model, inputs, check=None))
+
+    run()  # once, for what torch makes ready
+    peak = device_of(model.parameters()).peak_memory(run)
+
+    kept = sum(bytes_of(results[-1], storages_in(model.state_dict())).values())
+    largest = max(sum(bytes_of(each, set()).values()) for each in model.modules() if leaf(each))
+    assert 0 < peak - kept < largest
+
+
+def leaf(module: torch.nn.Module) -> bool:
+    return not list(module.children())
+
+
+def bytes_of(module: torch.nn.Module, shared: set[int]) -> dict[int, int]:
+    """The size of each storage of a module's that is not among those that are shared."""
+    held = (each.untyped_storage() for each in module.state_dict().values())
+    return {each._cdata: each.nbytes() for each in held if each._cdata not in shared}

@@ -25,6 +25,7 @@ from optimizer._lowered import LoweredModule
 from optimizer.lowering import _choose, _onednn, _policies, _signature
 from optimizer.lowering._choose import CANDIDATES, Chooser
 from optimizer.lowering._policies import AS_IT_IS
+from optimizer.lowering._regions import with_regions
 from optimizer.lowering._signature import Signature
 from optimizer.lowering._straight_line import NotStraightLineError, straight_line
 
@@ -683,6 +684,27 @@ def test_the_switch_of_the_fuser_is_put_back_after_an_error() -> None:
 
 def recorded(function: Any, *inputs: torch.Tensor, held: Sequence[torch.Tensor] = ()) -> Any:
     return straight_line(function, held, Call(inputs, {})).module
+
+
+class NormedBeside(nn.Module):
+    """A convolution whose value is read by a BatchNorm, and beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3, 1, 1))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.conv2d(x, self.weight)
+        return F.batch_norm(y, self.mean, self.mean + 1) + y
+
+
+def test_a_batch_norm_of_what_others_read_is_in_no_region() -> None:
+    """One in a region had oneDNN Graph take all the memory that there is."""
+    module = with_regions(fx.symbolic_trace(NormedBeside()))
+    regions = [each for each in module.children() if isinstance(each, fx.GraphModule)]
+
+    assert ["batch_norm" in region.code for region in regions] == [False]
 
 
 class TestStraightLine:

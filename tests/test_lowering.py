@@ -699,6 +699,17 @@ class NormedBeside(nn.Module):
         return F.batch_norm(y, self.mean, self.mean + 1) + y
 
 
+def test_a_gelu_by_tanh_is_not_taken_for_one_by_erf() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU("tanh")).eval()
+    x = 20 * torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
+
+    fast = lowered(model, x)
+
+    with torch.no_grad():
+        expected = copy.deepcopy(model).double()(x.double())
+        assert (fast(x) - expected).abs().max() < 1e-4  # it was 5e-4, which the check allows
+
+
 def test_a_batch_norm_of_what_others_read_is_in_no_region() -> None:
     """One in a region had oneDNN Graph take all the memory that there is."""
     module = with_regions(fx.symbolic_trace(NormedBeside()))

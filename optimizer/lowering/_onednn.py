@@ -37,6 +37,8 @@ def on_onednn(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program
     Raises:
         RuntimeError: oneDNN Graph cannot run it.
     """
+    if any(node.kwargs.get("approximate", "none") != "none" for node in region.graph.nodes):
+        raise RuntimeError("oneDNN Graph takes a gelu by tanh for one by erf")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tracing warns of every size that is a number
         traced: Any = torch.jit.trace(  # type: ignore[no-untyped-call]

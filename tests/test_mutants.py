@@ -64,7 +64,7 @@ def test_a_mistake_is_planted_in_a_copy_only() -> None:
 
 
 def test_the_package_as_it_is_passes() -> None:
-    for name in (*MOTIFS, "capture"):
+    for name in (*MOTIFS, "capture", "lowering"):
         assert _score.first_failure([name], 30)[1] == ""
 
 

@@ -7,8 +7,8 @@ The catalogue is `mutants.txt`, a row for each:
     - the text that stands there, exactly once
     + what stands there instead
 
-What to fuzz are names of passes, or `capture` for none of them; where nothing is named it is the
-pass itself, all passes that import the file, or all there are.
+What to fuzz are names of passes, or `capture` or `lowering` for none of them; where nothing is
+named it is the pass itself, all passes that import the file, or all there are.
 
 A mutant is never written to disk: an import hook gives its text to a fresh copy of the package.
 """

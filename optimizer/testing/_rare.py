@@ -61,6 +61,11 @@ def softmax(dimension: int) -> Emit:
     return expression(f"torch.softmax({{v}}, dim={dimension})")
 
 
+def of_two_ranks(machine: Machine) -> None:
+    if len(machine.top.shape) == 3 and len({*machine.top.shape}) == 1:
+        machine.replace("({v}.transpose(0, 1) + {v}[0].transpose(0, 1)).transpose(0, 1)")
+
+
 RARE: dict[str, Emit] = {
     "lower": expression("{v} - 1.0"),
     "quarter": expression("{v} / 4.0"),
@@ -78,6 +83,7 @@ RARE: dict[str, Emit] = {
     "gelu_F": expression('F.gelu({v}, approximate="tanh")'),
     "rows": ranked(2, rows),
     "widen": widen,
+    "t01_of_two_ranks": of_two_ranks,
     "conv_written": written(conv(), "self.{m}.weight.mul_(2.0)"),
     "bn_written": written(batchnorm(), "self.{m}.running_mean.add_(1.0)"),
     "scale_written": written(LAYERS["scale_last"], "self.{m}.weight.mul_(2.0)"),

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 import optimizer
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import check_spec
+from optimizer.testing._later import LATER_CALLS
+from optimizer.testing._lowering import Lower, assert_follows_its_weights
 from optimizer.testing._mutants import PACKAGE, Mutant, catalogue, planted
 from optimizer.testing._report import Counterexample
 from optimizer.testing._strategies import models
@@ -66,16 +68,16 @@ def _imports(name: str) -> set[str]:
 
 
 def first_failure(names: Sequence[str], budget: int) -> tuple[int, str]:
-    """Try the motifs of some passes, then generated models; the examples tried, and the failure.
+    """Try motifs and near misses, then generated models; the examples tried, and the failure.
 
     The failure is empty where there is none.
     """
     tried = 0
     try:
         for name in names:
-            for spec in _motifs(name):
+            for spec, fires in _motifs(name):
                 tried += 1
-                examine(spec, name, fires=True)
+                examine(spec, name, fires=fires)
 
         @settings(
             max_examples=max(1, budget - tried),
@@ -104,9 +106,16 @@ def first_failure(names: Sequence[str], budget: int) -> tuple[int, str]:
     return tried, ""
 
 
-def _motifs(name: str) -> list[Spec]:
+def _motifs(name: str) -> Iterator[tuple[Spec, bool]]:
+    """The motifs of a pass, which fire, and its near misses, which may."""
     motif = MOTIFS.get(name)
-    return [Spec(tuple(program.split()), motif.shape) for program in motif.fires] if motif else []
+    if motif is None:
+        return
+    for program in motif.fires:
+        yield Spec(tuple(program.split()), motif.shape), True
+    for shape in (motif.shape, (4, 4, 4)):  # equal sizes hide no mistake behind an error
+        for place, program in enumerate(motif.near):
+            yield Spec(tuple(program.split()), shape, "random", place % len(LATER_CALLS)), False
 
 
 def _any_of(names: Sequence[str]) -> st.SearchStrategy[tuple[str, Spec]]:
@@ -118,12 +127,17 @@ def _any_of(names: Sequence[str]) -> st.SearchStrategy[tuple[str, Spec]]:
 
 
 def examine(spec: Spec, name: str, *, fires: bool = False) -> None:
-    """All that one example is held to: a pass alone, or the capture, now and in a later call."""
+    """All that an example is held to, now and later: one pass, the capture or the lowering."""
     numerics = {each.name: each.numerics for each in optimizer.all_passes()}
-    subject = Optimize(only=(name,) if name in numerics else ())
+    lowers = name == "lowering"
+    subject = Lower() if lowers else Optimize(only=(name,) if name in numerics else ())
     candidate: Any = check_spec(
         spec, subject, exact=numerics.get(name, "exact") == "exact", later=True
     )
+    if lowers:
+        for call in LATER_CALLS.values():  # one other call in each example would be too seldom
+            call(spec.build(), candidate, spec.inputs(), exact=True)
+        assert_follows_its_weights(candidate, spec.inputs())
     assert not fires or name in candidate.report.counts(), f"{name} does not fire on its motif"
 
 

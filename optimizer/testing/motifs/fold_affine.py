@@ -59,6 +59,8 @@ MOTIF = Motif(
         "conv dup scale swap offset add",
         "conv again bn",
         "dup conv bn swap again again add",
+        "dup conv swap again bn swap bn_eighth add",
+        "dup conv swap again scale swap scale add",
         "dup conv swap conv again",
     ),
 )

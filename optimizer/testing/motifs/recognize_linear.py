@@ -17,5 +17,6 @@ MOTIF = Motif(
         "matmul_written again",
         "addmm_scaled",
         "flatten addmm_scaled relu",
+        "flatten linear_addmm",
     ),
 )

@@ -27,5 +27,6 @@ MOTIF = Motif(
         "cycle relu_F_inplace cycle_back",
         "dup t01 relu_F_inplace t01 add",
         "t01 relu_statement t01",
+        "t01_of_two_ranks",
     ),
 )

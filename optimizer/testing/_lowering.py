@@ -1,0 +1,114 @@
+"""Level 2 as the subject of the fuzz: a call that was lowered, and what must not be chosen for it.
+
+Nothing is timed: whatever is found right counts as faster. Every region gets candidates that are
+wrong, which only their verification can keep out. Sums stay in their order, so that bits can be
+compared; fused kernels, which round otherwise, have tests of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+
+import optimizer
+from optimizer._trees import tensors_in
+from optimizer.lowering import _choose
+from optimizer.lowering._policies import Policy
+from optimizer.testing._oracles import assert_same_bits
+
+
+class _Spoiled(nn.Module):
+    """A region, and what a broken kernel may do besides."""
+
+    def __init__(self, region: fx.GraphModule) -> None:
+        super().__init__()
+        self.region = region
+
+
+class _Wrong(_Spoiled):
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(each + 1 for each in self.region(*given))
+
+
+class _Greedy(_Spoiled):
+    def forward(self, *given: torch.Tensor) -> Any:
+        outputs = self.region(*given)
+        for each in given:
+            each.zero_()
+        return outputs
+
+
+_SPOILED = {
+    "wrong": lambda region, inputs: _Wrong(region),
+    "greedy": lambda region, inputs: _Greedy(region),
+}
+
+
+class _Spoiling(Policy):
+    def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
+        return list(_SPOILED)
+
+
+def _last_wins(
+    self: _choose.Chooser, programs: Mapping[str, Any], *rest: Any, **more: Any
+) -> dict[str, float]:
+    if "plan" in programs:
+        return {"plan": 0.0, "portable": 1.0}
+    return {name: -float(place) for place, name in enumerate(programs)}
+
+
+@dataclass(frozen=True)
+class Lower:
+    """`optimizer.optimize` at level 2 without passes: what is lowered keeps every bit."""
+
+    preamble: ClassVar[str] = "from optimizer.testing._lowering import Lower"
+    call: ClassVar[str] = "Lower()(model, inputs)"
+
+    def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+        with (
+            patch.object(_choose.Chooser, "race", _last_wins),
+            patch.object(_choose, "policy_of", lambda inputs: _Spoiling()),
+            patch.dict(_choose.CANDIDATES, _SPOILED),
+        ):
+            return optimizer.optimize(model, inputs, level=2, only=(), check=None)
+
+
+def assert_follows_its_weights(candidate: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    """What was lowered sees weights that are written, and those that are replaced.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    if not getattr(candidate, "meta", {}).get("lowered"):
+        return
+    with torch.no_grad():
+        for change in (_write, _replace):
+            candidate = copy.deepcopy(candidate)
+            candidate(*inputs)
+            change(candidate)
+            for _ in range(2):  # the weights are packed again at the second call
+                _assert_portable(candidate, inputs)
+
+
+def _assert_portable(candidate: Any, inputs: Sequence[torch.Tensor]) -> None:
+    expected, actual = tensors_in(candidate.run_portable(*inputs)), tensors_in(candidate(*inputs))
+    for one, other in zip(expected, actual, strict=True):
+        assert_same_bits(one, other, "what was lowered has other weights than the module")
+
+
+def _write(module: nn.Module) -> None:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point():
+            tensor.mul_(2)
+
+
+def _replace(module: nn.Module) -> None:
+    for part in module.modules():
+        for name, value in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(value * 2))

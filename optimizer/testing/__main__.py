@@ -27,8 +27,8 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--budget", type=int, default=_score.BUDGET, help="examples for each")
     score.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     score.set_defaults(run=_run_score)
-    hunt = commands.add_parser("hunt", help="the defects of one of torch's own tools")
-    hunt.add_argument("--target", choices=_hunt.TARGETS, required=True)
+    hunt = commands.add_parser("hunt", help="the defects of torch's own tools")
+    hunt.add_argument("--target", choices=_hunt.TARGETS, help="one of them; all if not given")
     hunt.add_argument("--examples", type=int, default=120)
     hunt.set_defaults(run=_run_hunt)
     soak = commands.add_parser("soak", help="how many of very many models are got wrong")
@@ -42,8 +42,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_hunt(options: argparse.Namespace) -> int:
-    defects = _hunt.hunt(options.target, options.examples)
-    print("\n".join(_hunt.listing(options.target, defects)))
+    targets = [options.target] if options.target else list(_hunt.TARGETS)
+    for name in targets:
+        print("\n".join(_hunt.listing(name, _hunt.hunt(name, options.examples))), flush=True)
     return 0
 
 

@@ -59,6 +59,13 @@ def freeze(model: nn.Module, inputs: Inputs) -> nn.Module:
         return torch.jit.freeze(traced)  # type: ignore[no-any-return]
 
 
+def common_subexpressions(model: nn.Module, inputs: Inputs) -> nn.Module:
+    """`torch.fx.passes.dialect.common.cse_pass.CSEPass`, on a trace."""
+    from torch.fx.passes.dialect.common import cse_pass
+
+    return cse_pass.CSEPass()(fx.symbolic_trace(model)).graph_module
+
+
 _LAYERS = ("relu", "linear", "conv", "bn", "add", "dup", "swap", "again", "block", "out")
 TARGETS: dict[str, Target] = {
     "torch.fx.fuse": Target(
@@ -71,6 +78,12 @@ TARGETS: dict[str, Target] = {
         ("relu", "shift", "add", "dup", "idouble_statement", "mask_fill", "iview_statement",
          "relu_statement", "dropout_train", "bn_train", "dup dropout_train drop",
          "dup bn_train drop", "dup idouble drop"),
+    ),
+    "cse": Target(
+        common_subexpressions,
+        ("relu", "shift", "dup", "swap", "add", "idouble_statement", "mask_fill", "out",
+         "dropout_F_train", "dup relu swap relu", "dup double swap double",
+         "dup dropout_F_train swap dropout_F_train add", "linear"),
     ),
     "jit.freeze": Target(
         freeze,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from multiprocessing import get_context
 from typing import Any
 
@@ -75,7 +76,7 @@ def first_failure(names: Sequence[str], budget: int) -> tuple[int, str]:
     tried = 0
     try:
         for name in names:
-            for spec, fires in _motifs(name):
+            for spec, fires in islice(_motifs(name), budget):
                 tried += 1
                 examine(spec, name, fires=fires)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
+# A model that kills its worker is found there, as a test to paste.
+os.environ.setdefault("FUZZ_CRASHES", str(Path(__file__).parents[1] / ".hypothesis" / "crashes"))
 
 import torch
 from hypothesis import Phase, settings

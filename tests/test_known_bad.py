@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from optimizer.testing import MOTIFS, Counterexample, _hunt, check_pass
+from optimizer.testing.__main__ import main
 
 with warnings.catch_warnings():
     # The module itself uses something that torch deprecates.
@@ -128,6 +129,15 @@ def test_the_hunt_lists_distinct_defects_each_with_a_test() -> None:
     page = "\n".join(_hunt.listing("dead_code", found["dead_code"]))
     assert page.count("def test_counterexample") == len(found["dead_code"])
     assert "from optimizer.testing._hunt import dead_code" in page
+
+
+def test_a_hunt_without_a_target_is_a_hunt_on_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_hunt, "hunt", lambda name, examples: [])
+
+    assert main(["hunt"]) == 0
+    assert capsys.readouterr().out.split("\n")[:-1] == [f"{n}: 0 defects" for n in _hunt.TARGETS]
 
 
 @pytest.mark.parametrize("target", _hunt.TARGETS)

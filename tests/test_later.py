@@ -110,3 +110,11 @@ def test_a_spec_chooses_a_later_call_and_the_report_repeats_it() -> None:
     with pytest.raises(Counterexample) as caught:
         check_spec(spec, fixed, later=True)
     assert 'LATER_CALLS["more rows"](model, candidate, inputs, exact=False)' in str(caught.value)
+
+
+def test_a_result_without_a_tensor_has_no_gradient_there() -> None:
+    model = Of(lambda x: (2 * x, None))  # type: ignore[return-value, arg-type]
+
+    LATER_CALLS["gradient"](model, model, (torch.ones(2, 3),), exact=True)
+    with pytest.raises(AssertionError, match="gradient differs"):
+        LATER_CALLS["gradient"](model, Of(lambda x: x), (torch.ones(2, 3),), exact=True)

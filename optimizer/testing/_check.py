@@ -13,6 +13,7 @@ from torch import nn
 from optimizer.testing._assemble import Entry, Spec
 from optimizer.testing._later import LATER_CALLS, later_calls
 from optimizer.testing._machine import Shape
+from optimizer.testing._on_disk import on_disk
 from optimizer.testing._oracles import assert_equivalent, assert_same_bits, untouched
 from optimizer.testing._report import Counterexample
 from optimizer.testing._strategies import FINITE, SHAPES, WRITABLE, models
@@ -46,13 +47,15 @@ def check_spec(
     """
     model, inputs = spec.build(dtype), spec.inputs(dtype)
     calls = later_calls(spec) if later else ()
+    retry = partial(check_spec, subject=subject, exact=exact, dtype=dtype, later=later)
+    suspect = Counterexample(spec, subject, retry, exact=exact, dtype=dtype, later=calls)
     try:
-        candidate = _judged(model, inputs, subject, exact)
-        for call in calls:
-            LATER_CALLS[call](model, candidate, inputs, exact=exact)
+        with on_disk(suspect.reproducer):
+            candidate = _judged(model, inputs, subject, exact)
+            for call in calls:
+                LATER_CALLS[call](model, candidate, inputs, exact=exact)
     except Exception as error:
-        retry = partial(check_spec, subject=subject, exact=exact, dtype=dtype, later=later)
-        raise Counterexample(spec, subject, retry, exact=exact, dtype=dtype, later=calls) from error
+        raise suspect from error
     return candidate
 
 

@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from optimizer import InputError
+from optimizer._trees import tensors_in
 from optimizer.testing._assemble import Spec
 from optimizer.testing._oracles import assert_equivalent
 from optimizer.testing._rounding import TOLERANCE
@@ -128,7 +128,7 @@ def _gradients(module: nn.Module, inputs: Inputs) -> Inputs:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         result = module(*(leaf.clone() for leaf in leaves))
-    outputs = [leaf for leaf in pytree.tree_leaves(result) if leaf.requires_grad]
+    outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
     total = torch.stack([(output * output).sum() for output in outputs]).sum()
     return torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
 

@@ -1,0 +1,77 @@
+"""What a failure leaves behind fails again in a process of its own, also where a worker dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from optimizer.testing import Counterexample, check_pass
+
+ROOT = Path(__file__).parents[1]
+SUBJECTS = """
+import os
+from torch import nn
+
+def negated(model, inputs):
+    return nn.Sequential(model, nn.Threshold(1e9, -1.0))
+
+def deadly(model, inputs):
+    os.abort()
+"""
+
+
+def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join((str(folder), str(ROOT)))
+    environment = {**os.environ, "PYTHONPATH": path, "FUZZ_CRASHES": str(folder / "crashes")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "subjects.py").write_text(SUBJECTS)
+    return tmp_path
+
+
+def test_a_printed_test_fails_in_a_fresh_process(folder: Path) -> None:
+    script = (
+        "from subjects import negated\n"
+        "from optimizer.testing import Counterexample, check_pass\n"
+        "try:\n    check_pass(negated, max_examples=20, alphabet=['relu', 'linear', 'dup'])\n"
+        "except Counterexample as failure:\n    print(failure.reduced().reproducer())\n"
+    )
+    (folder / "test_printed.py").write_text(run("-c", script, folder=folder).stdout)
+    again = run("-m", "pytest", "-q", "test_printed.py", folder=folder)
+
+    assert "1 failed" in again.stdout
+    assert "AssertionError" in again.stdout
+
+
+def test_a_model_that_kills_the_process_is_left_as_a_test_that_does_too(folder: Path) -> None:
+    script = (
+        "from subjects import deadly\n"
+        "from optimizer.testing import Spec, check_spec\n"
+        "check_spec(Spec(('linear', 'relu')), deadly, later=True)\n"
+    )
+    died = run("-c", script, folder=folder)
+    (left,) = (folder / "crashes").iterdir()
+    again = run("-m", "pytest", "-q", str(left), folder=folder)
+
+    assert died.returncode < 0
+    assert "nn.Linear" in left.read_text()
+    assert again.returncode == died.returncode
+
+
+def test_what_only_fails_is_not_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUZZ_CRASHES", str(folder / "crashes"))
+    with pytest.raises(Counterexample):
+        check_pass(lambda model, inputs: nn.Identity(), max_examples=20, alphabet=["linear"])
+
+    assert not list((folder / "crashes").iterdir())

@@ -63,7 +63,9 @@ def common_subexpressions(model: nn.Module, inputs: Inputs) -> nn.Module:
     """`torch.fx.passes.dialect.common.cse_pass.CSEPass`, on a trace."""
     from torch.fx.passes.dialect.common import cse_pass
 
-    return cse_pass.CSEPass()(fx.symbolic_trace(model)).graph_module
+    result = cse_pass.CSEPass()(fx.symbolic_trace(model))
+    assert result is not None
+    return result.graph_module
 
 
 _LAYERS = ("relu", "linear", "conv", "bn", "add", "dup", "swap", "again", "block", "out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,14 +99,17 @@ def replace_later_uses(node: fx.Node, replacement: fx.Node, after: fx.Node) -> N
 def _rename(node: fx.Node, replacement: fx.Node) -> None:
     """What holds or writes a node's value after `replacement` will do so to that one's."""
     facts, none = facts_of(node.graph), frozenset[int]()
-    was, now = (each.meta["fact"].storages if facts else none for each in (node, replacement))
-    later = replacement.next
-    while facts and later.op != "root":
+    if facts is None:
+        return
+    was, now = (each.meta["fact"].storages for each in (node, replacement))
+    known = [table.get(each, ()) for table in (facts.holders, facts.writers) for each in was]
+    output = next(iter(reversed(node.graph.nodes)))
+    for later in dict.fromkeys([*chain.from_iterable(known), output]):
+        if later._erased or not replacement < later:
+            continue
         fact = later.meta["fact"]
         held, written = now if was & fact.storages else none, now if was & fact.writes else none
-        if held or written:
-            facts.also_names(later, held, written)
-        later = later.next
+        facts.also_names(later, held, written)
 
 
 def supersede(node: fx.Node, replacement: fx.Node) -> None:

@@ -28,6 +28,11 @@ class Repeated(nn.Module):
         return y
 
 
+def masked(y: Tensor, number: int) -> Tensor:
+    y[y > number] = 0.0
+    return y
+
+
 STEPS: dict[str, Callable[[Any, Tensor, int], Tensor]] = {
     "a residual block": lambda m, y, _: y + torch.relu(m.linear(y)),
     "one layer, called again": lambda m, y, _: torch.relu(m.linear(y)),
@@ -36,6 +41,7 @@ STEPS: dict[str, Callable[[Any, Tensor, int], Tensor]] = {
     "a transpose": lambda m, y, _: torch.neg(y.t()),
     "a spelled out activation": lambda m, y, _: y * torch.sigmoid(y),
     "what depends on no input": lambda m, y, number: y + torch.tanh(m.linear.bias) * number,
+    "a masked write": lambda m, y, number: masked(y * 2, number),
     "a write": lambda m, y, _: (y * 2).add_(1),
 }
 

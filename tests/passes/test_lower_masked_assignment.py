@@ -586,3 +586,17 @@ def test_later_views_and_writes_are_those_of_what_replaced_the_value(function: A
 
     assert fast.report.counts()["lower_masked_assignment"] == 1
     assert_equivalent(model, fast, inputs, exact=True)
+
+
+def test_two_results_that_are_returned_stay_two_tensors() -> None:
+    def twice(_: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = x * 2, x * 2
+        first[x > 0] = 0.0
+        second[x > 0] = 0.0
+        return first, second
+
+    first, second = optimizer.optimize(Forward(twice).eval(), torch.ones(3), check=None)(
+        torch.ones(3)
+    )
+
+    assert first.data_ptr() != second.data_ptr()

@@ -47,7 +47,7 @@ class Tape(TorchDispatchMode):
             again = func(*args, **kwargs)
             for old, new in zip(tensors_in(result), tensors_in(again), strict=True):
                 if storages_in(old).isdisjoint(given):
-                    old.copy_(new)
+                    old.copy_(new.reshape(old.shape))  # it may have been squeezed in place
 
 
 class FakeCuda(Cuda):

@@ -551,6 +551,14 @@ def raising(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> nn.Module
     raise RuntimeError("no such kernel")
 
 
+def once(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> nn.Module:
+    class Once(nn.Module):
+        def forward(self, *given: torch.Tensor) -> Any:
+            raise RuntimeError
+
+    return Once()
+
+
 class TestACandidateThatIsNoGood:
     @pytest.mark.parametrize(
         ("candidate", "reason"),
@@ -560,6 +568,7 @@ class TestACandidateThatIsNoGood:
             (greedy, "it overwrites its inputs"),
             (half, "has dtype torch.float16"),
             (raising, "no such kernel"),
+            (once, "RuntimeError:"),
         ],
     )
     def test_it_is_rejected_with_the_reason(

@@ -186,14 +186,22 @@ def _prepared(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Pro
     try:
         return CANDIDATES[name](region, inputs)
     except Exception as error:  # whatever a backend raises
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}"
+        return _in_words(error)
 
 
 def _verified(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Program | str:
     program = _prepared(name, region, _copies(inputs))
     if name == AS_IT_IS or isinstance(program, str):
         return program
-    return _wrong(region, program, inputs) or program
+    try:
+        return _wrong(region, program, inputs) or program
+    except Exception as error:  # it may run once, and no more
+        return _in_words(error)
+
+
+def _in_words(error: Exception) -> str:
+    last = str(error).strip().rpartition("\n")[2]
+    return f"{type(error).__name__}: {last[:200]}"
 
 
 def _wrong(region: Program, program: Program, inputs: Sequence[torch.Tensor]) -> str:

@@ -191,7 +191,12 @@ CELL = {
     "peak_memory": 3 * 2**20,
     "difference": 1e-7,
 }
-EAGER_CELL = {**CELL, "seconds": [0.003] * 6, "prepared": 0, "difference": 0.0}
+EAGER_CELL = {
+    **CELL,
+    **dict.fromkeys(("seconds", "eager_seconds"), [1.234567] * 6),
+    "prepared": 0,
+    "difference": 0.0,
+}
 
 
 def key(peer, model="resnet18"):
@@ -323,8 +328,8 @@ Speed-up over eager [95 % interval] (seconds to prepare):
 
 | model | eager | fx_fuse | onnxruntime | openvino | optimized-2 |
 |---|---|---|---|---|---|
-| resnet18 | 3 ms | n/a (1) | 1.50 [1.50, 1.50] (1.5) | wrong answer (1.5) | 1.50 [1.50, 1.50] (1.5) |
-| r3d_18 | 3 ms | 1.50 [1.50, 1.50] (1.5) | 1.50 [1.50, 1.50] (1.5) | 3.00 [3.00, 3.00] (1.5) | 2.00 [1.00, 3.00] (1.5) |
+| resnet18 | 1230 ms | n/a (1) | 1.50 [1.50, 1.50] (1.5) | wrong answer (1.5) | 1.50 [1.50, 1.50] (1.5) |
+| r3d_18 | 1230 ms | 1.50 [1.50, 1.50] (1.5) | 1.50 [1.50, 1.50] (1.5) | 3.00 [3.00, 3.00] (1.5) | 2.00 [1.00, 3.00] (1.5) |
 | geometric mean |  | 1.50 (1 of 2) | 1.50 | 3.00 (1 of 2) | 1.73 |
 
 1. fx_fuse: not today

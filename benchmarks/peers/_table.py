@@ -98,7 +98,8 @@ class _Group:
         return self.notes.setdefault(f"{peer}: {cell['reason']}", len(self.notes) + 1)
 
     def _latency(self, cell: Cell) -> str:
-        return f"{median(cell['seconds']) * 1e3:.3g} ms"
+        milliseconds = median(cell["seconds"]) * 1e3
+        return f"{float(f'{milliseconds:.3g}'):g} ms"
 
     def _speed(self, cell: Cell) -> str:
         if self._wrong(cell):

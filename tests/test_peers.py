@@ -55,7 +55,7 @@ for number, line in enumerate(sys.stdin):
     times = [seconds * (1 + number / 10)] * question["timed"]
     say(f"{question['discarded']}+{question['timed']}", seconds=times, peak_memory=number)
 """
-SECONDS = {"eager": 0.004, "fast": 0.002, "slow": 0.02, "slower": 0.04}
+SECONDS = {"eager": 0.004, "fast": 0.002, "slow": 0.02, "slower": 2.0, "fastest": 1e-6}
 
 
 @pytest.fixture
@@ -97,10 +97,10 @@ def test_peers_are_asked_one_at_a_time_each_once_a_round_in_orders_that_differ(s
 
 
 def test_a_block_fills_its_time_after_calls_that_do_not_count(start, log):
-    measured(["fast", "slow"], start, PLAN)
-    blocks = dict(asked(log)[3:])
+    measured(["fast", "slow", "fastest"], start, PLAN)
+    blocks = dict(asked(log)[4:])
 
-    assert blocks == {"eager": "2+2", "fast": "2+5", "slow": "1+1"}
+    assert blocks == {"eager": "2+2", "fast": "2+5", "slow": "1+1", "fastest": "2+100"}
 
 
 def test_a_cell_has_the_blocks_of_eager_in_the_same_rounds(start):
@@ -114,9 +114,10 @@ def test_a_cell_has_the_blocks_of_eager_in_the_same_rounds(start):
 
 
 def test_what_is_compiled_in_the_first_call_counts_as_preparing(start):
-    cell = measured(["fast"], start, PLAN)["fast"]
+    cells = measured(["fast", "slower"], start, PLAN)
 
-    assert cell["prepared"] == pytest.approx(1 + 0.5 + 3 * 0.002 - 3 * 0.002 * 1.25)
+    assert cells["fast"]["prepared"] == pytest.approx(1 + 0.5 + 3 * 0.002 - 3 * 0.002 * 1.25)
+    assert cells["slower"]["prepared"] == 1  # later calls took longer, which is no preparing
 
 
 @pytest.mark.parametrize(

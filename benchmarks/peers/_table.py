@@ -98,15 +98,14 @@ class _Group:
         return self.notes.setdefault(f"{peer}: {cell['reason']}", len(self.notes) + 1)
 
     def _latency(self, cell: Cell) -> str:
-        milliseconds = median(cell["seconds"]) * 1e3
-        return f"{float(f'{milliseconds:.3g}'):g} ms"
+        return f"{_rounded(median(cell['seconds']) * 1e3, 3)} ms"
 
     def _speed(self, cell: Cell) -> str:
         if self._wrong(cell):
-            return f"wrong answer ({cell['prepared']:.2g})"
+            return f"wrong answer ({_rounded(cell['prepared'], 2)})"
         pairs = zip(cell["eager_seconds"], cell["seconds"], strict=True)
         spread = Spread.of(eager / seconds for eager, seconds in pairs)
-        return f"{_text(spread)} ({cell['prepared']:.2g})"
+        return f"{_text(spread)} ({_rounded(cell['prepared'], 2)})"
 
     def _memory(self, cell: Cell) -> str:
         peak = cell["peak_memory"]
@@ -157,3 +156,8 @@ class _Group:
 
 def _text(spread: Spread) -> str:
     return f"{spread.median:.2f} [{spread.low:.2f}, {spread.high:.2f}]"
+
+
+def _rounded(value: float, digits: int) -> str:
+    """To so many digits, but never with an exponent for what is large."""
+    return f"{float(f'{value:.{digits}g}'):g}"

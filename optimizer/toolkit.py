@@ -16,7 +16,7 @@ from torch import fx, nn
 from optimizer._calls import insert_call, is_module_class, operands, take_place
 from optimizer._edit import insert_function, insert_module
 from optimizer._errors import InputError
-from optimizer._facts import Refused, dtype, rank
+from optimizer._facts import Refused, dtype, is_read_only, is_returned, is_unchanged, rank
 from optimizer._graph import arg, callee, clean, describe, module_of, owner, shape_text
 from optimizer._inputs import require_graph
 from optimizer._match import call
@@ -28,7 +28,8 @@ from optimizer._subgraph import inline, paths_of, record
 
 __all__ = [
     "Pass", "Refused", "arg", "call", "decompose", "dtype", "find", "insert_after",
-    "insert_function", "insert_module", "module_of", "rank", "remove_node", "replace_op",
+    "insert_function", "insert_module", "is_read_only", "is_returned", "is_unchanged",
+    "module_of", "rank", "remove_node", "replace_op",
     "replace_pattern", "require", "rewrite", "table", "whole_graph",
 ]  # fmt: skip
 

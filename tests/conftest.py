@@ -19,11 +19,11 @@ torch.set_num_threads(1)
 # Without `explain`, which reruns a failure many times, and `target`, which nothing here uses.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
-# quick: what everyone runs, always the same examples. ci: the same, more of them.
-# deep: other examples every night, and those that failed before first.
+# quick: what everyone runs, always the same examples. nightly: others each time, and those that
+# failed before first. deep: the same, ten times as long.
 settings.register_profile(
     "quick", max_examples=60, derandomize=True, database=None, deadline=None, phases=PHASES
 )
-settings.register_profile("ci", settings.get_profile("quick"), max_examples=200)
-settings.register_profile("deep", max_examples=5_000, deadline=None, phases=PHASES)
+settings.register_profile("nightly", max_examples=1_000, deadline=None, phases=PHASES)
+settings.register_profile("deep", settings.get_profile("nightly"), max_examples=10_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

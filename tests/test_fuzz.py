@@ -144,6 +144,8 @@ def assert_kept(spec: Spec, subject: Optimize, **options: bool | torch.dtype) ->
     candidate = check_spec(spec, subject, **options)  # type: ignore[arg-type]
     for name in candidate.report.counts():
         event(f"fired: {name}")
+    for reason in {each.reason for each in candidate.report.refused}:
+        event(f"refused: {reason}")
 
 
 def accepts(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bool:

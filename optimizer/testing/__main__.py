@@ -1,4 +1,4 @@
-"""The command line of the kit: `python -m optimizer.testing score | hunt | soak`."""
+"""The command line of the kit: `python -m optimizer.testing score | hunt | soak | firing`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from optimizer.testing import _hunt, _score, _soak
+from optimizer.testing import _firing, _hunt, _score, _soak
 from optimizer.testing._subject import Optimize
+from optimizer.testing.motifs import MOTIFS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +32,10 @@ def _parser() -> argparse.ArgumentParser:
     hunt.add_argument("--target", choices=_hunt.TARGETS, help="one of them; all if not given")
     hunt.add_argument("--examples", type=int, default=120)
     hunt.set_defaults(run=_run_hunt)
+    firing = commands.add_parser("firing", help="how often each pass fires, what it refuses")
+    firing.add_argument("passes", nargs="*", help="their names; all if none are given")
+    firing.add_argument("--examples", type=int, default=200)
+    firing.set_defaults(run=_run_firing)
     soak = commands.add_parser("soak", help="how many of very many models are got wrong")
     soak.add_argument("--examples", type=int, default=10_000)
     soak.add_argument("--level", type=int, default=1)
@@ -39,6 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     soak.add_argument("--seed", type=int, default=0, help="other models for another one")
     soak.set_defaults(run=_run_soak)
     return parser
+
+
+def _run_firing(options: argparse.Namespace) -> int:
+    for line in _firing.table(options.passes or MOTIFS, options.examples):
+        print(line, flush=True)
+    return 0
 
 
 def _run_hunt(options: argparse.Namespace) -> int:

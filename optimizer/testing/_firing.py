@@ -1,0 +1,68 @@
+"""Whether the fuzz of a pass is about the pass: how often it fires, and what it refuses."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import Phase, given, seed, settings
+
+from optimizer.testing._assemble import Spec
+from optimizer.testing._mutants import PACKAGE
+from optimizer.testing._strategies import models
+from optimizer.testing._subject import Optimize
+
+
+@dataclass
+class Firing:
+    """What one pass did with the models of its own fuzz."""
+
+    name: str
+    examples: int = 0
+    fired: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def never(self) -> list[str]:
+        """The reasons in the file of the pass that no model met."""
+        return sorted(reasons(self.name) - set(self.refused))
+
+
+def firing(name: str, examples: int) -> Firing:
+    """Run a pass alone on so many models that are drawn around its motifs."""
+    seen = Firing(name)
+
+    @settings(max_examples=examples, database=None, deadline=None, phases=(Phase.generate,))
+    @seed(0)
+    @given(models(focus=name))
+    def count(spec: Spec) -> None:
+        result: Any = Optimize(only=(name,))(spec.build(), spec.inputs())
+        report = result.report
+        seen.examples += 1
+        seen.fired += name in report.counts()
+        seen.refused.update({each.reason for each in report.refused})
+
+    count()
+    return seen
+
+
+def reasons(name: str) -> set[str]:
+    """What the file of a pass gives as reasons to refuse."""
+    tree = ast.parse((PACKAGE / "passes" / f"{name}.py").read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id in _REFUSING]
+    last = [call.args[-1] for call in named if call.args]
+    return {str(each.value) for each in last if isinstance(each, ast.Constant)}
+
+
+_REFUSING = ("require", "Refused")
+
+
+def table(names: Iterable[str], examples: int) -> Iterator[str]:
+    """The lines of a Markdown table, a row for each pass."""
+    yield from ("| pass | fires in | reasons met | never met |", "|---|---|---|---|")
+    for seen in (firing(name, examples) for name in names):
+        share, never = seen.fired / seen.examples, "; ".join(seen.never()) or "-"
+        yield f"| {seen.name} | {share:.0%} | {len(seen.refused)} | {never} |"

@@ -1,8 +1,7 @@
 """Level 2 as the subject of the fuzz: a call that was lowered, and what must not be chosen for it.
 
 Nothing is timed: whatever is found right counts as faster. Every region gets candidates that are
-wrong, which only their verification can keep out. Sums stay in their order, so that bits can be
-compared; fused kernels, which round otherwise, have tests of their own.
+wrong, which only their verification can keep out. Fused kernels have tests of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import optimizer
 from optimizer._trees import tensors_in
 from optimizer.lowering import _choose
 from optimizer.lowering._policies import Policy
-from optimizer.testing._oracles import assert_same_bits
 
 
 class _Spoiled(nn.Module):
@@ -65,7 +63,7 @@ def _last_wins(
 
 @dataclass(frozen=True)
 class Lower:
-    """`optimizer.optimize` at level 2 without passes: what is lowered keeps every bit."""
+    """`optimizer.optimize` at level 2 without passes."""
 
     preamble: ClassVar[str] = "from optimizer.testing._lowering import Lower"
     call: ClassVar[str] = "Lower()(model, inputs)"
@@ -99,7 +97,7 @@ def assert_follows_its_weights(candidate: nn.Module, inputs: Sequence[torch.Tens
 def _assert_portable(candidate: Any, inputs: Sequence[torch.Tensor]) -> None:
     expected, actual = tensors_in(candidate.run_portable(*inputs)), tensors_in(candidate(*inputs))
     for one, other in zip(expected, actual, strict=True):
-        assert_same_bits(one, other, "what was lowered has other weights than the module")
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 def _write(module: nn.Module) -> None:

@@ -197,6 +197,19 @@ class TestALoweredCall:
         torch.testing.assert_close(answer["b"][0], expected["b"][0])
         assert (answer["n"], answer["flag"], answer["b"][1]) == (12, True, None)
 
+    @pytest.mark.parametrize(
+        "part",
+        [lambda y: y[..., -1], lambda y: y[..., ::2], lambda y: y[:, :1].expand(-1, 4, -1, -1)],
+        ids=["a column", "every other", "expanded"],
+    )
+    def test_an_output_with_gaps_lies_as_in_eager(self, part: Any) -> None:
+        model, x = Head(lambda y, x: part(torch.relu(y))), image()
+        fast = lowered(model, x)
+
+        assert plan_of(fast, x) is not None
+        assert fast(x).stride() == model(x).stride()
+        torch.testing.assert_close(fast(x), model(x))
+
     def test_more_calls_can_be_lowered_later(self) -> None:
         model, x, other = net(), image(), image(1, 3, 9, 9)
         fast = lowered(model, x)
@@ -500,6 +513,10 @@ class TestWhatIsNotLowered:
 
     def test_an_output_that_depends_on_no_input(self) -> None:
         assert_refused(Head(lambda y, x: (y, torch.arange(3.0))), image(), reason="on no input")
+
+    def test_a_function_that_behaves_otherwise_under_a_mode(self) -> None:
+        pooled = Head(lambda y, x: F.max_pool1d(y.flatten(2), 2))
+        assert_refused(pooled, image(), reason="max_pool1d has other strides")
 
     def test_an_input_with_gaps(self) -> None:
         assert_refused(net(), image(2, 3, 12, 24)[..., ::2], reason="gaps")

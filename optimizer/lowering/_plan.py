@@ -202,9 +202,11 @@ class _LaidOut(nn.Module):
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of a dense tensor; None of one with gaps, which need not be made again."""
-    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    return tensor.stride() if dense else None
+    """The strides of a tensor; None of an expanded one, whose elements cannot be written."""
+    expanded = any(
+        stride == 0 < size - 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+    return None if expanded else tensor.stride()
 
 
 def _laid_out(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:

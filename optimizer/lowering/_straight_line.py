@@ -153,6 +153,7 @@ class _Recorder(TorchFunctionMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", str(func))
+        _require(name != "max_pool1d", "max_pool1d has other strides while it is written down")
         read = [(tensor, version_of(tensor)) for tensor in tensors_in((args, kwargs))]
         result = func(*args, **kwargs)
         unchanged = all(version_of(tensor) == version for tensor, version in read)

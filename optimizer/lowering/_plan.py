@@ -195,22 +195,16 @@ class _LaidOut(nn.Module):
 
     def __init__(self, program: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.program, self.strides = program, [_strides(tensor) for tensor in outputs]
+        self.program, self.strides = program, [tensor.stride() for tensor in outputs]
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(map(_laid_out, self.program(*inputs), self.strides))
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of a tensor; None of an expanded one, whose elements cannot be written."""
-    expanded = any(
-        stride == 0 < size - 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
-    return None if expanded else tensor.stride()
-
-
-def _laid_out(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
-    if strides is None or tensor.stride() == strides:
+def _laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The same values with these strides; where one is 0, elements are read again and again."""
+    if tensor.stride() == strides:
         return tensor
-    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
+    held = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
+    made = torch.empty_strided(held.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(held).expand(tensor.shape)

@@ -700,6 +700,40 @@ class TestDecisions:
             optimizer.optimize(net(), image(), level=2, tune_seconds=seconds)
 
 
+class FeedForward(nn.Module):
+    """Two layers beside a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+        return (y.add(self.second(F.gelu(self.first(x)))),)
+
+
+@pytest.mark.parametrize("like", [torch.zeros_like, lambda y: y.contiguous()])
+def test_a_region_takes_inputs_that_lie_otherwise(like: Any) -> None:
+    """On these, oneDNN Graph itself ends the process."""
+    region = fx.symbolic_trace(FeedForward().eval())
+    x, y = torch.randn(1, 1, 7, 8), torch.randn(1, 1, 8, 7).transpose(2, 3)
+    with torch.no_grad():
+        program = _onednn.on_onednn(region, (x, y))
+
+        torch.testing.assert_close(program(x, like(y)), region(x, like(y)))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.randn(1, 1, 8, 7).transpose(2, 3), torch.randn(3, 1).expand(3, 4), torch.randn(9)[::2]],
+    ids=["transposed", "expanded", "with gaps"],
+)
+def test_other_values_lie_as_the_given_ones(tensor: torch.Tensor) -> None:
+    other = _choose.varied(tensor)
+
+    assert (other.shape, other.stride()) == (tensor.shape, tensor.stride())
+    assert not torch.equal(other, tensor)
+
+
 def test_the_switch_of_the_fuser_is_put_back_after_an_error() -> None:
     region = fx.symbolic_trace(nn.Conv2d(3, 4, 3))
 

@@ -225,9 +225,13 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def varied(tensor: torch.Tensor) -> torch.Tensor:
-    """Other values in a tensor of the same kind; the same where they may be indices."""
-    floating = tensor.is_floating_point() and tensor.dim()
-    return tensor.roll(1, -1) * 0.5 + 0.25 if floating else tensor
+    """Other values in a tensor that lies as this one; the same where they may be indices."""
+    if not tensor.is_floating_point():
+        return tensor
+    (other,) = _copies([tensor])
+    held = torch.empty(0, dtype=other.dtype, device=other.device).set_(other.untyped_storage())
+    held.copy_(held.roll(1) * 0.5 + 0.25)
+    return other
 
 
 def key_of(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:

@@ -183,10 +183,18 @@ def _guard(graph: fx.Graph) -> None:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node in reversed(inputs):
         for guard in _guards_of(node):
-            if any((user.target, user.args) == guard for user in node.users):
-                continue  # of an earlier run
+            if any(_covers(user, *guard) for user in node.users):
+                continue  # one of an earlier run
             with graph.inserting_after(inputs[-1]):
                 graph.call_function(*guard)
+
+
+def _covers(user: fx.Node, guard: Callable[..., None], asked: tuple[Any, ...]) -> bool:
+    """Whether a node checks all that a guard would, which ignores what is None."""
+    same = user.target is guard and len(user.args) == len(asked)
+    return same and all(
+        each is None or each == found for each, found in zip(asked, user.args, strict=True)
+    )
 
 
 def _guards_of(node: fx.Node) -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:

@@ -274,3 +274,17 @@ def test_a_recording_that_fails_half_way_leaves_no_half_of_it_done() -> None:
     assert fast.report.counts() == {"fold_affine": 1}
     for _ in range(2):
         torch.testing.assert_close(fast(IMAGES), eager(IMAGES))
+
+
+def test_a_guard_that_asks_more_serves_one_that_asks_less() -> None:
+    class Optional(nn.Module):
+        def forward(self, x: torch.Tensor, option: torch.Tensor | None = None) -> torch.Tensor:
+            y = x if option is None else x + option
+            return torch.relu(y.transpose(-1, -2).transpose(0, 1))
+
+    once = optimizer.optimize(Optional().eval(), torch.ones(2, 3), level=1)
+    twice = optimizer.optimize(once, torch.ones(2, 3), level=1)
+
+    assert len(twice.graph.nodes) == len(once.graph.nodes)
+    with pytest.raises(optimizer.InputError, match="2 dimensions"):
+        twice(torch.ones(1, 2, 3))

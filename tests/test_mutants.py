@@ -13,8 +13,8 @@ from optimizer.testing import MOTIFS, _mutants, _score
 
 CATALOGUE = _mutants.catalogue()
 A_PASS = CATALOGUE["fuse_linear_relu: the bias lost"]
-# One of each file, which is what every run of the tests plants.
-SAMPLE = {mutant.file: name for name, mutant in reversed(CATALOGUE.items())}
+# The first of each pass, which is what every run of the tests plants.
+SAMPLE = {m.file: name for name, m in reversed(CATALOGUE.items()) if m.file.startswith("passes/")}
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -69,7 +69,7 @@ def test_the_package_as_it_is_passes() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE.values())
-def test_a_mutant_of_each_file_is_killed(name: str) -> None:
+def test_a_mutant_of_each_pass_is_killed(name: str) -> None:
     verdict = _score.try_mutant(CATALOGUE[name])
 
     assert verdict.killed

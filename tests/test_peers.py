@@ -393,14 +393,14 @@ def test_ours_and_eager_are_among_the_usual_peers(device):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
-def test_freezing_is_asked_of_inductor_itself(monkeypatch, tmp_path):
+def test_freezing_is_asked_of_inductor_itself(tmp_path):
     """As an option of torch.compile it changes nothing."""
     config = importlib.import_module("torch._inductor.config")
-    monkeypatch.setattr(config, "freezing", False)
     task = _preparations.Task(torch.nn.Identity(), (torch.ones(1),), 1, tmp_path)
-    _preparations.PREPARATIONS["compile-freezing"](task)
+    with config.patch(freezing=False):  # what monkeypatch undoes is gone
+        _preparations.PREPARATIONS["compile-freezing"](task)
 
-    assert config.freezing
+        assert config.freezing
 
 
 def test_every_torchvision_model_is_measured():

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from optimizer._copy import on_storage
-from optimizer._effects import Effects
+from optimizer._effects import Effects, is_empty, may_draw
 from optimizer._graph import attribute_of, is_plain, module_of, tensors_of
 from optimizer._known_results import EVERY_MASK_IS_FULL, known_result, known_sum, writes_its_input
 from optimizer._trees import hides_tensors, map_tensors, storages_in
@@ -108,9 +108,7 @@ class Facts:
             self._record(node, Fact(writes=writes, error=reason))
             return
         lasting = (self.holders, self.external)
-        lasting_writes = {
-            each for each in self._effects.writes if any(each in kept for kept in lasting)
-        }
+        lasting_writes = {w for w in self._effects.writes if any(w in kept for kept in lasting)}
         given: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
         varies = _may_vary_rank(node) or any(each.rank_varies for each in given)
         counted = self._effects.counts or any(each.size_varies for each in given)
@@ -120,7 +118,9 @@ class Facts:
         sources = self._may_be_part_of_result(node, given)
         self._shared |= dict.fromkeys(storages - sources, sources) if sources else {}
         storages, writes = self._with_shared(storages), self._with_shared(lasting_writes)
-        drawn = self._effects.random
+        training = node.op == "call_module" and module_of(node).training
+        hidden = any(is_empty(each.value) for each in given) and may_draw(_name(node), training)
+        drawn = self._effects.random or hidden
         self._record(node, Fact(kept, storages, writes, drawn, varies, counted, inputs))
 
     def _may_be_part_of_result(self, node: fx.Node, given: list[Fact]) -> frozenset[int]:
@@ -207,9 +207,8 @@ def _given(node: fx.Node) -> frozenset[int]:
 
 
 def _is_users_module(node: fx.Node) -> bool:
-    if node.op != "call_module":
-        return False
-    return not type(module_of(node)).__module__.startswith(("torch.", "optimizer."))
+    torchs = ("torch.", "optimizer.")
+    return node.op == "call_module" and not type(module_of(node)).__module__.startswith(torchs)
 
 
 def _may_vary_rank(node: fx.Node) -> bool:

@@ -373,3 +373,34 @@ def test_what_is_copied_in_the_example_may_be_a_view_in_another_call(
     one, other = (torch.empty_strided((6, 4), (8, 2)).copy_(viewed) for _ in range(2))
     assert torch.equal(fast(one), model(other))
     assert torch.equal(one, other)
+
+
+class DrawsTwice(nn.Module):
+    """What two calls of `draw` in training mode differ by."""
+
+    def __init__(self, draw: Callable[..., Any]) -> None:
+        super().__init__()
+        self.eval()
+        self.first, self.second = nn.Dropout(), nn.Dropout()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(self.first, x) - self.draw(self.second, x)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda layer, x: layer(x),
+        lambda layer, x: F.dropout(x, 0.5, True),
+        lambda layer, x: F.alpha_dropout(x, 0.5, True),
+        lambda layer, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    ],
+    ids=["module", "function", "alpha", "attention"],
+)
+def test_what_draws_nothing_of_an_empty_example_may_draw_later(draw: Callable[..., Any]) -> None:
+    fast = optimizer.optimize(DrawsTwice(draw), torch.ones(0, 2, 8, 8), check=None)
+
+    torch.manual_seed(0)
+    assert fast.report.counts().get("eliminate_common_subexpressions", 0) == 0
+    assert fast(torch.ones(1, 2, 8, 8)).any()

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from optimizer._channels import require_only_reader
 from optimizer._edit import insert_module
-from optimizer._facts import is_unchanged
+from optimizer._facts import is_unchanged, tensor
 from optimizer._graph import module_of
 from optimizer._match import call
 from optimizer._pass import require, rewrite
@@ -42,6 +42,7 @@ def fold_padding(pad: fx.Node, conv: fx.Node) -> fx.Node | None:
     require(len(sizes) <= 2 * len(layer.kernel_size), "it pads the channels or the batch")
     zeros = layer.padding_mode == "zeros" and layer.padding != "same"
     require(zeros, "the convolution pads in another way")
+    require(0 not in tensor(source).shape, "it is empty, which a convolution may not read")
     require_only_reader(pad, conv)
     require(is_unchanged(source, pad, conv), "what is padded is written before it is read")
 

@@ -145,6 +145,15 @@ def test_refuses(case: str) -> None:
     assert_equivalent(given, fast, (x,), exact=True)
 
 
+def test_refuses_what_is_empty_but_for_the_zeros() -> None:
+    given, x = model(lambda m, x: m.conv(F.pad(x, (2, 2)))), torch.ones(2, 4, 5, 0).double()
+
+    fast = optimized_by(NAME, given, x)
+
+    assert ["it is empty" in refusal.reason for refusal in fast.report.refused] == [True]
+    assert_equivalent(given, fast, (x,), exact=True)
+
+
 def test_leaves_alone_what_stands_between() -> None:
     given = model(lambda m, x: m.conv(torch.relu(F.pad(x, (1, 1)))))
 

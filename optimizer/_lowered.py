@@ -77,14 +77,26 @@ class LoweredModule(OptimizedModule):
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 precision = self.meta.get("precision")
                 plan = make_plan(self, self.run_portable, call, chooser, precision)
-                if self._decisions(signature.key) is None:
-                    plan.require_worth_it(self.run_portable, call, chooser)
+                known = self._decisions(signature.key)
+                self._install(signature.key, plan)
+                if known is None:
+                    runs = {"plan": self._run_lowered, "portable": self._run_portable}
+                    plan.require_worth_it(runs, call, chooser)
         except NotStraightLineError as error:
+            self.forget(call)
             raise InputError(f"such a call is not lowered: {error}.") from error
-        chosen = {choice.key: choice.chosen for choice in plan.choices}
-        self._plans[signature.key] = plan
-        self.meta["lowered"] = {**self.meta.get("lowered", {}), signature.key: chosen}
         return plan
+
+    def _install(self, key: Key, plan: Plan) -> None:
+        self._plans[key] = plan
+        chosen = {choice.key: choice.chosen for choice in plan.choices}
+        self.meta["lowered"] = {**self.meta.get("lowered", {}), key: chosen}
+
+    def _run_lowered(self, call: Call) -> Any:
+        return self.forward(*call.args, **call.kwargs)
+
+    def _run_portable(self, call: Call) -> Any:
+        return self.run_portable(*call.args, **call.kwargs)
 
     def run_portable(self, *args: Any, **kwargs: Any) -> Any:
         """Call the portable code, whatever was lowered."""
@@ -139,7 +151,8 @@ class LoweredModule(OptimizedModule):
         signature = Signature.of(*call)
         key = signature.key if signature else None
         self._plans.pop(key, None)
-        self.meta["lowered"] = {k: v for k, v in self.meta["lowered"].items() if k != key}
+        lowered = self.meta.get("lowered", {})
+        self.meta["lowered"] = {each: found for each, found in lowered.items() if each != key}
 
     def refit(
         self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None

@@ -641,6 +641,25 @@ class TestACandidateThatIsNoGood:
 
         assert "oneDNN Graph, channels_last" not in chosen(lowered(model, x))
 
+    def test_what_it_takes_to_find_it_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found: list[Any] = []
+        plan_for = LoweredModule.plan_for
+
+        def counted(self: LoweredModule, *call: Any) -> Any:
+            found.append(plan_for(self, *call))
+            return found[-1]
+
+        def race(self: Any, runs: Any, given: Any, **more: Any) -> dict[str, float]:
+            if "plan" in runs:
+                runs["plan"](*given)
+            return _last_wins(runs)
+
+        monkeypatch.setattr(LoweredModule, "plan_for", counted)
+        monkeypatch.setattr(_choose.Chooser, "race", race)
+        lowered(net(), image())
+
+        assert [each is not None for each in found] == [True]
+
     def test_it_must_be_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def slow(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
             return dict.fromkeys(runs, 1.0)

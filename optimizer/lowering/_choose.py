@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import time
 from collections import Counter
@@ -22,12 +21,15 @@ from optimizer._report import Choice
 from optimizer._trees import tensors_in
 from optimizer.lowering._cuda_graph import CudaGraph
 from optimizer.lowering._fused import with_fused_kernels
+from optimizer.lowering._key import key_of
 from optimizer.lowering._onednn import Program, in_channels_last, on_onednn
-from optimizer.lowering._policies import AS_IT_IS, Policy, describe_device, policy_of
+from optimizer.lowering._policies import AS_IT_IS, Policy, policy_of
 from optimizer.lowering._regions import WEIGHTED, name_of
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 7
+_SHORT = 0.05  # seconds that a race may take in any case
+_MOMENT = 1e-3  # seconds: shorter ones say more of the clock and the machine
 WORTH_IT = 0.98  # of the time of the region as it is, at most
 
 
@@ -154,17 +156,25 @@ class Chooser:
     ) -> dict[str, float]:
         """The median time of each until the device is done, in turn until the budget is spent."""
         wait = device_of(tensors_in(inputs)).synchronize
+        deadline = max(self.deadline, time.perf_counter() + _SHORT)
         times: dict[str, list[float]] = {name: [] for name in programs}
         for done in range(_MOST_ROUNDS):
-            if done >= fewest and time.perf_counter() > self.deadline:
+            if done >= fewest and time.perf_counter() > deadline:
                 break
             for name, program in programs.items():
-                wait()
-                start = time.perf_counter()
-                program(*inputs)
-                wait()
-                times[name].append(time.perf_counter() - start)
+                times[name].append(_seconds(program, inputs, wait))
         return {name: median(each) for name, each in times.items()}
+
+
+def _seconds(program: Callable[..., Any], inputs: Sequence[Any], wait: Callable[[], None]) -> float:
+    """What a call takes, on average over as many as fill a moment."""
+    wait()
+    calls, start, elapsed = 0, time.perf_counter(), 0.0
+    while elapsed < _MOMENT:
+        program(*inputs)
+        wait()
+        calls, elapsed = calls + 1, time.perf_counter() - start
+    return elapsed / calls
 
 
 def _make(makers: Mapping[str, Callable[[], Made | str]], name: str) -> Made | str:
@@ -232,18 +242,3 @@ def varied(tensor: torch.Tensor) -> torch.Tensor:
     held = torch.empty(0, dtype=other.dtype, device=other.device).set_(other.untyped_storage())
     held.copy_(held.roll(1) * 0.5 + 0.25)
     return other
-
-
-def key_of(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
-    """The same for all regions that compute the same of alike inputs, with whatever weights."""
-    places = {node: place for place, node in enumerate(region.graph.nodes)}
-    parts = [f"torch {torch.__version__}", describe_device(inputs), *map(_geometry, inputs)]
-    for node in region.graph.nodes:
-        arguments = fx.map_arg((node.args, node.kwargs), lambda arg: places[arg])
-        held = _geometry(getattr(region, str(node.target))) if node.op == "get_attr" else ""
-        parts.append(f"{node.op} {held or name_of(node)} {arguments}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _geometry(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"

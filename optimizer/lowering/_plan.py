@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch import fx, nn
 from optimizer._check import Answer, compare_answers, relative_error
 from optimizer._inputs import Call
 from optimizer._report import Choice
-from optimizer._trees import tensors_in
-from optimizer.lowering._choose import WORTH_IT, Chooser, key_of, varied
+from optimizer.lowering._choose import WORTH_IT, Chooser, varied
+from optimizer.lowering._key import key_of
 from optimizer.lowering._policies import AS_IT_IS
 from optimizer.lowering._precision import Precision, in_precision
 from optimizer.lowering._regions import with_regions
@@ -77,8 +77,12 @@ class Plan:
         bound = self.precision.budget
         _require(self.error <= bound, f"its answer is off by {self.error:.2g}, over {bound:.2g}")
 
-    def require_worth_it(self, run: Callable[..., Any], call: Call, chooser: Chooser) -> None:
-        """Require that it is faster than `run`; where nothing is timed, that something is lowered.
+    def require_worth_it(
+        self, runs: Mapping[str, Callable[..., Any]], call: Call, chooser: Chooser
+    ) -> None:
+        """Require that calls run faster by the plan; untimed, that something of it is lowered.
+
+        `runs` makes a call by the "plan", with what it takes to find it, and by "portable" code.
 
         Raises:
             NotStraightLineError: it is not.
@@ -86,10 +90,7 @@ class Plan:
         if not chooser.tunes:
             lowered = any(choice.chosen != AS_IT_IS for choice in self.choices)
             return _require(lowered, "no region of it can be")
-        own = tuple(tensor.clone() for tensor in tensors_in(call))
-        runs: dict[str, Callable[..., Any]] = {"plan": self}
-        runs["portable"] = lambda _: run(*call.args, **call.kwargs)
-        seconds = chooser.race(runs, (own,), fewest=1)
+        seconds = chooser.race(runs, (call,), fewest=1)
         return _require(seconds["plan"] <= WORTH_IT * seconds["portable"], "it is not faster so")
 
     def takes(self, tensors: Sequence[torch.Tensor]) -> bool:

@@ -658,7 +658,7 @@ class TestACandidateThatIsNoGood:
         monkeypatch.setattr(_choose.Chooser, "race", race)
         lowered(net(), image())
 
-        assert [each is not None for each in found] == [True]
+        assert sum(each is not None for each in found) == 1
 
     def test_it_must_be_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def slow(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:

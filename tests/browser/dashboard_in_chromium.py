@@ -105,7 +105,8 @@ def _note_error(complaints: list[str], message: ConsoleMessage) -> None:
 
 
 def _copy_suite(project: Path) -> None:
-    shutil.copytree(ROOT / "benchmarks", project / "benchmarks")
+    commands = shutil.ignore_patterns("census.py", "figures.py")  # which import torch
+    shutil.copytree(ROOT / "benchmarks", project / "benchmarks", ignore=commands)
     shutil.copy(ROOT / "asv.conf.json", project)
     subprocess.run(["git", "init", "--quiet"], cwd=project, check=True)
 

@@ -19,7 +19,7 @@ from torch import fx
 from optimizer._check import BOUNDS
 from optimizer._errors import InputError
 from optimizer._trees import tensors_in
-from optimizer.lowering._regions import MOVED, name_of
+from optimizer.lowering._regions import MOVED, POINTWISE, name_of
 
 HEADROOM = 16  # how much larger the values of later calls may be before they overflow
 
@@ -60,12 +60,7 @@ _PRODUCTS = frozenset((
     "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm",
     "scaled_dot_product_attention",
 ))  # fmt: skip
-_POINTWISE = frozenset((
-    "relu", "relu6", "hardtanh", "clamp", "hardswish", "hardsigmoid", "sigmoid", "silu", "gelu",
-    "tanh", "elu", "leaky_relu", "add", "__add__", "__radd__", "mul", "__mul__", "__rmul__",
-    "max_pool1d", "max_pool2d", "max_pool3d",
-))  # fmt: skip
-_FOLLOWING = _POINTWISE | MOVED - {"interpolate", "getattr"}
+_FOLLOWING = POINTWISE | MOVED - {"interpolate", "getattr"}
 
 
 def in_precision(

@@ -14,12 +14,15 @@ from torch import fx
 
 CONVOLUTIONS = frozenset(("conv2d", "conv3d"))
 WEIGHTED = CONVOLUTIONS | {"linear"}
-_COMPUTED = frozenset((
+# Each element of the result is that of one or two values, or the largest of some of one.
+POINTWISE = frozenset((
     "relu", "relu6", "hardtanh", "clamp", "hardswish", "hardsigmoid", "sigmoid", "silu", "gelu",
     "tanh", "elu", "leaky_relu", "add", "__add__", "__radd__", "mul", "__mul__", "__rmul__",
-    "batch_norm", "max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d", "mean",
+    "max_pool2d", "max_pool3d",
 ))  # fmt: skip
+_COMPUTED = POINTWISE | {
+    "batch_norm", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "mean"
+}  # fmt: skip
 MOVED = frozenset((
     "cat", "chunk", "split", "getitem", "__getitem__", "reshape", "view", "flatten", "squeeze",
     "unsqueeze", "transpose", "permute", "contiguous", "dropout", "getattr", "interpolate",

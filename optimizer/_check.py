@@ -17,7 +17,7 @@ from optimizer._device import device_of
 from optimizer._errors import CaptureError, DeviceError, EquivalenceError, InputError
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
 from optimizer._state import random_state_kept
-from optimizer._trees import map_tensors, opened, tensors_in
+from optimizer._trees import opened, tensors_in
 
 # Largest difference, relative to the largest value of the output, that passes without a
 # second look. Rounding in a deep network stays a hundredfold below; a wrong formula does not.
@@ -61,13 +61,14 @@ def answer(module: nn.Module, call: Call, *, share: bool = False) -> Answer:
     """
     copied = structural_copy(module, share=share)
     own = call.map(torch.clone)
-    with torch.no_grad(), _seeded(call):
+    with torch.no_grad(), seeded(call):
         output = copied(*own.args, **own.kwargs)
     return Answer(output, (own.args, own.kwargs))
 
 
 @contextmanager
-def _seeded(call: Call) -> Iterator[None]:
+def seeded(call: Call) -> Iterator[None]:
+    """From the same random state in every block, and back to the caller's."""
     with random_state_kept(), device_of(tensors_in(call)).keep_random_state():
         torch.manual_seed(0)
         yield
@@ -209,42 +210,18 @@ def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> N
     actual = answer(require_module(fast), call)
     found = compare_answers(model, call, expected, actual, exact=False)
     if found is not None:
-        raise EquivalenceError(f"{found}{_first_divergent_node(model, fast, call)}.")
+        raise EquivalenceError(f"{found}{_first_divergence(model, fast, call)}.")
 
 
-def _first_divergent_node(model: nn.Module, fast: nn.Module, call: Call) -> str:
-    """Where the graphs part, if both are graphs: the first value that stands for another."""
+def _first_divergence(model: nn.Module, fast: nn.Module, call: Call) -> str:
+    """Where the graphs part, if both are graphs."""
     from optimizer._capture import capture
+    from optimizer._divergence import first_divergence, values
 
     if not isinstance(fast, fx.GraphModule):
         return ""
     try:
-        original = capture(model)
+        found = first_divergence(values(capture(model), call), values(fast, call))
     except CaptureError:
         return ""
-    old, new = _values(original, call), _values(fast, call)
-    for name, value in new.items():
-        if name in old and difference(Answer(old[name], ()), Answer(value, ())):
-            return f"; the first value to differ is '{name}'"
-    return ""
-
-
-class _Recorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(structural_copy(module))
-        self.values: dict[str, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        self.values[n.meta.get("stands_for", n.name)] = map_tensors(torch.clone, value)
-        return value
-
-
-def _values(module: fx.GraphModule, call: Call) -> dict[str, Any]:
-    recorder = _Recorder(module)
-    own = call.map(torch.clone)
-    names = [str(n.target) for n in module.graph.nodes if n.op == "placeholder"][len(own.args) :]
-    rest = [own.kwargs[name] for name in names if name in own.kwargs]
-    with torch.no_grad(), _seeded(call):
-        recorder.run(*own.args, *rest)
-    return recorder.values
+    return f"; the first value to differ is {found}" if found else ""

@@ -1,4 +1,4 @@
-"""What a failure prints: what differs, which pass is to blame, and a test to paste."""
+"""What a failure prints: what differs, who is to blame, where, and a test to paste."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from optimizer.testing._assemble import Spec
+from optimizer.testing._locate import first_divergent_node
 from optimizer.testing._reduce import smallest
 
 
@@ -74,6 +75,8 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
             later = bool(self.later)
             blamed = guilty(self.spec, exact=self.exact, dtype=self.dtype, later=later)
             lines.append(f"first guilty pass: {blamed}")
+        parted = first_divergent_node(self.spec, self.subject, exact=self.exact, dtype=self.dtype)
+        lines.append(f"first divergent node: {parted}")
         return "\n".join([*lines, "paste-ready test:", "", self.reproducer()])
 
     def reproducer(self) -> str:

@@ -51,6 +51,10 @@ class Optimize:
         """The expression that a test writes for this."""
         return f"{self}(model, inputs)"
 
+    def unchanged(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+        """The graph before any pass, in which nodes have the names that they keep."""
+        return replace(self, level=0, only=())(model, inputs)
+
     def guilty(self, spec: Spec, *, exact: bool, dtype: torch.dtype, later: bool) -> str:
         """The pass with which `spec` first goes wrong, adding one at a time; or the capture."""
         names = [

@@ -1,0 +1,103 @@
+"""Where two graphs of one model part: the first value that is not what it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimizer._check import Answer, difference, seeded
+from optimizer._copy import structural_copy
+from optimizer._graph import describe
+from optimizer._inputs import Call
+from optimizer._trees import map_tensors
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a node gave; an error where it raised one."""
+
+    node: str
+    operation: str
+    result: Any
+
+    def __str__(self) -> str:
+        return f"'{self.node}' ({self.operation})"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first node of a graph whose value differs, and what it stands for in the original.
+
+    Attributes:
+        value: of the node.
+        original: what it stands for; None where it raised an error, and stands for none.
+        reason: how large the difference is.
+    """
+
+    value: Value
+    original: Value | None
+    reason: str
+
+    def __str__(self) -> str:
+        same = self.original is None or str(self.original) == str(self.value)
+        return f"{self.value}{'' if same else f' for {self.original}'}: {self.reason}"
+
+
+def first_divergence(
+    expected: Mapping[str, Value], actual: Mapping[str, Value], *, exact: bool = False
+) -> Divergence | None:
+    """The first node that differs by more than rounding, of those that have a counterpart.
+
+    Args:
+        expected: the `values` of the original graph.
+        actual: those of the other, in whose order is looked.
+        exact: whether every bit counts.
+    """
+    for name, value in actual.items():
+        old = expected.get(name)
+        if isinstance(value.result, Exception):
+            return Divergence(value, old, f"raised {value.result!r}")
+        if old is None:
+            continue
+        found = difference(Answer(old.result, ()), Answer(value.result, ()), exact=exact)
+        if found is not None:
+            return Divergence(value, old, found.reason)
+    return None
+
+
+def values(module: fx.GraphModule, call: Call) -> dict[str, Value]:
+    """What each node gives in one call, up to an error.
+
+    The key is what a node stands for: the node of the original that it replaced, or its own name.
+    """
+    recorder = _Recorder(module)
+    own = call.map(torch.clone)
+    names = [str(n.target) for n in module.graph.nodes if n.op == "placeholder"][len(own.args) :]
+    rest = [own.kwargs[name] for name in names if name in own.kwargs]
+    with torch.no_grad(), seeded(call):
+        try:
+            recorder.run(*own.args, *rest)
+        except Exception as error:  # a broken graph may raise anything
+            recorder.keep(recorder.current, error)
+    return recorder.values
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(structural_copy(module))
+        self.extra_traceback = False  # it would be told as part of the error
+        self.values: dict[str, Value] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n
+        result = super().run_node(n)
+        self.keep(n, map_tensors(torch.clone, result))
+        return result
+
+    def keep(self, node: fx.Node, result: Any) -> None:
+        meaning = node.meta.get("stands_for", node.name)
+        self.values[meaning] = Value(node.name, describe(node), result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from optimizer._affine import Affine, Layer, absorbed_before, channels
@@ -16,9 +17,9 @@ from optimizer._channels import (
     require_moderate_shift,
     require_only_reader,
 )
-from optimizer._edit import supersede
+from optimizer._edit import insert_function, supersede
 from optimizer._facts import dtype, is_written, rank, tensor
-from optimizer._graph import module_of
+from optimizer._graph import callee, module_of
 from optimizer._match import call
 from optimizer._pass import require, rewrite
 
@@ -37,7 +38,8 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     at its border: these absorb no shift. Padding by reflection and the like repeats shifted
     values. W' * x and b' cancel where the values were centred by a shift far beyond their size,
     which eager rounds before and this after: such a shift stays. Nobody else may read the
-    affine values. The new layer is called where they were computed, and reads what they read.
+    affine values. The new layer is called where they were computed, and reads what they read;
+    if that may have one channel in another call, it is expanded to as many as the constants have.
     """
     source = operand(affine)
     if source is None or len(layer.args) != 1 or layer.kwargs:
@@ -51,9 +53,28 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     require(_commutes(linear, transform), "the layer pads with zeros, which are not shifted")
     require_moderate_shift(transform)
 
-    folded = call_folded(affine, (layer, affine), (source,), absorbed_before, transform)
-    supersede(affine, source)
+    constants = affine.op != "call_module" and transform.scale.numel() > 1
+    wide = _widened(affine, source, 1 - linear.weight.ndim) if constants else source
+    folded = call_folded(affine, (layer, affine), (wide,), absorbed_before, transform)
+    supersede(affine, wide)
     return folded
+
+
+def _widened(reader: fx.Node, source: fx.Node, axis: int) -> fx.Node:
+    """The values that constants are combined with, one channel repeated as they would repeat it.
+
+    Done ahead of other affine nodes, which then still meet the layer.
+    """
+    sizes = [-1] * rank(source)
+    sizes[axis] = tensor(source).shape[axis]
+    known = source.op == "call_module" and isinstance(module_of(source), (*LAYERS, _BatchNorm))
+    if known or (source.target, source.args[1:]) == ("expand", tuple(sizes)):
+        return source
+    before = operand(source) if callee(source) in AFFINES else None
+    if before is None or len(source.users) > 1 or not _keeps_shape(source, before):
+        return insert_function(reader, "expand", (source, *sizes))
+    source.replace_input_with(before, _widened(source, before, axis))
+    return source
 
 
 def _keeps_shape(affine: fx.Node, source: fx.Node) -> bool:

@@ -121,6 +121,61 @@ def test_folds(case: str) -> None:
     assert_equivalent(model, fast, inputs)
 
 
+WIDENED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "an input": times,
+    "the normalization of an input": lambda x, c: (x - 0.485) / c,
+    "two constants": lambda x, c: (x * c) / c,
+    "what else computes": lambda x, c: x.relu() * c,
+}
+
+
+@pytest.mark.parametrize("case", WIDENED)
+@pytest.mark.parametrize("shape", [IMAGE, IMAGE[1:]], ids=str)
+def test_constants_repeat_a_single_channel(case: str, shape: tuple[int, ...]) -> None:
+    model = randomize(Before(WIDENED[case], valid(), 4, 1, 1).double().eval())
+
+    fast = optimized(model, *inputs_like([shape], "random", 0))
+
+    assert NAME in fast.report.counts()
+    gray = (*shape[:-3], 1, *shape[-2:])
+    assert_equivalent(model, fast, inputs_like([gray], "random", 1))
+
+
+def test_an_example_of_a_single_channel_binds_nobody() -> None:
+    model = randomize(Before(lambda x, c: x * c * c, valid(), 4, 1, 1).double().eval())
+
+    fast = optimized(model, *inputs_like([(2, 1, 6, 6)], "random", 0))
+
+    assert fast.report.counts() == {NAME: 1}
+    assert_equivalent(model, fast, inputs_like([IMAGE], "random", 1))
+
+
+def test_other_readers_see_a_single_channel() -> None:
+    class Both(Before):
+        def forward(self, x: Tensor) -> Any:
+            centred = x - 0.5
+            return self.layer(centred * self.constant), centred
+
+    model = randomize(Both(times, valid(), 4, 1, 1).double().eval())
+
+    fast = optimized(model, *inputs_like([IMAGE], "random", 0))
+
+    assert fast.report.counts() == {NAME: 1}
+    assert_equivalent(model, fast, inputs_like([(2, 1, 6, 6)], "random", 1))
+
+
+def test_a_layer_fixes_its_channels() -> None:
+    class Scaled(Before):
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(self.layer(x) * self.constant)
+
+    model = randomize(Scaled(times, nn.Linear(4, 4), 4).double().eval())
+
+    fast = optimized(model, *inputs_like([(3, 4)], "random", 0))
+
+    assert [node.op for node in fast.graph.nodes if node.op == "call_method"] == []
+
+
 def test_a_pair_that_is_called_twice_is_folded_once() -> None:
     block = nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1))
     model = randomize(nn.Sequential(block, nn.ReLU(), block).double().eval())

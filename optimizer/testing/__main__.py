@@ -1,77 +1,140 @@
-"""The command line of the kit: `python -m optimizer.testing score | hunt | soak | firing`."""
+"""The command line of the kit: `python -m optimizer.testing score | hunt | soak | firing | …`."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 
-from optimizer.testing import _firing, _hunt, _score, _soak
+from optimizer.testing import _figures, _firing, _hunt, _score, _soak
+from optimizer.testing._record import FOLDER, Recorder
 from optimizer.testing._subject import Optimize
 from optimizer.testing.motifs import MOTIFS
+
+Record: TypeAlias = Callable[..., None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and print what it finds."""
-    options = _parser().parse_args(arguments)
-    return int(options.run(options))
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parser().parse_args(given)
+    command = shlex.join(["python", "-m", "optimizer.testing", *given])
+    record = Recorder.of(FOLDER, options.command, command) if options.record else _forget
+    return int(options.run(options, record))
+
+
+def _forget(name: str, **measured: Any) -> None:
+    """What is not asked for is not recorded."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m optimizer.testing", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="command")
-    score = commands.add_parser("score", help="how many examples it takes to find each mutant")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--record", action="store_true", help=f"keep the figures in {FOLDER}")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+
+    def command(name: str, run: Callable[..., int], about: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=about, parents=[common])
+        added.set_defaults(run=run)
+        return added
+
+    score = command("score", _run_score, "how many examples it takes to find each mutant")
     score.add_argument("mutants", nargs="*", help="their names; all if none are given")
     score.add_argument("--budget", type=int, default=_score.BUDGET, help="examples for each")
     score.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    score.set_defaults(run=_run_score)
-    hunt = commands.add_parser("hunt", help="the defects of torch's own tools")
+    hunt = command("hunt", _run_hunt, "the defects of torch's own tools")
     hunt.add_argument("--target", choices=_hunt.TARGETS, help="one of them; all if not given")
     hunt.add_argument("--examples", type=int, default=120)
-    hunt.set_defaults(run=_run_hunt)
-    firing = commands.add_parser("firing", help="how often each pass fires, what it refuses")
+    firing = command("firing", _run_firing, "how often each pass fires, what it refuses")
     firing.add_argument("passes", nargs="*", help="their names; all if none are given")
     firing.add_argument("--examples", type=int, default=200)
-    firing.set_defaults(run=_run_firing)
-    soak = commands.add_parser("soak", help="how many of very many models are got wrong")
+    soak = command("soak", _run_soak, "how many of very many models are got wrong")
     soak.add_argument("--examples", type=int, default=10_000)
     soak.add_argument("--level", type=int, default=1)
     soak.add_argument("--capture", choices=("symbolic", "export"), default="symbolic")
     soak.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     soak.add_argument("--seed", type=int, default=0, help="other models for another one")
-    soak.set_defaults(run=_run_soak)
+    quick = command("quick", _run_quick, "how long all tests take with the quick profile")
+    quick.add_argument("--processes", type=int, default=2)
+    figures = command("figures", _run_figures, "renew the table of all that was recorded")
+    figures.add_argument("--page", type=Path, default=_figures.PAGE)
     return parser
 
 
-def _run_firing(options: argparse.Namespace) -> int:
-    for line in _firing.table(options.passes or MOTIFS, options.examples):
-        print(line, flush=True)
+def _run_firing(options: argparse.Namespace, record: Record) -> int:
+    def recorded() -> Iterator[_firing.Firing]:
+        for name in options.passes or MOTIFS:
+            seen = _firing.firing(name, options.examples)
+            counts = {"fired": seen.fired, "examples": seen.examples, "met": len(seen.met())}
+            record(name, **counts, never=seen.never())
+            yield seen
+
+    _print(_firing.table(recorded()))
     return 0
 
 
-def _run_hunt(options: argparse.Namespace) -> int:
-    targets = [options.target] if options.target else list(_hunt.TARGETS)
-    for name in targets:
-        print("\n".join(_hunt.listing(name, _hunt.hunt(name, options.examples))), flush=True)
+def _run_hunt(options: argparse.Namespace, record: Record) -> int:
+    for name in [options.target] if options.target else list(_hunt.TARGETS):
+        started = time.perf_counter()
+        found = _hunt.hunt(name, options.examples)
+        record(name, defects=len(found), seconds=_since(started))
+        _print(_hunt.listing(name, found))
     return 0
 
 
-def _run_soak(options: argparse.Namespace) -> int:
+def _run_soak(options: argparse.Namespace, record: Record) -> int:
     subject = Optimize(options.level, capture=options.capture)
     dtype, shown = getattr(torch, options.dtype), 0
-    for tally in _soak.soak(subject, options.examples, dtype=dtype, first_seed=options.seed):
-        print(*tally.wrong[shown:], tally, sep="\n", flush=True)
+    name = f"level {options.level}, {options.capture}, {options.dtype}, seed {options.seed}"
+    tallies = _soak.soak(subject, options.examples, dtype=dtype, first_seed=options.seed)
+    for batch, tally in enumerate(tallies, 1):
+        _print(map(str, [*tally.wrong[shown:], tally]))
         shown = len(tally.wrong)
+        counts = {"examples": tally.examples, "wrong": shown, "seconds": round(tally.seconds, 1)}
+        record(name, **counts, asked=min(batch * _soak.BATCH, options.examples))
     return min(shown, 1)
 
 
-def _run_score(options: argparse.Namespace) -> int:
-    for line in _score.table(_score.score(options.mutants, options.budget, options.processes)):
-        print(line, flush=True)
+def _run_score(options: argparse.Namespace, record: Record) -> int:
+    def recorded() -> Iterator[_score.Verdict]:
+        for each in _score.score(options.mutants, options.budget, options.processes):
+            counts = {"examples": each.examples, "seconds": round(each.seconds, 1)}
+            record(each.mutant.name, killed=each.killed, **counts)
+            yield each
+
+    _print(_score.table(recorded()))
     return 0
+
+
+def _run_quick(options: argparse.Namespace, record: Record) -> int:
+    started, command = time.perf_counter(), [sys.executable, "-m", "pytest", "-q", "-n"]
+    code = subprocess.run([*command, str(options.processes)], check=False).returncode
+    if code == 0:
+        record(f"{options.processes} processes", seconds=_since(started))
+    return code
+
+
+def _run_figures(options: argparse.Namespace, record: Record) -> int:
+    _figures.renew(options.page, FOLDER)
+    _print(_figures.table(FOLDER))
+    return 0
+
+
+def _since(started: float) -> float:
+    return round(time.perf_counter() - started, 1)
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,10 @@ class Firing:
     fired: int = 0
     refused: Counter[str] = field(default_factory=Counter)
 
+    def met(self) -> list[str]:
+        """The reasons in the file of the pass that a model met."""
+        return sorted(reasons(self.name) & set(self.refused))
+
     def never(self) -> list[str]:
         """The reasons in the file of the pass that no model met."""
         return sorted(reasons(self.name) - set(self.refused))
@@ -60,9 +64,9 @@ def reasons(name: str) -> set[str]:
 _REFUSING = ("require", "Refused")
 
 
-def table(names: Iterable[str], examples: int) -> Iterator[str]:
+def table(firings: Iterable[Firing]) -> Iterator[str]:
     """The lines of a Markdown table, a row for each pass."""
     yield from ("| pass | fires in | reasons met | never met |", "|---|---|---|---|")
-    for seen in (firing(name, examples) for name in names):
+    for seen in firings:
         share, never = seen.fired / seen.examples, "; ".join(seen.never()) or "-"
-        yield f"| {seen.name} | {share:.0%} | {len(seen.refused)} | {never} |"
+        yield f"| {seen.name} | {share:.0%} | {len(seen.met())} | {never} |"

@@ -1,0 +1,175 @@
+"""The table of how good the fuzz is says what its commands measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optimizer.testing import MOTIFS, _figures, _firing, _hunt, _mutants, _record, _score, _soak
+from optimizer.testing.__main__ import main
+
+ROOT = Path(__file__).parent.parent
+STAMP = {"commit": "abc1234", "machine": "abacus, 2 cores", "command": "count"}
+REAL, OWN = (
+    next(name for name, mutant in _mutants.catalogue().items() if mutant.is_real is real)
+    for real in (True, False)
+)
+
+
+def row(folder: Path, figure: str, told: str, **entries: dict[str, Any]) -> str:
+    """The row `told` of the table, where these entries of a figure were recorded."""
+    text = json.dumps({name: entry | STAMP for name, entry in entries.items()})
+    (folder / f"{figure}.json").write_text(text)
+    (found,) = (line for line in _figures.table(folder) if line.startswith(f"| {told}"))
+    return found
+
+
+def test_the_table_of_the_page_is_what_was_recorded() -> None:
+    table = "\n".join(_figures.table(ROOT / "docs" / "fuzzing"))
+
+    assert f"{_figures.START}\n{table}\n\n{_figures.END}" in (ROOT / _figures.PAGE).read_text(), (
+        "run `python -m optimizer.testing figures`"
+    )
+
+
+def test_a_row_that_nobody_recorded_says_so(tmp_path: Path) -> None:
+    rows = list(_figures.table(tmp_path))[2:]
+
+    assert len(rows) == len(_figures.FIGURES)
+    assert all(" | not measured | " in each for each in rows)
+
+
+def test_mutants_are_counted_and_survivors_named(tmp_path: Path) -> None:
+    killed = {"killed": True, "examples": 7, "seconds": 1.0}
+    survives = {"killed": False, "examples": 400, "seconds": 9.0}
+    gone = {"a mutant that is gone": survives}
+    rows = [
+        row(tmp_path, "score", told, **{REAL: killed, OWN: survives}, **gone)
+        for told in ("mutants killed", "those of them", "examples to kill")
+    ]
+
+    untried = len(_mutants.catalogue()) - 2
+    assert f"| 98 % | 1 of 2 (50.0%); {untried} not tried; survive: {OWN} | `count`" in rows[0]
+    assert "| 1 of 1 (100.0%) |" in rows[1]
+    assert "| 7, 7 |" in rows[2]
+    assert rows[0].endswith("| `count`; abc1234; abacus, 2 cores |")
+
+
+TOLD: dict[str, tuple[str, dict[str, dict[str, Any]], str]] = {
+    "generic mutants": (
+        "generic",
+        {"a": {"killed": True}, "b": {"killed": False}, "c": {"killed": False, "equivalent": True}},
+        "1 of 2 (50.0%); 1 equivalent",
+    ),
+    "defects found": (
+        "hunt",
+        {"fuse": {"defects": 4, "seconds": 3.0}, "cse": {"defects": 3, "seconds": 2.0}},
+        "7 (fuse 4, cse 3) in 5 s",
+    ),
+    "counterexamples": (
+        "shrink",
+        {"a": {"minimal": True, "seconds": 1.0}, "b": {"minimal": False, "seconds": 3.0}},
+        "1 of 2 (50.0%); median 2.0 s, at most 3.0 s",
+    ),
+    "models that the optimizer": (
+        "soak",
+        {"a": {"wrong": 0, "examples": 2000}, "b": {"wrong": 1, "examples": 500}},
+        "1 in 2,500 (a: 0 in 2,000; b: 1 in 500)",
+    ),
+    "models a second": ("soak", {"a": {"examples": 90, "seconds": 3.0}}, "a: 30"),
+    "models that are rejected": ("soak", {"a": {"asked": 50, "examples": 48}}, "2 of 50"),
+    "all tests": ("quick", {"2 processes": {"seconds": 90.0}}, "2 processes: 1.5 min"),
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_a_row_tells_what_was_recorded(told: str, tmp_path: Path) -> None:
+    figure, entries, expected = TOLD[told]
+    complete = {"wrong": 0, "examples": 1, "asked": 1, "seconds": 1.0}
+    full = {name: complete | entry for name, entry in entries.items()}
+
+    assert f" | {expected} | `count`" in row(tmp_path, figure, told, **full)
+
+
+def test_a_row_names_the_pass_that_fires_least_and_what_was_never_met(tmp_path: Path) -> None:
+    seldom, *others = MOTIFS
+    entry = {"examples": 10, "met": 1, "never": []}
+    firing = {name: entry | {"fired": 5} for name in others}
+    firing[seldom] = entry | {"fired": 1, "never": ["it is Tuesday"]}
+
+    shares = row(tmp_path, "firing", "share of its own fuzz", **firing)
+    reasons = row(tmp_path, "firing", "reasons to refuse", **firing)
+
+    assert f"| 10% ({seldom}) to 50%, {len(MOTIFS)} of {len(MOTIFS)} passes |" in shares
+    met = len(MOTIFS)
+    assert f"| {met} of {met + 1} ({met / (met + 1):.1%}); never: it is Tuesday |" in reasons
+
+
+def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("nothing")
+
+    with pytest.raises(ValueError, match="has no <!-- figures -->"):
+        _figures.renew(tmp_path / "page.md", tmp_path)
+
+
+def test_an_entry_replaces_its_own_name_only(tmp_path: Path) -> None:
+    for name, killed in (("a", False), ("b", False), ("a", True)):
+        _record.Recorder.of(tmp_path, "score", name)(name, killed=killed)
+
+    entries = _record.read(tmp_path, "score")
+    assert [(name, each["killed"]) for name, each in entries.items()] == [("b", False), ("a", True)]
+    assert [each.name for each in tmp_path.iterdir()] == ["score.json"]
+
+
+def test_the_commit_has_a_mark_where_files_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "optimizer" / "testing" / "_record.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    monkeypatch.setattr(_record, "__file__", str(file))
+    assert _record.commit() == ""
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for git in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", *git], cwd=tmp_path, check=True)
+
+    (tmp_path / "elsewhere").write_text("")
+    clean = _record.commit()
+    file.write_text("changed")
+
+    assert len(clean) == 7
+    assert _record.commit() == f"{clean}+"
+
+
+def test_each_command_records_what_the_table_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_hunt, "hunt", lambda name, examples: [])
+    monkeypatch.setattr(_firing, "firing", lambda name, examples: _firing.Firing(name, 4, 1))
+    tally = _soak.Tally(examples=3, seconds=1.0)
+    monkeypatch.setattr(_soak, "soak", lambda *given, **options: iter([tally]))
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(subprocess, "run", lambda *given, **options: done)
+    monkeypatch.setattr(_record.Recorder, "of", lambda *given: _record.Recorder(*given[:2], STAMP))
+    verdict = _score.Verdict(_mutants.catalogue()[REAL], True, 3, 0.5, "values differ")
+    monkeypatch.setattr(_score, "score", lambda *given: iter([verdict]))
+
+    for command in (["hunt"], ["firing"], ["soak", "--examples", "3"], ["score"], ["quick"]):
+        main(command)
+        assert not (tmp_path / "docs").exists()
+    for command in (["hunt"], ["firing"], ["soak", "--examples", "3"], ["score"], ["quick"]):
+        main([*command, "--record"])
+    page = tmp_path / "docs" / "fuzzing.md"
+    page.write_text(f"before\n{_figures.START}{_figures.END}after\n")
+    main(["figures"])
+
+    text = page.read_text()
+    assert text.startswith("before\n<!-- figures -->\n\n| | goal")
+    assert text.endswith("|\n\n<!-- end of figures -->\nafter\n")
+    assert text.count("not measured") == 2  # generic, shrink
+    assert f"; {len(_mutants.catalogue()) - 1} not tried |" in text

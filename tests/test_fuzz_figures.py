@@ -104,7 +104,7 @@ def test_a_row_names_the_pass_that_fires_least_and_what_was_never_met(tmp_path: 
     shares = row(tmp_path, "firing", "share of its own fuzz", **firing)
     reasons = row(tmp_path, "firing", "reasons to refuse", **firing)
 
-    assert f"| 10% ({seldom}) to 50%, {len(MOTIFS)} of {len(MOTIFS)} passes |" in shares
+    assert f"| 10% ({seldom}) to 50%; {len(MOTIFS)} of {len(MOTIFS)} passes |" in shares
     met = len(MOTIFS)
     assert f"| {met} of {met + 1} ({met / (met + 1):.1%}); never: it is Tuesday |" in reasons
 

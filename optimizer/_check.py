@@ -69,8 +69,9 @@ def answer(module: nn.Module, call: Call, *, share: bool = False) -> Answer:
 @contextmanager
 def seeded(call: Call) -> Iterator[None]:
     """From the same random state in every block, and back to the caller's."""
-    with random_state_kept(), device_of(tensors_in(call)).keep_random_state():
-        torch.manual_seed(0)
+    device = device_of(tensors_in(call))
+    with random_state_kept(), device.keep_random_state():
+        device.seed(0)
         yield
 
 

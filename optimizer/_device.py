@@ -35,6 +35,9 @@ class Device(Protocol):
     def keep_random_state(self) -> AbstractContextManager[None]:
         """On leaving the context, the generators of the CPU and this device are as on entering."""
 
+    def seed(self, number: int) -> None:
+        """Seed the generators of the CPU and this device, and of no other."""
+
 
 class Cpu:
     """The CPU. Its calls are synchronous.
@@ -62,6 +65,9 @@ class Cpu:
     def keep_random_state(self) -> AbstractContextManager[None]:
         return torch.random.fork_rng(devices=[])
 
+    def seed(self, number: int) -> None:
+        torch.default_generator.manual_seed(number)
+
 
 class Cuda:
     """One NVIDIA (or ROCm) GPU: the caching allocator keeps the peak itself."""
@@ -83,6 +89,11 @@ class Cuda:
 
     def keep_random_state(self) -> AbstractContextManager[None]:
         return torch.random.fork_rng(devices=[torch.device(self.name)])
+
+    def seed(self, number: int) -> None:
+        torch.default_generator.manual_seed(number)
+        with torch.cuda.device(self.name):
+            torch.cuda.manual_seed(number)
 
     @staticmethod
     def is_capturing() -> bool:
@@ -149,6 +160,10 @@ class Mps:
 
     def keep_random_state(self) -> AbstractContextManager[None]:
         return torch.random.fork_rng(devices=[0], device_type="mps")
+
+    def seed(self, number: int) -> None:
+        torch.default_generator.manual_seed(number)
+        torch.mps.manual_seed(number)
 
 
 def device_named(name: str | torch.device) -> Device:

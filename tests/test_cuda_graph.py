@@ -67,6 +67,9 @@ class FakeCuda(Cuda):
     def keep_random_state(self) -> AbstractContextManager[None]:
         return Cpu().keep_random_state()
 
+    def seed(self, number: int) -> None:
+        Cpu().seed(number)
+
     def record(self, program: Any, inputs: Sequence[torch.Tensor]) -> Any:
         self.records += 1
         own = [torch.full_like(each, 7) for each in inputs]

@@ -316,3 +316,13 @@ def test_torch_keeps_nothing_of_the_first_model() -> None:
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
 
     assert ended.stdout.split() == ["[]", "True"]
+
+
+def test_no_other_device_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    monkeypatch.setattr(torch.mps, "manual_seed", seeded.append)
+
+    optimizer.optimize(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval(), torch.ones(1, 2), level=2)
+
+    assert seeded == []

@@ -76,6 +76,9 @@ class FakeDevice:
     def keep_random_state(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def seed(self, number: int) -> None:
+        self.calls.append(f"seed {number}")
+
 
 @pytest.mark.parametrize(
     ("module", "expected"),

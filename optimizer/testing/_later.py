@@ -126,7 +126,7 @@ def _gradients(module: nn.Module, inputs: Inputs) -> Inputs:
     module = copy.deepcopy(module)
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         result = module(*(leaf.clone() for leaf in leaves))
     outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
     total = torch.stack([(output * output).sum() for output in outputs]).sum()

@@ -44,7 +44,7 @@ def observe(module: nn.Module, inputs: Inputs) -> Outcome:
     arguments = pytree.tree_leaves((args, kwargs))
     before = [tensor.clone() for tensor in tensors_of(module)]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         result = module(*args, **kwargs)
         random_state = torch.get_rng_state()
     leaves, structure = pytree.tree_flatten(result)

@@ -28,7 +28,7 @@ class Tally:
         examples: how many were tried; none is rejected.
         lowered: how many of them have a program of level 2.
         wrong: those that the optimizer got wrong.
-        seconds: what building, optimizing and comparing them took.
+        seconds: of the processor, for building, optimizing and comparing them.
     """
 
     examples: int = 0
@@ -39,7 +39,7 @@ class Tally:
     def __str__(self) -> str:
         return (
             f"{self.examples} models, {len(self.wrong)} wrong, {self.lowered} lowered,"
-            f" {self.examples / max(self.seconds, 1e-9):.1f} a second"
+            f" {self.examples / max(self.seconds, 1e-9):.1f} a second of the processor"
         )
 
 
@@ -55,9 +55,9 @@ def soak(
     tally = Tally()
     for batch in range(-(-examples // BATCH)):
         count = min(BATCH, examples - batch * BATCH)
-        start = time.perf_counter()
+        start = time.process_time()
         _try(subject, count, dtype, first_seed + batch, tally)
-        tally.seconds += time.perf_counter() - start
+        tally.seconds += time.process_time() - start
         gc.collect()
         yield tally
 

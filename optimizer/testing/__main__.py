@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from optimizer.testing import _figures, _firing, _hunt, _score, _soak
+from optimizer.testing import _figures, _firing, _hunt, _score, _shrink, _soak
+from optimizer.testing._mutants import Mutant
 from optimizer.testing._record import FOLDER, Recorder
 from optimizer.testing._subject import Optimize
 from optimizer.testing.motifs import MOTIFS
@@ -62,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     soak.add_argument("--capture", choices=("symbolic", "export"), default="symbolic")
     soak.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     soak.add_argument("--seed", type=int, default=0, help="other models for another one")
+    shrink = command("shrink", _run_shrink, "how small counterexamples get, and how soon")
+    shrink.add_argument("--sample", type=int, default=40, help="so many mutants of passes")
+    shrink.add_argument("--budget", type=int, default=300, help="examples to find each")
     quick = command("quick", _run_quick, "how long all tests take with the quick profile")
     quick.add_argument("--processes", type=int, default=2)
     figures = command("figures", _run_figures, "renew the table of all that was recorded")
@@ -111,6 +115,17 @@ def _run_score(options: argparse.Namespace, record: Record) -> int:
             yield each
 
     _print(_score.table(recorded()))
+    return 0
+
+
+def _run_shrink(options: argparse.Namespace, record: Record) -> int:
+    def recorded() -> Iterator[tuple[Mutant, _shrink.Shrunk]]:
+        for mutant in _shrink.sample(options.sample):
+            if found := _shrink.shrink(mutant, options.budget):
+                record(mutant.name, **vars(found))
+                yield mutant, found
+
+    _print(_shrink.table(recorded()))
     return 0
 
 

@@ -56,16 +56,20 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
 
         def fails(spec: Spec) -> bool:
             nonlocal kept
-            try:
-                self.retry(spec)
-            except Counterexample as smaller:
-                if type(smaller.__cause__) is type(self.__cause__):
-                    kept = smaller
-                    return True
-            return False
+            found = self.on(spec)
+            kept = found or kept
+            return found is not None
 
         smallest(self.spec, fails)
         return kept
+
+    def on(self, spec: Spec) -> Counterexample | None:
+        """The same kind of failure on another program; None if there is none."""
+        try:
+            self.retry(spec)
+        except Counterexample as other:
+            return other if type(other.__cause__) is type(self.__cause__) else None
+        return None
 
     def text(self) -> str:
         """The report on exactly this model."""

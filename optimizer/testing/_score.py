@@ -88,7 +88,7 @@ def first_failure(names: Sequence[str], budget: int) -> tuple[int, str]:
             report_multiple_bugs=False,
         )
         @seed(0)
-        @given(_any_of(names))
+        @given(any_of(names))
         def holds(chosen: tuple[str, Spec]) -> None:
             nonlocal tried
             name, spec = chosen
@@ -119,7 +119,9 @@ def _motifs(name: str) -> Iterator[tuple[Spec, bool]]:
             yield Spec(tuple(program.split()), shape, "random", place % len(LATER_CALLS)), False
 
 
-def _any_of(names: Sequence[str]) -> st.SearchStrategy[tuple[str, Spec]]:
+def any_of(names: Sequence[str]) -> st.SearchStrategy[tuple[str, Spec]]:
+    """One of them, and a model near its motifs."""
+
     def near(name: str) -> st.SearchStrategy[tuple[str, Spec]]:
         generated = models(focus=name) if name in MOTIFS else models(alphabet=TOKENS)
         return st.tuples(st.just(name), generated)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,15 +74,12 @@ def _of(names: Iterable[str], entries: Entries) -> Entries:
     return {name: entries[name] for name in names if name in entries}
 
 
-def _listed(label: str, names: Sequence[str]) -> str:
-    return f"; {label}: {'; '.join(names)}" if names else ""
-
-
 def _mutants(entries: Entries) -> str:
     killed = _each(tried := _of(catalogue(), entries), "killed")
     survivors = [name for name, each in tried.items() if not each["killed"]]
+    survive = f"; survive: {'; '.join(survivors)}" if survivors else ""
     untried = f"; {len(catalogue()) - len(tried)} not tried"
-    return _share(sum(killed), len(killed)) + untried + _listed("survive", survivors)
+    return _share(sum(killed), len(killed)) + untried + survive
 
 
 def _real(entries: Entries) -> str:
@@ -142,9 +139,8 @@ def _firing(entries: Entries) -> str:
 
 
 def _reasons(entries: Entries) -> str:
-    tried = _of(MOTIFS, entries)
-    met, never = sum(_each(tried, "met")), [r for each in _each(tried, "never") for r in each]
-    return _share(met, met + len(never)) + _listed("never", never)
+    met, never = (_each(_of(MOTIFS, entries), key) for key in ("met", "never"))
+    return _share(sum(met), sum(met) + sum(map(len, never)))
 
 
 def _minutes(entries: Entries) -> str:

@@ -27,7 +27,7 @@ def check_spec(
     *,
     exact: bool = False,
     dtype: torch.dtype = torch.float64,
-    later: bool = False,
+    later: bool | tuple[str, ...] = False,
 ) -> nn.Module:
     """Build the model of `spec`, give it to `subject`, and compare what comes back.
 
@@ -36,7 +36,8 @@ def check_spec(
         subject: makes the candidate; must leave the model, the inputs and the random state alone.
         exact: demand the same bits whatever the data; else see `assert_equivalent`.
         dtype: of parameters and inputs. Only `exact` makes sense below float64.
-        later: compare gradients too, and one more of `LATER_CALLS`, which the spec's seed chooses.
+        later: compare gradients too, and one more of `LATER_CALLS`, which the spec's seed chooses;
+            or those that are named.
 
     Returns:
         The candidate.
@@ -46,7 +47,7 @@ def check_spec(
             Its text is a report that ends in a test to paste.
     """
     model, inputs = spec.build(dtype), spec.inputs(dtype)
-    calls = later_calls(spec) if later else ()
+    calls = later if isinstance(later, tuple) else later_calls(spec) if later else ()
     retry = partial(check_spec, subject=subject, exact=exact, dtype=dtype, later=later)
     suspect = Counterexample(spec, subject, retry, exact=exact, dtype=dtype, later=calls)
     try:

@@ -103,6 +103,7 @@ ARITHMETIC: dict[str, Emit] = {
     "add_outer": broadcast("{v}.sum(0) + {v}"),
     "add_alpha": binary("torch.add({w}, {v}, alpha=2)"),
     "add_method": binary("{w}.add({v})"),
+    "sub_plain": binary("{w}.sub({v})"),
     "swish_gate": binary("{w} * torch.sigmoid({v})"),
     "attention_scaled": ranked(2, expression("F.softmax(({v} * 0.5) @ {v}.mT, dim=-1) @ {v}")),
     "attention_maps": ranked(2, expression("(w := ({v} @ {v}.mT).softmax(-1)) @ {v} + w.mean()")),

@@ -1,7 +1,8 @@
 """Level 2 as the subject of the fuzz: a call that was lowered, and what must not be chosen for it.
 
-Nothing is timed: whatever is found right counts as faster. Every region gets candidates that are
-wrong, which only their verification can keep out. Fused kernels have tests of their own.
+Nothing is timed: whatever is found right counts as faster. Every region gets a candidate that
+makes new tensors, as a fused kernel does, and others that are wrong, which only their verification
+can keep out. Fused kernels have tests of their own.
 """
 
 from __future__ import annotations
@@ -21,20 +22,25 @@ from optimizer.lowering import _choose
 from optimizer.lowering._policies import Policy
 
 
-class _Spoiled(nn.Module):
-    """A region, and what a broken kernel may do besides."""
+class _Kernel(nn.Module):
+    """A region, and what a kernel may do besides."""
 
     def __init__(self, region: fx.GraphModule) -> None:
         super().__init__()
         self.region = region
 
 
-class _Wrong(_Spoiled):
+class _New(_Kernel):
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(each.clone() for each in self.region(*given))
+
+
+class _Wrong(_Kernel):
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(each + 1 for each in self.region(*given))
 
 
-class _Greedy(_Spoiled):
+class _Greedy(_Kernel):
     def forward(self, *given: torch.Tensor) -> Any:
         outputs = self.region(*given)
         for each in given:
@@ -42,7 +48,8 @@ class _Greedy(_Spoiled):
         return outputs
 
 
-_SPOILED = {
+_KERNELS = {
+    "new": lambda region, inputs: _New(region),
     "wrong": lambda region, inputs: _Wrong(region),
     "greedy": lambda region, inputs: _Greedy(region),
 }
@@ -50,12 +57,14 @@ _SPOILED = {
 
 class _Spoiling(Policy):
     def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
-        return list(_SPOILED)
+        seen = all(each.numel() and each.any() for each in inputs)  # if one overwrites them
+        return list(_KERNELS) if seen else ["new"]
 
 
 def _last_wins(
     self: _choose.Chooser, programs: Mapping[str, Any], *rest: Any, **more: Any
 ) -> dict[str, float]:
+    assert programs.keys().isdisjoint({"wrong", "greedy"}), "a broken kernel was not rejected"
     if "plan" in programs:
         return {"plan": 0.0, "portable": 1.0}
     return {name: -float(place) for place, name in enumerate(programs)}
@@ -72,7 +81,7 @@ class Lower:
         with (
             patch.object(_choose.Chooser, "race", _last_wins),
             patch.object(_choose, "policy_of", lambda inputs: _Spoiling()),
-            patch.dict(_choose.CANDIDATES, _SPOILED),
+            patch.dict(_choose.CANDIDATES, _KERNELS),
         ):
             return optimizer.optimize(model, inputs, level=2, only=(), check=None)
 

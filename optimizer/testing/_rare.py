@@ -69,12 +69,17 @@ def of_two_ranks(machine: Machine) -> None:
 RARE: dict[str, Emit] = {
     "lower": expression("{v} - 1.0"),
     "quarter": expression("{v} / 4.0"),
-    "reciprocal": expression("1.0 / {v}"),
-    "over_zero": expression("{v} / 0.0"),
-    "over_minus_zero": expression("{v} / -0.0"),
+    # Clamped, since layers that read infinities cannot be merged: they do not distribute.
+    "reciprocal": expression("(1.0 / {v}).clamp(-9, 9)"),
+    "over_zero": expression("({v} / 0.0).clamp(-9, 9)"),
+    "over_minus_zero": expression("({v} / -0.0).clamp(-9, 9)"),
     "add_alpha3": binary("torch.add({w}, {v}, alpha=3)"),
     "clamp_other": expression("torch.clamp({v} + 3.0, 0, 5) / 6.0"),
     "gate_other": expression("{v} * torch.sigmoid({v} * 0.5)"),
+    "hardswish_minus": expression("{v} * F.relu6({v} - 3) / 6"),
+    "gelu_tanh_square": expression(
+        "{v} * 0.5 * (1 + torch.tanh((2 / 3.141592653589793) ** 0.5 * ({v} + 0.044715 * {v} ** 2)))"
+    ),
     "softmax_first": softmax(0),
     "softmax_last": softmax(-1),
     "leaky_module": member("leaky", "nn.LeakyReLU(0.5)"),
@@ -84,6 +89,7 @@ RARE: dict[str, Emit] = {
     "rows": ranked(2, rows),
     "widen": widen,
     "t01_of_two_ranks": of_two_ranks,
+    "T_of_row_and_column": ranked(2, expression("({v}[..., :1, :].mT + {v}[..., :1].mT).mT")),
     "conv_written": written(conv(), "self.{m}.weight.mul_(2.0)"),
     "bn_written": written(batchnorm(), "self.{m}.running_mean.add_(1.0)"),
     "scale_written": written(LAYERS["scale_last"], "self.{m}.weight.mul_(2.0)"),
@@ -93,6 +99,11 @@ RARE: dict[str, Emit] = {
     ),
     "bn_F_train": batchnorm(
         spelling="F.batch_norm({v}, self.{m}.running_mean, self.{m}.running_var, training=True)",
+        training=True,
+    ),
+    "bn_F_by_size": batchnorm(
+        spelling="F.batch_norm({v}, self.{m}.running_mean, self.{m}.running_var,"
+        " training={v}.shape[0] > 4)",
         training=True,
     ),
     "mask_accumulate": statement(

@@ -116,16 +116,29 @@ def named_mask(machine: Machine) -> None:
     machine.replace(f"{{v}} + {name}")
 
 
-def gathered_mask(between: str) -> Emit:
-    """What a mask chooses of the value below, written under the same mask after `between`."""
+def gathered_mask(between: str = "", mask: str = "{m}", after: str = "") -> Emit:
+    """What `mask` chooses of the value below, written under mask `{m}` after `between`.
+
+    `after` is a statement in which `{c}` is what was chosen.
+    """
 
     def emit(machine: Machine) -> None:
         name, below = f"m{len(machine.statements)}", machine.below().name
         machine.do(f"{name} = {{v}} > 0.5")
-        machine.do(f"{name}_chosen = {below}[{name}]")
+        machine.do(f"{name}_chosen = {below}[{mask.format(m=name)}]")
         machine.do(f"{between.format(w=below)}{{v}}[{name}] = {name}_chosen")
+        if after:
+            machine.do(after.replace("{c}", f"{name}_chosen"))
 
     return emit
+
+
+def integers(machine: Machine) -> None:
+    """A number that integers cannot hold, assigned under a mask."""
+    name = f"i{len(machine.statements)}"
+    machine.do(f"{name} = ({{v}} > 0) * 2")
+    machine.do(f"{name}[{{v}} < 0] = 1.5")
+    machine.replace(f"{{v}} + {name}")
 
 
 VIEWS: dict[str, Emit] = {
@@ -189,8 +202,11 @@ ASSIGNMENTS: dict[str, Emit] = {
     "slice_step": assignment("{v}[..., ::2] *= 2.0"),
     "ellipsis": assignment("{v}[...] = {w}.clone() + 1.0"),
     "mask_put": assignment("{v}.index_put_(({v} > 0,), {v}.sum())"),
-    "mask_gather_same": gathered_mask(""),
+    "mask_gather_same": gathered_mask(),
     "mask_gather_stale": gathered_mask("{w}.mul_(2.0); "),
+    "mask_gather_other": gathered_mask(mask="{m}.flip(0)"),
+    "mask_gather_read": gathered_mask(after="{v} += {c}.sum()"),
+    "mask_integers": integers,
     "mask_view": ranked(2, assignment("{v}.transpose(0, 1)[{v}.transpose(0, 1) > 0] = 0.0")),
     "slice": assignment("{v}[..., 0] = 1.0"),
     "mask_copy": lambda machine: machine.replace("{v}.masked_fill({v} > 0.0, 0.0)"),

@@ -14,6 +14,7 @@ MOTIF = Motif(
         "movedim moveaxis",
         "swapaxes t01_kw",
         "T t t_torch",
+        "t_ends t01",
         "mT t_negative",
         "t_same",
         "permute_same",

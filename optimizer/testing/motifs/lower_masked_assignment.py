@@ -34,5 +34,8 @@ MOTIF = Motif(
         "clone mask_row",
         "dup t01 shift swap clone mask_below",
         "dup t01 tanh swap clone mask_below",
+        "dup clone swap idouble_statement swap mask_below",
+        "dup clone arg idouble_statement drop mask_below",
+        "mask_integers",
     ),
 )

@@ -21,5 +21,8 @@ MOTIF = Motif(
         "clone dup mask_gather_same",
         "dup relu mask_gather",
         "mask_two",
+        "linear mask_sub",
+        "clone mask_gather_other",
+        "clone mask_gather_read",
     ),
 )

@@ -18,5 +18,9 @@ MOTIF = Motif(
         "linear gate_other mask",
         "swish double",
         "dup swish out",
+        "linear dup sigmoid out mul",
+        "linear dup sigmoid swap idouble_statement mul",
+        "hardswish_minus",
+        "gelu_tanh_square",
     ),
 )

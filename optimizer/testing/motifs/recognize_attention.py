@@ -14,5 +14,6 @@ MOTIF = Motif(
         "attention t12 mask",
         "dup attention idouble_statement add",
         "flatten_rows attention",
+        "dup dup matmul softmax swap idouble_statement t12 matmul",
     ),
 )

@@ -27,5 +27,6 @@ MOTIF = Motif(
         "dup t01 shift add",
         "dup t01 double swap mul",
         "linear dup widen mul",
+        "linear arg linear swap add",
     ),
 )

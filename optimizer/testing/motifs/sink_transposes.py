@@ -28,5 +28,7 @@ MOTIF = Motif(
         "dup t01 relu_F_inplace t01 add",
         "t01 relu_statement t01",
         "t01_of_two_ranks",
+        "T_of_row_and_column",
+        "t12 flip t12",
     ),
 )

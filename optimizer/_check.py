@@ -60,7 +60,7 @@ def answer(module: nn.Module, call: Call, *, share: bool = False) -> Answer:
     same ones can be compared, and the caller's random state is left where it was.
     """
     copied = structural_copy(module, share=share)
-    own = call.map(torch.clone)
+    own = call.copied()
     with torch.no_grad(), seeded(call):
         output = copied(*own.args, **own.kwargs)
     return Answer(output, (own.args, own.kwargs))

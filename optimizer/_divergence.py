@@ -75,7 +75,7 @@ def values(module: fx.GraphModule, call: Call) -> dict[str, Value]:
     The key is what a node stands for: the node of the original that it replaced, or its own name.
     """
     recorder = _Recorder(module)
-    own = call.map(torch.clone)
+    own = call.copied()
     names = [str(n.target) for n in module.graph.nodes if n.op == "placeholder"][len(own.args) :]
     rest = [own.kwargs[name] for name in names if name in own.kwargs]
     with torch.no_grad(), seeded(call):

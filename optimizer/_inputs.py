@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from optimizer._errors import InputError
-from optimizer._trees import map_tensors, tensors_in
+from optimizer._trees import copies_of, map_tensors, tensors_in
 
 ExampleInputs: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -25,12 +26,18 @@ class Call(NamedTuple):
         args, kwargs = map_tensors(function, (self.args, self.kwargs))
         return Call(args, kwargs)
 
+    def copied(self) -> Call:
+        """The same call with copies of what a forward may write."""
+        args, kwargs = copies_of((self.args, self.kwargs))
+        return Call(args, kwargs)
+
 
 def as_call(example_inputs: ExampleInputs) -> Call:
     """A tensor, a sequence of positional or a mapping of keyword arguments, as a `Call`.
 
     Raises:
-        InputError: it is none of the three, or a tensor in it is on the meta device.
+        InputError: it is none of the three, a tensor in it is on the meta device, or something
+            in it can be read once only.
     """
     if isinstance(example_inputs, torch.Tensor):
         return _with_data(Call((example_inputs,), {}))
@@ -48,6 +55,10 @@ def _with_data(call: Call) -> Call:
     if any(tensor.is_meta for tensor in tensors_in(call)):
         raise InputError(
             "an example input is on the meta device and holds no data: pass a tensor that does."
+        )
+    if any(isinstance(leaf, Iterator) for leaf in tree_leaves((call.args, call.kwargs))):
+        raise InputError(
+            "an example input is an iterator, which can be read once only: pass a list."
         )
     return call
 

@@ -190,7 +190,7 @@ def _as_before(device: Device, *modules: nn.Module) -> Iterator[None]:
 
 def _warm_up(module: nn.Module, call: Call, times: int) -> None:
     for _ in range(times):
-        args, kwargs = call.map(torch.clone)
+        args, kwargs = call.copied()
         try:
             module(*args, **kwargs)
         except Exception as error:
@@ -205,7 +205,7 @@ def _headline(error: Exception) -> str:
 
 
 def _timed(module: nn.Module, call: Call, device: Device) -> float:
-    args, kwargs = call.map(torch.clone)
+    args, kwargs = call.copied()
     device.synchronize()
     start = time.perf_counter()
     output = module(*args, **kwargs)
@@ -218,7 +218,7 @@ def _timed(module: nn.Module, call: Call, device: Device) -> float:
 def _measurement(
     module: nn.Module, call: Call, device: Device, times: Sequence[float]
 ) -> Measurement:
-    args, kwargs = call.map(torch.clone)
+    args, kwargs = call.copied()
     gc.collect()  # so that nothing older is freed meanwhile
     peak = device.peak_memory(lambda: module(*args, **kwargs))
     return Measurement(Spread.of(times), peak, device.name)

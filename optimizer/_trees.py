@@ -34,6 +34,13 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     return pytree.tree_map_only(_is_record, lambda each: _mapped_record(function, each), mapped)
 
 
+def copies_of(value: Any) -> Any:
+    """The same tree with copies of its tensors, and of the objects that may hide some."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return pytree.tree_map_only(hides_tensors, _copy_of, map_tensors(torch.clone, value))
+
+
 def storages_in(value: Any) -> set[int]:
     """The identities of all storages that the tensors in a pytree are views of."""
     return {tensor.untyped_storage()._cdata for tensor in tensors_in(value)}
@@ -43,6 +50,13 @@ def hides_tensors(value: Any) -> bool:
     """Whether a pytree may hold tensors that are not seen, inside an object of a user's class."""
     leaves = [] if isinstance(value, torch.Tensor) else pytree.tree_leaves(opened(value))
     return any(type(leaf).__module__.split(".")[0] not in ("builtins", "torch") for leaf in leaves)
+
+
+def _copy_of(leaf: Any) -> Any:
+    try:
+        return leaf if _is_record(leaf) else copy.deepcopy(leaf)
+    except Exception:  # whatever the class of a user's raises
+        return leaf
 
 
 def _is_record(leaf: Any) -> bool:

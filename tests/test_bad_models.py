@@ -236,7 +236,7 @@ def test_a_model_runs_unchanged_with_a_remark_if_it(what: str, check: Any) -> No
     model = make()
     before = state_of(model)
 
-    fast = optimizer.optimize(model, X, check=check)
+    fast = optimizer.optimize(model, X, check=check, level=1)
 
     assert state_of(model) == before
     assert all(map(torch.equal, answers(fast), answers(model)))
@@ -262,7 +262,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 def test_a_change_of_the_result_does_not_reach_the_model(what: str, change: str) -> None:
     model = LEFT_AS_IT_IS[what][0]()
     before, expected = state_of(model), answers(model)
-    fast = optimizer.optimize(model, X, check=None)
+    fast = optimizer.optimize(model, X, check=None, level=1)
 
     locked = what in NOT_COPIED and change.startswith("another")
     with pytest.raises(InputError, match="change that one") if locked else nullcontext():
@@ -278,7 +278,7 @@ def test_the_rest_is_optimized_around(what: str, check: Any) -> None:
     model = FOLDED[what]()
     before = state_of(model)
 
-    fast = optimizer.optimize(model, X, check=check)
+    fast = optimizer.optimize(model, X, check=check, level=1)
 
     assert state_of(model) == before
     assert "fold_affine" in fast.report.counts()
@@ -319,7 +319,7 @@ def recorded(self: Net, x: Tensor) -> Any:
 def test_a_dataclass_that_is_returned_is_compared_field_by_field(check: Any) -> None:
     model, other = Net(recorded), Net(lambda self, x: {"all": [Record(Record(x), 2)]})
 
-    fast = optimizer.optimize(model, X, check=check)
+    fast = optimizer.optimize(model, X, check=check, level=1)
 
     assert "fold_affine" in fast.report.counts()
     [record] = fast(X)["all"]
@@ -335,7 +335,7 @@ def test_what_an_object_holds_is_not_taken_for_unseen(held: Callable[[Tensor], A
         y = torch.tanh(x)
         return held(y.clone()), y
 
-    outer, y = optimizer.optimize(Net(copies), X, check=None)(X)
+    outer, y = optimizer.optimize(Net(copies), X, check=None, level=1)(X)
 
     assert outer.value.data_ptr() != y.data_ptr()
 
@@ -343,13 +343,37 @@ def test_what_an_object_holds_is_not_taken_for_unseen(held: Callable[[Tensor], A
 def test_a_dataclass_that_is_given_is_not_written() -> None:
     given = Record(X.clone())
 
-    optimizer.optimize(Net(lambda self, record: self.pair(record.value.neg_())), (given,))
+    optimizer.optimize(Net(lambda self, record: self.pair(record.value.neg_())), (given,), level=1)
 
     assert torch.equal(given.value, X)
 
 
+def test_an_object_that_is_given_is_not_written() -> None:
+    given = [Box(X.clone())]
+
+    optimizer.optimize(Net(lambda self, boxes: self.pair(boxes[0].value.neg_())), (given,), level=1)
+
+    assert torch.equal(given[0].value, X)
+
+
+def test_an_object_that_cannot_be_copied_is_given_as_it_is() -> None:
+    given = Box(threading.Lock())
+
+    fast = optimizer.optimize(Net(lambda self, xs: self.pair(xs[0])), ([X, given],), level=1)
+
+    assert "fold_affine" in fast.report.counts()
+
+
+def test_an_iterator_is_an_input_error_and_not_read() -> None:
+    given = iter([X])
+
+    with pytest.raises(InputError, match="read once only"):
+        optimizer.optimize(Net(lambda self, xs: self.pair(next(xs))), ([given],), level=1)
+    assert next(given) is X
+
+
 def test_what_cannot_be_compared_is_left_as_it_is() -> None:
-    fast = optimizer.optimize(Net(lambda self, x: as_array(self.pair(x))), X)
+    fast = optimizer.optimize(Net(lambda self, x: as_array(self.pair(x))), X, level=1)
 
     [remark] = fast.report.remarks
     assert remark.startswith("left as it is: ")
@@ -392,8 +416,8 @@ def test_what_is_called_as_it_is_is_named_with_the_reason(what: str) -> None:
     make, words = CALLED[what]
     model = Net(lambda self, x: self.held(self.held(self.pair(x))), make())
 
-    once = optimizer.optimize(model, X)
-    twice = optimizer.optimize(once, X)
+    once = optimizer.optimize(model, X, level=1)
+    twice = optimizer.optimize(once, X, level=1)
 
     for fast in (once, twice):
         assert re.fullmatch(words, "; ".join(fast.report.remarks))
@@ -401,7 +425,7 @@ def test_what_is_called_as_it_is_is_named_with_the_reason(what: str) -> None:
 
 def test_a_line_that_cannot_be_recorded_may_go_into_a_submodule() -> None:
     inline, apart = (
-        optimizer.optimize(model, X)
+        optimizer.optimize(model, X, level=1)
         for model in (Net(added), Net(lambda self, x: self.held(self.pair(x)), Opaque()))
     )
 
@@ -419,15 +443,15 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "itself": lambda fast: fast,
     "pickled": copied,
     "traced": fx.symbolic_trace,
-    "optimized": lambda fast: optimizer.optimize(fast, X),
-    "optimized once it was pickled": lambda fast: optimizer.optimize(copied(fast), X),
+    "optimized": lambda fast: optimizer.optimize(fast, X, level=1),
+    "optimized once it was pickled": lambda fast: optimizer.optimize(copied(fast), X, level=1),
 }
 
 
 @pytest.mark.parametrize("way", COPIES)
 def test_arguments_that_the_example_had_not_are_an_input_error(way: str) -> None:
     model = Keywords(lambda self, x: self.pair(x))
-    fast = COPIES[way](optimizer.optimize(model, X))
+    fast = COPIES[way](optimizer.optimize(model, X, level=1))
 
     torch.testing.assert_close(fast(X), model(X))
     with pytest.raises(InputError, match="no further arguments in 'settings' and got 1"):
@@ -439,7 +463,7 @@ def test_arguments_that_the_example_had_not_are_an_input_error(way: str) -> None
 def test_arguments_that_the_example_has_leave_the_model_as_it_is() -> None:
     model = Keywords(lambda self, x: self.pair(x))
 
-    fast = optimizer.optimize(model, {"x": X, "scale": 2.0})
+    fast = optimizer.optimize(model, {"x": X, "scale": 2.0}, level=1)
 
     assert "any number of 'settings'" in fast.report.remarks[0]
     torch.testing.assert_close(fast(X, scale=3.0), model(X, scale=3.0))
@@ -469,7 +493,7 @@ def test_a_model_that_does_not_run_is_an_input_error(what: str) -> None:
     before = state_of(model)
 
     with pytest.raises(InputError) as caught:
-        optimizer.optimize(model, X)
+        optimizer.optimize(model, X, level=1)
 
     assert words in str(caught.value)
     assert state_of(model) == before

@@ -57,7 +57,7 @@ def straight_line(
     Raises:
         NotStraightLineError: with the reason.
     """
-    own = call.map(torch.clone)
+    own = call.copied()
     inputs = tuple(tensors_in(own))
     _require_dense(call, inputs)
     recorder, effects = _Recorder(inputs, held), Effects()

@@ -1,4 +1,4 @@
-"""Straight-line code in mixed precision: products in 16 bits, all that is delicate in 32.
+"""Straight-line code in mixed precision: products in 16 bits, or 8, all that is delicate in 32.
 
 The rule is that of automatic mixed precision (Micikevicius et al., 2018), applied once instead of
 in every call: convolutions and matrix products read and yield 16 bits, and add up in 32 inside
@@ -10,7 +10,7 @@ A value whose magnitude comes close to what 16 bits can hold is kept in 32, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +19,14 @@ from torch import fx
 from optimizer._check import BOUNDS
 from optimizer._errors import InputError
 from optimizer._trees import tensors_in
+from optimizer.lowering._int8 import in_int8, require_torchao
 from optimizer.lowering._regions import MOVED, POINTWISE, name_of
 
 HEADROOM = 16  # how much larger the values of later calls may be before they overflow
 
 
 class Precision(NamedTuple):
-    """16 bits of a kind, and the largest error that they may cause.
+    """16 or 8 bits of a kind, and the largest error that they may cause.
 
     Attributes:
         budget: relative to the largest value of an output.
@@ -37,7 +38,7 @@ class Precision(NamedTuple):
 
     @classmethod
     def of(cls, name: str | None, budget: float | None) -> Precision | None:
-        """What a caller asks for: by default, the error that 16 bits alone explain.
+        """What a caller asks for: by default, the error that so few bits alone explain.
 
         Raises:
             InputError: there is no such precision, or the budget is no error.
@@ -45,15 +46,17 @@ class Precision(NamedTuple):
         if name is None:
             return None
         if name not in _DTYPES:
-            raise InputError(f"precision={name!r} does not exist: use 'bf16' or 'fp16'.")
+            raise InputError(f"precision={name!r} does not exist: use 'bf16', 'fp16' or 'int8'.")
+        if name == "int8":
+            require_torchao()
         dtype = _DTYPES[name]
-        budget = BOUNDS[dtype] if budget is None else budget
+        budget = BOUNDS.get(dtype, BOUNDS[torch.bfloat16]) if budget is None else budget
         if not isinstance(budget, int | float) or not 0 < budget < 1:
             raise InputError(f"error_budget is {budget!r}: pass a number between 0 and 1.")
         return cls(name, dtype, float(budget))
 
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 
 _PRODUCTS = frozenset((
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
@@ -64,9 +67,15 @@ _FOLLOWING = POINTWISE | MOVED - {"interpolate", "getattr"}
 
 
 def in_precision(
-    line: fx.GraphModule, calls: Iterable[Sequence[torch.Tensor]], low: torch.dtype
+    line: fx.GraphModule, calls: Sequence[Sequence[torch.Tensor]], low: torch.dtype
 ) -> fx.GraphModule:
-    """The same code with 16-bit products, for calls like these, in which nothing overflows."""
+    """The same code with products in few bits, for calls like these, in which nothing overflows.
+
+    Raises:
+        NotStraightLineError: it cannot be had.
+    """
+    if low == torch.int8:
+        return in_int8(line, calls[0])
     ranges = _Ranges(line, low)
     with torch.no_grad():
         for inputs in calls:

@@ -59,10 +59,10 @@ def _optimized(name: str) -> Any:
 
     if name in models.names():
         workload = models.load(name)
-        return optimizer.optimize(workload.module, workload.example_inputs, check=None)
+        return optimizer.optimize(workload.module, workload.example_inputs, check=None, level=1)
     model = timm.create_model(name).eval()
     size = model.pretrained_cfg.get("input_size", (3, 224, 224))
-    return optimizer.optimize(model, torch.randn(1, *size), check=None)
+    return optimizer.optimize(model, torch.randn(1, *size), check=None, level=1)
 
 
 def _kinds(node: fx.Node) -> Iterator[str]:

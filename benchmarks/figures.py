@@ -43,7 +43,7 @@ def _figures(name: str) -> Iterator[str]:
 
     workload, ceilings = models.load(name), Ceilings(flops=1e11, bytes=1e10)
     model, inputs = workload.module, workload.example_inputs
-    pair = (model, optimizer.optimize(model, inputs, check=None))
+    pair = (model, optimizer.optimize(model, inputs, check=None, level=1))
     before, after = (roofline(each, inputs, ceilings).launches for each in pair)
     yield f"{before} → {after}"
     taken = [optimizer.measure(each, inputs, repeats=1, warmup=1).peak_memory for each in pair]
@@ -64,7 +64,7 @@ def errors(name: str, dtype: torch.dtype) -> tuple[float, float]:
     workload = models.load(name)
     model, inputs = workload.module, workload.example_inputs
     truth = copy.deepcopy(model).double()
-    fast = optimizer.optimize(model, inputs, check=None).to(dtype)
+    fast = optimizer.optimize(model, inputs, check=None, level=1).to(dtype)
     generator = torch.Generator().manual_seed(0)
     draws = [[_like(each, generator).to(dtype) for each in inputs] for _ in range(3)]
     rows = [_errors((model.to(dtype), fast), truth, draw) for draw in draws]

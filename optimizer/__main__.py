@@ -61,8 +61,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         " its example inputs",
     )
     levels = "0 same bits, 1 up to rounding, 2 with kernels of the device, 3 in lower precision"
-    parser.add_argument("--level", type=int, default=1, help=levels)
-    parser.add_argument("--precision", choices=("bf16", "fp16"), help="at level 3")
+    parser.add_argument("--level", type=int, default=2, help=levels)
+    parser.add_argument("--precision", choices=("bf16", "fp16", "int8"), help="at level 3")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or mps")
     parser.add_argument("--disable", nargs="*", default=(), help="passes not to run")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

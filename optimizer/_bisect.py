@@ -54,7 +54,7 @@ def bisect(
     model: nn.Module,
     example_inputs: ExampleInputs,
     *,
-    level: int = 1,
+    level: int = 2,
     only: Iterable[str | Pass] | None = None,
     disable: Iterable[str] = (),
 ) -> Culprit | None:

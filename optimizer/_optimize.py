@@ -35,7 +35,7 @@ def optimize(
     model: nn.Module | torch.export.ExportedProgram,
     example_inputs: ExampleInputs | None = None,
     *,
-    level: int = 1,
+    level: int = 2,
     capture: Literal["auto", "symbolic", "export"] = "auto",
     check: Check = "final",
     only: Iterable[str | Pass] | None = None,
@@ -44,7 +44,7 @@ def optimize(
     finite: bool = False,
     tune_seconds: float = 1.0,
     decisions: str | os.PathLike[str] | None = None,
-    precision: Literal["bf16", "fp16"] | None = None,
+    precision: Literal["bf16", "fp16", "int8"] | None = None,
     error_budget: float | None = None,
     cuda_graph: bool = True,
 ) -> OptimizedModule | Unchanged:
@@ -77,9 +77,10 @@ def optimize(
         decisions: from level 2 on, a file of choices: those in it are not timed again, new ones
             are added.
         precision: at level 3, what matrix products and convolutions of calls like the example are
-            computed in, where that is faster. Norms, softmax and means stay as they are.
+            computed in, where that is faster. Norms, softmax and means stay as they are. "int8" is
+            for Linear layers only, and needs torchao.
         error_budget: at level 3, how far from the model's answer that may lead, relative to its
-            largest value; 5e-2 for bf16 and 1e-2 for fp16 if None. Beyond it, nothing is lowered.
+            largest value; 1e-2 for fp16 and else 5e-2 if None. Beyond it, nothing is lowered.
         cuda_graph: from level 2 on, whether calls like the example may run as one CUDA graph, which
             holds the memory of a forward.
 
@@ -93,7 +94,9 @@ def optimize(
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
     tuning = Tuning.of(tune_seconds, decisions, precision, error_budget, cuda_graph)
     if (precision is None) is (level == REDUCED):
-        raise InputError("level=3 goes with precision='bf16' or 'fp16', and either with level=3.")
+        raise InputError(
+            "level=3 goes with precision='bf16', 'fp16' or 'int8', and each of these with level=3."
+        )
     call = None if example_inputs is None else as_call(example_inputs)
     model, call, front_ends = choose(model, call, capture, static_shapes=static_shapes)
     run = Run(

@@ -92,7 +92,7 @@ def test_no_run_takes_less_than_what_is_alive(name: str, optimized: bool) -> Non
     work = models.load(name)
     module, inputs = work.module, work.example_inputs
     if optimized:
-        module = optimizer.optimize(module, inputs)
+        module = optimizer.optimize(module, inputs, level=1)
 
     bound = memory(module, inputs).peak
     measured = optimizer.measure(module, inputs, repeats=1, warmup=1).peak_memory
@@ -104,7 +104,7 @@ def test_no_run_takes_less_than_what_is_alive(name: str, optimized: bool) -> Non
 @pytest.mark.parametrize("name", SMALL)
 def test_workspaces_are_all_that_a_run_takes_besides(name: str) -> None:
     work = models.load(name)
-    fast = optimizer.optimize(work.module, work.example_inputs)
+    fast = optimizer.optimize(work.module, work.example_inputs, level=1)
 
     most = memory(fast, work.example_inputs, workspaces=True).highest
 
@@ -223,7 +223,7 @@ def test_as_many_kernels_as_the_profiler_sees(name: str, optimized: bool) -> Non
     work = models.load(name)
     module, inputs = work.module, work.example_inputs
     if optimized:
-        module = optimizer.optimize(module, inputs)
+        module = optimizer.optimize(module, inputs, level=1)
 
     assert roofline(module, inputs, SLOW).launches == len(kernels_run(module, inputs))
 
@@ -238,7 +238,7 @@ def test_flops_are_those_of_torch() -> None:
 
 def test_resnet50_runs_a_third_less_kernels() -> None:
     work = models.load("resnet50")
-    fast = optimizer.optimize(work.module, work.example_inputs, check=None)
+    fast = optimizer.optimize(work.module, work.example_inputs, check=None, level=1)
 
     assert roofline(work.module, work.example_inputs, SLOW).launches >= 174
     assert roofline(fast, work.example_inputs, SLOW).launches <= 122

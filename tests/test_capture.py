@@ -277,7 +277,9 @@ def optimized(case: Case, *, example: bool, capture: Any = "symbolic") -> tuple[
     torch.manual_seed(0)
     model = case.build().eval()
     given = copy.deepcopy(case.calls[0]) if example else None
-    return copy.deepcopy(model), optimizer.optimize(model, given, check=None, capture=capture)
+    return copy.deepcopy(model), optimizer.optimize(
+        model, given, check=None, capture=capture, level=1
+    )
 
 
 def assert_follows(eager: nn.Module, fast: nn.Module, calls: tuple[tuple[Any, ...], ...]) -> None:
@@ -341,7 +343,7 @@ def test_the_callers_random_states_are_kept(name: str) -> None:
     model = (LEFT_ALONE | CAPTURED)[name].build().eval()
     before = torch.get_rng_state(), random.getstate()
 
-    optimizer.optimize(model, ROWS)
+    optimizer.optimize(model, ROWS, level=1)
 
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
@@ -351,7 +353,7 @@ def test_the_callers_random_states_are_kept(name: str) -> None:
 def test_a_parameter_that_is_written_is_not_the_callers(check: Any) -> None:
     model = Model(lambda m, x: x * m.scale.mul_(2)).requires_grad_(False).eval()
 
-    fast = optimizer.optimize(model, ROWS, check=check)
+    fast = optimizer.optimize(model, ROWS, check=check, level=1)
     results = [fast(ROWS), fast(ROWS)]
 
     assert torch.equal(model.scale, torch.full((4,), 2.0))
@@ -363,7 +365,7 @@ def test_a_batch_norm_function_keeps_to_the_rank_it_was_captured_with() -> None:
     model = Model(lambda m, x: F.batch_norm(x, m.mean, m.var), mean=nn.Buffer(torch.ones(4)))
     model.var = nn.Buffer(torch.full((4,), 2.0))
 
-    fast = optimizer.optimize(model.eval(), ROWS, check=None)
+    fast = optimizer.optimize(model.eval(), ROWS, check=None, level=1)
 
     torch.testing.assert_close(fast(ROWS[:2]), model(ROWS[:2]))
     with pytest.raises(optimizer.InputError, match="2 dimensions and got 4"):
@@ -376,7 +378,7 @@ def test_an_equal_argument_of_another_type_is_another_argument(flag: Any, other:
         def forward(self, x: Tensor, flag: Any) -> Tensor:
             return x * 2 if flag is None or flag is True else x * 3
 
-    fast = optimizer.optimize(Flagged().eval(), (ROWS, flag), check=None)
+    fast = optimizer.optimize(Flagged().eval(), (ROWS, flag), check=None, level=1)
 
     assert torch.equal(fast(ROWS, flag), Flagged()(ROWS, flag))
     with pytest.raises(optimizer.InputError, match=f"optimized for flag={flag}"):
@@ -394,7 +396,7 @@ def test_other_threads_do_not_notice_that_a_model_is_traced() -> None:
 
     model = Model(spawning).eval()
 
-    fast = optimizer.optimize(model, ROWS, check=None)
+    fast = optimizer.optimize(model, ROWS, check=None, level=1)
 
     assert all(isinstance(tensor, Tensor) for pair in seen for tensor in pair)
     torch.testing.assert_close(seen[0], (model.linear(ROWS), model.linear.weight))
@@ -405,7 +407,7 @@ def test_other_threads_do_not_notice_that_a_model_is_traced() -> None:
 def test_T_of_three_axes_reverses_them() -> None:  # noqa: N802 - it is called T
     model, x = Model(lambda m, x: x.T.exp()).eval(), torch.randn(2, 3, 4)
 
-    fast = optimizer.optimize(model, x)
+    fast = optimizer.optimize(model, x, level=1)
 
     assert isinstance(fast, optimizer.OptimizedModule)
     assert torch.equal(fast(x), model(x))
@@ -416,7 +418,7 @@ def test_a_hook_of_a_child_runs_at_each_call() -> None:
     model = Model(lambda m, x: m.child(m.linear(x)), child=Shift()).eval()
     model.child.register_forward_hook(lambda m, given, y: y * len(calls.append(1) or calls))
 
-    fast = optimizer.optimize(model, ROWS, check=None)
+    fast = optimizer.optimize(model, ROWS, check=None, level=1)
     calls.clear()
     first, second = fast(ROWS), fast(ROWS)
 
@@ -430,7 +432,7 @@ def test_a_scripted_child_is_called_as_it_is() -> None:
     model = Model(lambda m, x: m.child(m.linear(x)))
     model.child = child
 
-    fast = optimizer.optimize(model.eval(), ROWS)
+    fast = optimizer.optimize(model.eval(), ROWS, level=1)
 
     assert isinstance(fast, optimizer.OptimizedModule)
     torch.testing.assert_close(fast(ROWS), model(ROWS))
@@ -439,7 +441,7 @@ def test_a_scripted_child_is_called_as_it_is() -> None:
 def test_a_batch_norm_function_that_is_not_folded_becomes_a_layer_with_data() -> None:
     model = Model(lambda m, x: F.batch_norm(x, m.flag, m.scale.detach())).eval()
 
-    fast = optimizer.optimize(model, ROWS)
+    fast = optimizer.optimize(model, ROWS, level=1)
 
     assert not any(buffer.is_meta for buffer in fast.buffers())
-    torch.testing.assert_close(optimizer.optimize(fast, ROWS)(ROWS), model(ROWS))
+    torch.testing.assert_close(optimizer.optimize(fast, ROWS, level=1)(ROWS), model(ROWS))

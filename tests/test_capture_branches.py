@@ -83,7 +83,7 @@ ASKS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", ASKS)
 def test_none_where_a_tensor_was_given_is_an_error(name: str, example: bool) -> None:
     model = Masked(ASKS[name]).eval()
-    fast = optimizer.optimize(model, (ROWS, ROWS) if example else None, check=None)
+    fast = optimizer.optimize(model, (ROWS, ROWS) if example else None, check=None, level=1)
 
     assert torch.equal(fast(ROWS, ROWS), model(ROWS, ROWS))
     with pytest.raises(optimizer.InputError, match=r"an argument mask|a tensor mask"):
@@ -96,7 +96,7 @@ class MaskedByType(nn.Module):
 
 
 def test_another_type_where_a_tensor_was_given_is_an_error() -> None:
-    fast = optimizer.optimize(MaskedByType().eval(), (ROWS, ROWS), check=None)
+    fast = optimizer.optimize(MaskedByType().eval(), (ROWS, ROWS), check=None, level=1)
 
     assert torch.equal(fast(ROWS, ROWS), ROWS * 2)
     with pytest.raises(optimizer.InputError, match="a tensor mask and got 3"):
@@ -111,7 +111,7 @@ class Paired(nn.Module):
 
 @pytest.mark.parametrize("example", [((ROWS, ROWS),), None], ids=["example", "no example"])
 def test_none_inside_an_argument_is_an_error(example: Any) -> None:
-    fast = optimizer.optimize(Paired().eval(), example, check=None)
+    fast = optimizer.optimize(Paired().eval(), example, check=None, level=1)
 
     assert torch.equal(fast((ROWS, ROWS)), ROWS * ROWS)
     with pytest.raises(optimizer.InputError, match="an argument pair that holds no None"):
@@ -124,7 +124,7 @@ class OptionalMask(nn.Module):
 
 
 def test_a_default_of_none_is_held_to_what_was_given() -> None:
-    fast = optimizer.optimize(OptionalMask().eval(), (ROWS, ROWS), check=None)
+    fast = optimizer.optimize(OptionalMask().eval(), (ROWS, ROWS), check=None, level=1)
 
     assert torch.equal(fast(ROWS, ROWS), ROWS + ROWS)
     with pytest.raises(optimizer.InputError):
@@ -153,7 +153,7 @@ class Rejecting(nn.Module):
 )
 @pytest.mark.parametrize("example", [True, False], ids=["example", "no example"])
 def test_a_model_that_cannot_tell_has_no_guard(model: Any, inputs: Any, example: bool) -> None:
-    fast = optimizer.optimize(model.eval(), inputs if example else None)
+    fast = optimizer.optimize(model.eval(), inputs if example else None, level=1)
 
     assert [node for node in fast.graph.nodes if node.target in GUARDS] == []
 
@@ -176,7 +176,7 @@ class AsksTheOpaque(nn.Module):
 def test_none_from_inside_is_not_taken_for_a_tensor() -> None:
     model = AsksTheOpaque().eval()
 
-    fast = optimizer.optimize(model, ROWS, check=None, capture="symbolic")
+    fast = optimizer.optimize(model, ROWS, check=None, capture="symbolic", level=1)
 
     assert torch.equal(fast(ROWS), model(ROWS))
     assert "a value inside it that is None" in fast.report.remarks[0]
@@ -225,9 +225,9 @@ def test_a_layer_that_is_changed_for_one_call_is_left_alone(name: str, capture: 
     eager = copy.deepcopy(model)
 
     if capture == "no example":
-        fast = optimizer.optimize(model)
+        fast = optimizer.optimize(model, level=1)
     else:
-        fast = optimizer.optimize(model, IMAGES, check=None, capture=capture)
+        fast = optimizer.optimize(model, IMAGES, check=None, capture=capture, level=1)
 
     assert isinstance(fast, optimizer.OptimizedModule) == (capture == "export")
     for _ in range(2):
@@ -242,7 +242,7 @@ def test_the_rest_of_a_model_is_optimized_around_it(name: str) -> None:
     model = nn.Sequential(Toggled(*TOGGLES[name]), tail).eval()
     eager = copy.deepcopy(model)
 
-    fast = optimizer.optimize(model, IMAGES, check=None)
+    fast = optimizer.optimize(model, IMAGES, check=None, level=1)
 
     assert fast.report.counts() == {"fold_affine": 1}
     for _ in range(2):
@@ -269,7 +269,7 @@ def test_a_recording_that_fails_half_way_leaves_no_half_of_it_done() -> None:
     model = nn.Sequential(head, nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
     eager = copy.deepcopy(model)
 
-    fast = optimizer.optimize(model, IMAGES, check=None)
+    fast = optimizer.optimize(model, IMAGES, check=None, level=1)
 
     assert fast.report.counts() == {"fold_affine": 1}
     for _ in range(2):

@@ -62,7 +62,7 @@ def test_a_cache_of_a_constant_is_recorded(case: str, filled: bool) -> None:
         model[2].cache.clear()
     before = dict(model[2].cache)
 
-    fast: Any = optimizer.optimize(model, X)
+    fast: Any = optimizer.optimize(model, X, level=1)
 
     assert not calls(fast, Cache)
     assert "fold_affine" in fast.report.counts()
@@ -144,7 +144,7 @@ def test_a_cache_that_is_state_is_called_as_it_is(case: str) -> None:
     model, reference = model_with(CALLED[case]), model_with(CALLED[case])
     reference.load_state_dict(model.state_dict())
 
-    fast: Any = optimizer.optimize(model, X)
+    fast: Any = optimizer.optimize(model, X, level=1)
 
     assert model[2].cache == {}
     assert calls(fast, Cache)
@@ -167,7 +167,7 @@ class Giving(Cache):
 def test_an_entry_that_is_returned_is_one_tensor_in_all_calls() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Giving(by_device)).eval()
 
-    fast: Any = optimizer.optimize(model, X)
+    fast: Any = optimizer.optimize(model, X, level=1)
 
     assert calls(fast, Giving)
     assert fast(X)[1] is fast(X)[1]
@@ -180,14 +180,14 @@ def test_an_entry_from_before_the_weights_changed_stays() -> None:
         model[2].bias.mul_(3)
         expected = model(X)
 
-    fast: Any = optimizer.optimize(model, X, check=None)
+    fast: Any = optimizer.optimize(model, X, check=None, level=1)
 
     assert calls(fast, Cache)
     torch.testing.assert_close(fast(X), expected)
 
 
 def test_without_example_inputs_nothing_is_known_of_an_entry() -> None:
-    fast: Any = optimizer.optimize(model := model_with(by_device))
+    fast: Any = optimizer.optimize(model := model_with(by_device), level=1)
 
     assert calls(fast, Cache)
     torch.testing.assert_close(fast(X), model(X))

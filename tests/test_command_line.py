@@ -57,7 +57,7 @@ def test_optimize_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
 
     out = capsys.readouterr().out
     assert code == 0
-    assert out.startswith("ToyModel, level 1, ")
+    assert out.startswith("ToyModel, level 2, ")
     assert "1  fold_affine" in out
 
 

@@ -31,12 +31,12 @@ def with_a_meta_buffer() -> nn.Module:
 
 BAD_INPUT: dict[str, tuple[Callable[[], object], type[OptimizerError], str]] = {
     "a function for a model": (
-        lambda: optimizer.optimize(torch.relu, X),
+        lambda: optimizer.optimize(torch.relu, X, level=1),
         InputError,
         "no torch.nn.Module",
     ),
     "a class for a model": (
-        lambda: optimizer.optimize(nn.ReLU, X),
+        lambda: optimizer.optimize(nn.ReLU, X, level=1),
         InputError,
         "already constructed",
     ),
@@ -51,42 +51,42 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[OptimizerError], str]] = {
         "no torch.nn.Module",
     ),
     "inputs of a wrong type": (
-        lambda: optimizer.optimize(a_model(), 3),
+        lambda: optimizer.optimize(a_model(), 3, level=1),
         InputError,
         "example_inputs is of type int: pass a tensor",
     ),
     "inputs that are a set": (
-        lambda: optimizer.optimize(a_model(), {X}),
+        lambda: optimizer.optimize(a_model(), {X}, level=1),
         InputError,
         "example_inputs is of type set",
     ),
     "inputs of a wrong shape": (
-        lambda: optimizer.optimize(a_model(), torch.randn(4, 7)),
+        lambda: optimizer.optimize(a_model(), torch.randn(4, 7), level=1),
         InputError,
         "rejects these example inputs",
     ),
     "inputs of a wrong shape, unchecked": (
-        lambda: optimizer.optimize(a_model(), torch.randn(4, 7), check=None),
+        lambda: optimizer.optimize(a_model(), torch.randn(4, 7), check=None, level=1),
         InputError,
         "rejects these example inputs",
     ),
     "inputs of a wrong dtype": (
-        lambda: optimizer.optimize(a_model(), X.double()),
+        lambda: optimizer.optimize(a_model(), X.double(), level=1),
         InputError,
         "rejects these example inputs",
     ),
     "too many inputs": (
-        lambda: optimizer.optimize(a_model(), (X, X)),
+        lambda: optimizer.optimize(a_model(), (X, X), level=1),
         InputError,
         "rejects these example inputs",
     ),
     "too many inputs, unchecked": (
-        lambda: optimizer.optimize(a_model(), (X, X), check=None),
+        lambda: optimizer.optimize(a_model(), (X, X), check=None, level=1),
         InputError,
         "rejects these example inputs",
     ),
     "an unknown keyword, unchecked": (
-        lambda: optimizer.optimize(a_model(), {"image": X}, check=None),
+        lambda: optimizer.optimize(a_model(), {"image": X}, check=None, level=1),
         InputError,
         "rejects these example inputs",
     ),
@@ -96,12 +96,12 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[OptimizerError], str]] = {
         "rejects these example inputs",
     ),
     "an unknown pass in only": (
-        lambda: optimizer.optimize(a_model(), X, only=["fold_batchnrm"]),
+        lambda: optimizer.optimize(a_model(), X, only=["fold_batchnrm"], level=1),
         PassError,
         "fold_affine",
     ),
     "an unknown pass in disable": (
-        lambda: optimizer.optimize(a_model(), X, disable=["remove_identity"]),
+        lambda: optimizer.optimize(a_model(), X, disable=["remove_identity"], level=1),
         PassError,
         "remove_identities",
     ),
@@ -121,22 +121,22 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[OptimizerError], str]] = {
         "level 7 does not exist: use 0",
     ),
     "an unknown check": (
-        lambda: optimizer.optimize(a_model(), X, check="always"),
+        lambda: optimizer.optimize(a_model(), X, check="always", level=1),
         InputError,
         "check='always' does not exist: use 'final'",
     ),
     "an unknown check without inputs": (
-        lambda: optimizer.optimize(a_model(), check="always"),
+        lambda: optimizer.optimize(a_model(), check="always", level=1),
         InputError,
         "check='always' does not exist",
     ),
     "parameters on the meta device": (
-        lambda: optimizer.optimize(on_meta(), X),
+        lambda: optimizer.optimize(on_meta(), X, level=1),
         InputError,
         "'weight' is on the meta device",
     ),
     "a buffer on the meta device": (
-        lambda: optimizer.optimize(with_a_meta_buffer(), X),
+        lambda: optimizer.optimize(with_a_meta_buffer(), X, level=1),
         InputError,
         "'extra' is on the meta device",
     ),
@@ -187,7 +187,7 @@ def test_a_training_mode_model_is_optimized_with_one_warning() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Identity(), nn.BatchNorm1d(5)).train()
 
     with pytest.warns(UserWarning, match="training mode") as caught:
-        fast = optimizer.optimize(model, X)
+        fast = optimizer.optimize(model, X, level=1)
 
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -197,7 +197,7 @@ def test_a_training_mode_model_is_optimized_with_one_warning() -> None:
 
 
 def test_without_example_inputs_the_report_says_what_was_not_done() -> None:
-    fast = optimizer.optimize(a_model())
+    fast = optimizer.optimize(a_model(), level=1)
 
     assert any("no example inputs" in remark for remark in fast.report.remarks)
     assert fast.report.checked == ""

@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def exported(function: Callable[..., Any], inputs: Any = ROWS) -> Any:
-    return optimizer.optimize(Model(function), inputs, capture="export")
+    return optimizer.optimize(Model(function), inputs, capture="export", level=1)
 
 
 def assert_same(expected: Any, actual: Any) -> None:
@@ -122,7 +122,7 @@ def test_an_exported_model_does_what_the_model_does(function: Callable[..., Any]
     model, fast = Model(function), exported(function)
     before = copy.deepcopy(model.state_dict())
 
-    optimizer.optimize(model, ROWS, capture="export")
+    optimizer.optimize(model, ROWS, capture="export", level=1)
 
     assert fast.report.front_end == "export", fast.report
     assert "captured by export" in str(fast.report)
@@ -269,7 +269,7 @@ class AnyNumber(nn.Module):
 
 @pytest.mark.parametrize("given", [(ROWS, ROWS), {"x": ROWS, "y": ROWS}])
 def test_any_number_of_inputs_is_left_as_it_is(given: Any) -> None:
-    fast = optimizer.optimize(AnyNumber().eval(), given, capture="export")
+    fast = optimizer.optimize(AnyNumber().eval(), given, capture="export", level=1)
 
     assert "any number of inputs" in fast.report.remarks[-1]
     assert_same(fast(ROWS, ROWS, z=ROWS), 3 * ROWS)
@@ -281,7 +281,7 @@ class CountsExtras(nn.Module):
 
 
 def test_an_empty_list_is_guarded_although_nothing_reads_it() -> None:
-    fast = optimizer.optimize(CountsExtras().eval(), (ROWS, []), capture="export")
+    fast = optimizer.optimize(CountsExtras().eval(), (ROWS, []), capture="export", level=1)
 
     assert_same(fast(ROWS, []), ROWS)
     with pytest.raises(InputError, match="another structure"):
@@ -291,7 +291,7 @@ def test_an_empty_list_is_guarded_although_nothing_reads_it() -> None:
 def test_autocast_that_was_on_is_not_baked_in() -> None:
     model = Model(branch_on_features)
     with torch.autocast("cpu", torch.bfloat16):
-        fast = optimizer.optimize(model, ROWS, capture="export")
+        fast = optimizer.optimize(model, ROWS, capture="export", level=1)
 
         assert fast(ROWS).dtype == torch.bfloat16
     assert "autocast" in fast.report.remarks[-1]
@@ -314,7 +314,7 @@ def test_a_hook_is_not_lost() -> None:
     model, seen = Model(branch_on_features), []
     model.linear.register_forward_hook(lambda *_: seen.append(1))
 
-    fast = optimizer.optimize(model, ROWS, capture="export")
+    fast = optimizer.optimize(model, ROWS, capture="export", level=1)
     seen.clear()
     fast(ROWS)
 
@@ -323,11 +323,11 @@ def test_a_hook_is_not_lost() -> None:
 
 
 def test_auto_exports_what_cannot_be_traced_and_gives_both_reasons_where_neither_can() -> None:
-    traced = optimizer.optimize(Model(masked), ROWS)
-    fast = optimizer.optimize(Model(branch_on_features), ROWS, static_shapes=True)
-    symbolic = optimizer.optimize(Model(branch_on_features), ROWS, capture="symbolic")
-    free = optimizer.optimize(Model(branch_on_features), ROWS)
-    neither = optimizer.optimize(Model(branch_on_data), ROWS, static_shapes=True)
+    traced = optimizer.optimize(Model(masked), ROWS, level=1)
+    fast = optimizer.optimize(Model(branch_on_features), ROWS, static_shapes=True, level=1)
+    symbolic = optimizer.optimize(Model(branch_on_features), ROWS, capture="symbolic", level=1)
+    free = optimizer.optimize(Model(branch_on_features), ROWS, level=1)
+    neither = optimizer.optimize(Model(branch_on_data), ROWS, static_shapes=True, level=1)
 
     assert traced.report.front_end == "symbolic"
     assert fast.report.front_end == "export"
@@ -340,7 +340,7 @@ def test_auto_exports_what_cannot_be_traced_and_gives_both_reasons_where_neither
 @pytest.mark.parametrize("later", [1, 2, 7])
 def test_the_batch_is_free_where_nothing_asks_for_it(rows: int, later: int) -> None:
     model = Model(branch_on_features)
-    fast = optimizer.optimize(model, ROWS[:rows])
+    fast = optimizer.optimize(model, ROWS[:rows], level=1)
 
     assert_same(model(torch.ones(later, 4)), fast(torch.ones(later, 4)))
 
@@ -385,8 +385,10 @@ def test_nested_optional_and_keyword_inputs() -> None:
     model = Model(with_all_inputs)
     nested = {"rows": (ROWS, ROWS + 1)}
 
-    plain = optimizer.optimize(model, (nested,), capture="export")
-    full = optimizer.optimize(model, {"x": nested, "scale": 3.0, "y": ROWS}, capture="export")
+    plain = optimizer.optimize(model, (nested,), capture="export", level=1)
+    full = optimizer.optimize(
+        model, {"x": nested, "scale": 3.0, "y": ROWS}, capture="export", level=1
+    )
 
     assert plain.report.front_end == full.report.front_end == "export", plain.report
     assert_same(model(nested), plain(nested))
@@ -402,11 +404,11 @@ def test_nested_optional_and_keyword_inputs() -> None:
 
 def test_a_result_of_export_pickles_and_is_optimized_again() -> None:
     model = Model(branch_on_features)
-    fast = optimizer.optimize(model, ROWS, static_shapes=True)
+    fast = optimizer.optimize(model, ROWS, static_shapes=True, level=1)
 
     fast.refit(model.state_dict())
     loaded = pickle.load(io.BytesIO(pickle.dumps(fast)))
-    again = optimizer.optimize(fast, ROWS)
+    again = optimizer.optimize(fast, ROWS, level=1)
 
     for other in (loaded, again):
         assert_same(model(ROWS[:2]), other(ROWS[:2]))
@@ -425,7 +427,7 @@ def test_batchnorms_of_an_exported_program_fold() -> None:
     core = program.run_decompositions()
 
     for each in (program, core):
-        fast = optimizer.optimize(each)
+        fast = optimizer.optimize(each, level=1)
 
         assert fast.report.counts()["fold_affine"] == 20
         optimizer.check(workload.module, fast, workload.example_inputs)
@@ -435,7 +437,7 @@ def test_an_exported_program_keeps_its_dynamic_sizes_and_its_buffers() -> None:
     model, batch = Model(counting), torch.export.Dim("batch", min=2, max=8)
     program = torch.export.export(copy.deepcopy(model), (ROWS,), dynamic_shapes=({0: batch},))
 
-    fast = optimizer.optimize(program)
+    fast = optimizer.optimize(program, level=1)
 
     assert fast.report.front_end == "exported program"
     for rows in (3, 8):
@@ -458,7 +460,7 @@ def test_every_layer_has_one_spelling(convolution: Any, decomposed: bool) -> Non
     x = torch.randn(2, 4, *[5] * (ranks[convolution] - 2))
     program = torch.export.export(model, (x,))
 
-    fast = optimizer.optimize(program.run_decompositions() if decomposed else program)
+    fast = optimizer.optimize(program.run_decompositions() if decomposed else program, level=1)
 
     assert fast.report.counts()["fold_affine"] == 1, fast.report
     assert "fold_affine" in fast.report.counts()
@@ -468,6 +470,6 @@ def test_every_layer_has_one_spelling(convolution: Any, decomposed: bool) -> Non
 
 def test_arguments_that_do_not_exist() -> None:
     with pytest.raises(InputError, match="does not exist"):
-        optimizer.optimize(Model(masked), ROWS, capture="dynamo")  # type: ignore[arg-type]
+        optimizer.optimize(Model(masked), ROWS, capture="dynamo", level=1)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="pass example_inputs"):
-        optimizer.optimize(Model(masked), capture="export")
+        optimizer.optimize(Model(masked), capture="export", level=1)

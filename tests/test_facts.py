@@ -220,7 +220,9 @@ def test_the_answer_is_right_at_later_calls_too(name: str, example: bool) -> Non
     model = case.build().eval()
     eager = copy.deepcopy(model)
 
-    fast = optimizer.optimize(model, copy.deepcopy(case.calls[0]) if example else None, check=None)
+    fast = optimizer.optimize(
+        model, copy.deepcopy(case.calls[0]) if example else None, check=None, level=1
+    )
 
     for call in case.calls:
         one, other = copy.deepcopy(call), copy.deepcopy(call)
@@ -234,7 +236,9 @@ def test_the_answer_is_right_at_later_calls_too(name: str, example: bool) -> Non
 def test_the_report_says_what_is_not_known(name: str) -> None:
     case = CASES[name]
 
-    fast = optimizer.optimize(case.build().eval(), copy.deepcopy(case.calls[0]), check=None)
+    fast = optimizer.optimize(
+        case.build().eval(), copy.deepcopy(case.calls[0]), check=None, level=1
+    )
 
     assert any(case.refusal in refused.reason for refused in fast.report.refused)
 
@@ -246,7 +250,7 @@ def test_a_layer_that_an_opaque_child_may_write_is_not_folded() -> None:
     model.child = Opaque(lambda m, x: m.held[0].weight.mul_(2.0), model.conv)
     eager, x = copy.deepcopy(model), torch.randn(2, 3, 5, 5)
 
-    fast = optimizer.optimize(model, x, check=None)
+    fast = optimizer.optimize(model, x, check=None, level=1)
 
     assert [refused.reason for refused in fast.report.refused] == [
         "the forward writes their tensors"
@@ -257,7 +261,7 @@ def test_a_layer_that_an_opaque_child_may_write_is_not_folded() -> None:
 def test_what_a_refused_rewrite_asked_binds_nobody() -> None:
     model = Unary(lambda m, x: m.norm(m.linear(x)) + m.linear(-x).relu()).eval()
 
-    fast = optimizer.optimize(model, SEVERAL, check=None)
+    fast = optimizer.optimize(model, SEVERAL, check=None, level=1)
 
     assert set(fast.report.counts()) == {"fuse_linear_relu"}
     torch.testing.assert_close(fast(ROWS), model(ROWS))
@@ -270,7 +274,9 @@ def test_a_tensor_made_on_another_default_device_counts() -> None:
         return y + other.numel()
 
     with torch.device("meta"):
-        fast = optimizer.optimize(Unary(masked).to_empty(device="cpu").eval(), ROWS, check=None)
+        fast = optimizer.optimize(
+            Unary(masked).to_empty(device="cpu").eval(), ROWS, check=None, level=1
+        )
 
     assert [refused.reason for refused in fast.report.refused] == [
         "the tensors may live on different devices"
@@ -302,7 +308,7 @@ DEAD: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
 @pytest.mark.parametrize("name", DEAD)
 def test_python_code_of_unknown_effect_runs_though_nobody_reads_its_value(name: str) -> None:
     function, make = DEAD[name]
-    fast = optimizer.optimize(dead(function, child=make()), ROWS, check=None)
+    fast = optimizer.optimize(dead(function, child=make()), ROWS, check=None, level=1)
     NOTES.clear()
 
     fast(ROWS)
@@ -312,7 +318,7 @@ def test_python_code_of_unknown_effect_runs_though_nobody_reads_its_value(name: 
 
 def test_a_child_that_keeps_a_list_is_called_though_nobody_reads_its_value() -> None:
     model = dead(lambda m, x: m.child(x), child=Log())
-    fast = optimizer.optimize(model, ROWS, check=None)
+    fast = optimizer.optimize(model, ROWS, check=None, level=1)
 
     fast(ROWS)
     fast(ROWS)
@@ -368,7 +374,7 @@ def test_what_is_copied_in_the_example_may_be_a_view_in_another_call(
     copied = torch.linspace(-1, 1, 24).reshape(4, 6).t()
     viewed = torch.linspace(-1, 1, 48)[::2].view(6, 4)
 
-    fast = optimizer.optimize(model, copied, check=None, capture=capture)
+    fast = optimizer.optimize(model, copied, check=None, capture=capture, level=1)
 
     one, other = (torch.empty_strided((6, 4), (8, 2)).copy_(viewed) for _ in range(2))
     assert torch.equal(fast(one), model(other))
@@ -399,7 +405,7 @@ class DrawsTwice(nn.Module):
     ids=["module", "function", "alpha", "attention"],
 )
 def test_what_draws_nothing_of_an_empty_example_may_draw_later(draw: Callable[..., Any]) -> None:
-    fast = optimizer.optimize(DrawsTwice(draw), torch.ones(0, 2, 8, 8), check=None)
+    fast = optimizer.optimize(DrawsTwice(draw), torch.ones(0, 2, 8, 8), check=None, level=1)
 
     torch.manual_seed(0)
     assert fast.report.counts().get("eliminate_common_subexpressions", 0) == 0

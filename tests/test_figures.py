@@ -22,7 +22,7 @@ NOWHERE = Ceilings(flops=1e11, bytes=1e10)
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "mobilenet_v3_large"])
 def test_the_kernels_of_a_forward_are_as_the_page_says(name: str) -> None:
     workload = models.load(name)
-    fast = optimizer.optimize(workload.module, workload.example_inputs, check=None)
+    fast = optimizer.optimize(workload.module, workload.example_inputs, check=None, level=1)
 
     before, after = (
         roofline(each, workload.example_inputs, NOWHERE).launches
@@ -51,7 +51,7 @@ def test_optimizing_holds_less_than_one_layer_besides_what_it_keeps(name: str) -
     results: list[torch.nn.Module] = []
 
     def run() -> None:
-        results.append(optimizer.optimize(model, inputs, check=None))
+        results.append(optimizer.optimize(model, inputs, check=None, level=1))
 
     run()  # once, for what torch makes ready
     peak = device_of(model.parameters()).peak_memory(run)

@@ -78,7 +78,7 @@ def test_a_pass_of_ones_own_is_held_to_the_level_and_refuses_as_any_other() -> N
 
     assert [refusal.reason for refusal in fast.report.refused] == ["the result is returned"]
     with pytest.raises(optimizer.PassError, match="there is no pass named 3"):
-        optimizer.optimize(Returned().eval(), X, only=[3])  # type: ignore[list-item]
+        optimizer.optimize(Returned().eval(), X, only=[3], level=1)  # type: ignore[list-item]
 
 
 @pytest.mark.filterwarnings("ignore:.*gives no pass")

@@ -301,7 +301,7 @@ def test_is_folded_right_or_left_alone(name: str) -> None:
         model.bn.train()
     x = torch.randn(case.shape, dtype=torch.float64)
 
-    fast = optimizer.optimize(model, x, check=None)
+    fast = optimizer.optimize(model, x, check=None, level=1)
 
     of_others = [each for each in fast.report.refused if not each.name.startswith("reuse_")]
     reasons = [refusal.reason for refusal in of_others]
@@ -318,7 +318,7 @@ def test_a_fold_in_low_precision_is_as_near_to_the_truth_as_the_model(dtype: tor
     model = randomized(nn.Sequential(nn.Conv2d(8, 16, 3), bn, nn.ReLU())).to(dtype)
     x = torch.randn(4, 8, 12, 12).to(dtype)
 
-    fast = optimizer.optimize(model, x, check=None)
+    fast = optimizer.optimize(model, x, check=None, level=1)
 
     with torch.no_grad():
         eager, folded = model(x).double(), fast(x).double()
@@ -365,7 +365,7 @@ def test_is_left_alone(name: str) -> None:
     model = randomized(Net(forward, linear=nn.Linear(4, 4), identity=nn.Identity()))
     x = torch.randn(4, 4, dtype=torch.float64)
 
-    fast = optimizer.optimize(model, x, check=None)
+    fast = optimizer.optimize(model, x, check=None, level=1)
 
     assert fast.report.fired == ()
     assert any(word in refusal.reason for refusal in fast.report.refused)
@@ -377,7 +377,7 @@ def test_a_fold_whose_weights_would_overflow_is_refused() -> None:
     nn.init.constant_(model[0].weight, 3e4)
     nn.init.constant_(model[1].weight, 3.0)
 
-    fast = optimizer.optimize(model, torch.zeros(1, 2).half(), check=None)
+    fast = optimizer.optimize(model, torch.zeros(1, 2).half(), check=None, level=1)
 
     assert fast.report.counts() == {}
     assert "overflow" in fast.report.refused[0].reason
@@ -387,7 +387,7 @@ def test_a_layer_and_a_batchnorm_of_different_dtypes_are_not_folded() -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1).bfloat16(), nn.BatchNorm2d(3)).eval()
     x = torch.randn(1, 3, 2, 2).bfloat16()
 
-    fast = optimizer.optimize(model, x, check=None)
+    fast = optimizer.optimize(model, x, check=None, level=1)
 
     assert fast.report.counts() == {}
     assert "dtype" in fast.report.refused[0].reason
@@ -397,7 +397,7 @@ def test_a_layer_and_a_batchnorm_of_different_dtypes_are_not_folded() -> None:
 def test_a_pair_that_can_never_be_called_is_left_for_the_model_to_reject() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(5)).eval()
 
-    fast = optimizer.optimize(model)
+    fast = optimizer.optimize(model, level=1)
 
     assert fast.report.counts() == {}
     assert "number of features" in fast.report.refused[0].reason

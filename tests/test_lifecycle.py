@@ -72,7 +72,7 @@ def test_the_callers_model_is_not_touched(thing: str, check: Any) -> None:
     model = Small()
     before, random_state = state_of(model), torch.get_rng_state()
 
-    THINGS_TO_DO[thing](optimizer.optimize(model, X, check=check))
+    THINGS_TO_DO[thing](optimizer.optimize(model, X, check=check, level=1))
 
     assert state_of(model) == before
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -81,7 +81,7 @@ def test_the_callers_model_is_not_touched(thing: str, check: Any) -> None:
 def test_parameters_that_no_rewrite_replaced_share_storage_with_the_callers() -> None:
     model = Small()
 
-    fast = optimizer.optimize(model, X)
+    fast = optimizer.optimize(model, X, level=1)
 
     assert fast.report.counts()["fold_affine"] == 1
     assert fast.head.weight.data_ptr() == model.head.weight.data_ptr()
@@ -111,7 +111,7 @@ def test_a_buffer_is_written_in_the_optimized_modules_own_copy(
 ) -> None:
     model = Counting(by_operator).eval()
 
-    fast = optimizer.optimize(model, X, check=check, static_shapes=by_operator)
+    fast = optimizer.optimize(model, X, check=check, static_shapes=by_operator, level=1)
 
     assert [torch.equal(fast(X), X * count) for count in (1, 2, 3)] == [True] * 3
     assert (model.calls, *fast.buffers()) == (0, 3)
@@ -134,7 +134,7 @@ COPIES: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_keeps_the_answer_and_the_report(way: str) -> None:
-    fast = optimizer.optimize(Small(), X)
+    fast = optimizer.optimize(Small(), X, level=1)
 
     again = COPIES[way](fast)
 
@@ -155,7 +155,7 @@ def test_a_pickle_with_a_factory_in_it_leaves_fx_as_it_was(make: Any) -> None:
 
 
 def test_the_same_model_gives_the_same_code() -> None:
-    first, second = (optimizer.optimize(Small(), X) for _ in range(2))
+    first, second = (optimizer.optimize(Small(), X, level=1) for _ in range(2))
 
     assert first.code == second.code
 
@@ -164,7 +164,7 @@ def test_models_can_be_optimized_from_threads_while_others_run() -> None:
     model = Small()
     with torch.no_grad():
         expected = model(X)
-    acts = [lambda: optimizer.optimize(model, X)(X)] * 2 + [lambda: model(X)]
+    acts = [lambda: optimizer.optimize(model, X, level=1)(X)] * 2 + [lambda: model(X)]
 
     with ThreadPoolExecutor(len(acts)) as pool:
         results = [result for each in pool.map(ten_times, acts) for result in each]
@@ -198,7 +198,7 @@ class Optional(nn.Module):
 def test_an_argument_that_chose_a_branch_is_guarded(given: Any, other: Any) -> None:
     model = Optional().eval()
 
-    fast = optimizer.optimize(model, given)
+    fast = optimizer.optimize(model, given, level=1)
 
     assert torch.equal(fast(**given), model(**given))
     with pytest.raises(InputError, match="this model was optimized for"):
@@ -208,14 +208,14 @@ def test_an_argument_that_chose_a_branch_is_guarded(given: Any, other: Any) -> N
 def test_keyword_inputs_are_a_mapping() -> None:
     model = Optional().eval()
 
-    fast = optimizer.optimize(model, {"y": X, "x": X + 1})
+    fast = optimizer.optimize(model, {"y": X, "x": X + 1}, level=1)
 
     assert torch.equal(fast(x=X, y=X * 3), model(x=X, y=X * 3))
 
 
 def test_a_rank_that_a_rewrite_relied_on_is_guarded() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).eval()
-    fast = optimizer.optimize(model, torch.randn(3, 5))
+    fast = optimizer.optimize(model, torch.randn(3, 5), level=1)
 
     with pytest.raises(InputError, match="of 2 dimensions and got 3"):
         fast(torch.randn(2, 4, 5))
@@ -238,8 +238,8 @@ def test_later_inputs_may_be(kind: str) -> None:
     model, x = Small(), LATER_INPUTS[kind]
 
     with torch.no_grad():
-        late = optimizer.optimize(model, X)(x)
-        early = optimizer.optimize(model, x)(x)
+        late = optimizer.optimize(model, X, level=1)(x)
+        early = optimizer.optimize(model, x, level=1)(x)
         expected = model(x)
 
     for result in (late, early):
@@ -273,7 +273,7 @@ def test_a_faulty_pass_is_rolled_back_and_named(
     model = nn.Sequential(Small(), nn.Dropout(), nn.Flatten(), nn.Linear(32, 2), nn.ReLU()).eval()
 
     with pytest.warns(UserWarning, match="fold_affine") as caught:
-        fast = optimizer.optimize(model, X, check=check)
+        fast = optimizer.optimize(model, X, check=check, level=1)
 
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -293,7 +293,7 @@ def test_a_wrong_capture_is_not_used(check: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(FRONT_ENDS, "symbolic", capture_another)
     model = nn.ReLU().eval()
 
-    fast = optimizer.optimize(model, X, check=check)
+    fast = optimizer.optimize(model, X, check=check, level=1)
 
     assert torch.equal(fast(X), F.relu(X))
     [remark] = fast.report.remarks

@@ -72,7 +72,7 @@ def optimized(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
     make, inputs = NETS[request.param]
     torch.manual_seed(5)
     model = make().eval()
-    fast = optimizer.optimize(model, inputs)
+    fast = optimizer.optimize(model, inputs, level=1)
     assert fast.report.fired
     return model, fast, inputs
 
@@ -127,7 +127,7 @@ ELSEWHERE: dict[str, Callable[[Any, Any], Any]] = {
     "compile the whole graph": compiled_whole,
     "Transformer": lambda fast, inputs: fx.Transformer(fast).transform(),
     "Interpreter": lambda fast, inputs: fx.Interpreter(fast).run,
-    "optimize": lambda fast, inputs: optimizer.optimize(fast, inputs),
+    "optimize": lambda fast, inputs: optimizer.optimize(fast, inputs, level=1),
 }
 
 
@@ -143,7 +143,7 @@ def test_the_result_gives_the_same_answers_through(where: str, optimized: Any) -
 def test_to_optimize_again_changes_nothing(optimized: Any) -> None:
     _, fast, inputs = optimized
 
-    again = optimizer.optimize(fast, inputs)
+    again = optimizer.optimize(fast, inputs, level=1)
 
     assert again.report.fired == ()
     assert again.code == fast.code
@@ -157,8 +157,10 @@ def test_a_workload_gives_the_same_code_each_time_and_from_two_threads(name: str
     workload = models.load(name)
 
     def code(_: int) -> tuple[str, str]:
-        fast = optimizer.optimize(workload.module, workload.example_inputs, check=None)
-        return fast.code, optimizer.optimize(fast, workload.example_inputs, check=None).code
+        fast = optimizer.optimize(workload.module, workload.example_inputs, check=None, level=1)
+        return fast.code, optimizer.optimize(
+            fast, workload.example_inputs, check=None, level=1
+        ).code
 
     with ThreadPoolExecutor(2) as pool:
         codes = {*pool.map(code, range(2)), code(0)}

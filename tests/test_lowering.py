@@ -97,6 +97,9 @@ def assert_refused(model: nn.Module, *inputs: Any, reason: str) -> None:
 
 
 class TestALoweredCall:
+    def test_it_is_the_default(self) -> None:
+        assert chosen(optimizer.optimize(net(), image())) == chosen(lowered(net(), image()))  # type: ignore[arg-type]
+
     def test_it_gives_the_models_answer_in_the_models_layout(self) -> None:
         model, x = net(), image()
         fast = lowered(model, x)

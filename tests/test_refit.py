@@ -93,7 +93,7 @@ def test_refit_gives_the_answers_of_the_new_checkpoint(kind: str, way: str) -> N
     make, inputs = KINDS[kind]
     old, new = seeded(make, 0), seeded(make, 1)
     before = copy.deepcopy(old.state_dict())
-    fast = COPIES[way](optimizer.optimize(old, inputs), inputs)
+    fast = COPIES[way](optimizer.optimize(old, inputs, level=1), inputs)
 
     assert fast.refit(new.state_dict()) is fast
 
@@ -104,7 +104,7 @@ def test_refit_gives_the_answers_of_the_new_checkpoint(kind: str, way: str) -> N
 
 def test_a_refitted_model_is_as_if_optimized_from_the_start() -> None:
     old, new = seeded(Tied, 0), seeded(Tied, 1)
-    fast, expected = optimizer.optimize(old, X), optimizer.optimize(new, X)
+    fast, expected = optimizer.optimize(old, X, level=1), optimizer.optimize(new, X, level=1)
 
     fast.refit(new.state_dict(), X)
 
@@ -118,7 +118,7 @@ def test_a_refitted_model_is_as_if_optimized_from_the_start() -> None:
 def test_a_pass_from_elsewhere_runs_again() -> None:
     [fold] = [each for each in optimizer.all_passes() if each.name == "fold_affine"]
     old, new = seeded(Tied, 0), seeded(Tied, 1)
-    fast = optimizer.optimize(old, X, only=[dataclasses.replace(fold, name="mine")])
+    fast = optimizer.optimize(old, X, only=[dataclasses.replace(fold, name="mine")], level=1)
 
     fast.refit(new.state_dict())
 
@@ -128,7 +128,7 @@ def test_a_pass_from_elsewhere_runs_again() -> None:
 
 def test_what_is_kept_for_it_holds_no_weights() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512)).eval()
-    fast = optimizer.optimize(model, torch.randn(2, 512))
+    fast = optimizer.optimize(model, torch.randn(2, 512), level=1)
 
     assert len(pickle.dumps(fast)) < 1.1 * fast.report.after.bytes
 
@@ -137,7 +137,7 @@ def test_what_is_kept_for_it_holds_no_weights() -> None:
 @pytest.mark.parametrize("kind", [Tied, Branching])
 def test_load_state_dict_refuses_a_checkpoint_of_the_original(kind: Any, strict: bool) -> None:
     old, new = seeded(kind, 0), seeded(kind, 1)
-    fast = optimizer.optimize(old, X)
+    fast = optimizer.optimize(old, X, level=1)
     before = copy.deepcopy(fast.state_dict())
 
     for holder, prefix in ((fast, ""), (nn.Sequential(fast), "0.")):
@@ -150,7 +150,7 @@ def test_load_state_dict_refuses_a_checkpoint_of_the_original(kind: Any, strict:
 
 @pytest.mark.parametrize("kind", [Tied, Branching])
 def test_load_state_dict_takes_its_own_checkpoint(kind: Any) -> None:
-    fast, other = (optimizer.optimize(seeded(kind, seed), X) for seed in (0, 1))
+    fast, other = (optimizer.optimize(seeded(kind, seed), X, level=1) for seed in (0, 1))
 
     nn.Sequential(fast).load_state_dict(nn.Sequential(other).state_dict())
 
@@ -159,7 +159,7 @@ def test_load_state_dict_takes_its_own_checkpoint(kind: Any) -> None:
 
 @pytest.mark.parametrize("checkpoint", [{}, {"other": X}, 3])
 def test_refit_refuses_another_models_checkpoint(checkpoint: Any) -> None:
-    fast = optimizer.optimize(seeded(Tied, 0), X)
+    fast = optimizer.optimize(seeded(Tied, 0), X, level=1)
     before = call(fast, X)
 
     with pytest.raises(InputError, match="pass a checkpoint of the original model: "):
@@ -172,7 +172,7 @@ def test_a_loaded_model_without_the_originals_code_says_what_to_do() -> None:
     class Local(nn.Sequential):
         """Cannot be pickled."""
 
-    fast = optimizer.optimize(Local(nn.Linear(6, 4), nn.Identity()).eval(), X)
+    fast = optimizer.optimize(Local(nn.Linear(6, 4), nn.Identity()).eval(), X, level=1)
     again = pickle.loads(pickle.dumps(fast))
 
     assert torch.equal(again(X), fast(X))

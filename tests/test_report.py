@@ -35,7 +35,7 @@ class Net(nn.Module):
 @pytest.fixture(scope="module")
 def report() -> optimizer.Report:
     passes = ["fold_affine", "fuse_linear_relu"]
-    return optimizer.optimize(Net().eval(), X, only=passes).report
+    return optimizer.optimize(Net().eval(), X, only=passes, level=1).report
 
 
 class Page(HTMLParser):
@@ -80,7 +80,7 @@ def test_a_new_node_says_which_pass_made_it_of_what(report: optimizer.Report) ->
 
 def test_the_listings_are_the_graphs(report: optimizer.Report) -> None:
     model = Net().eval()
-    captured, fast = optimizer.capture(model, X), optimizer.optimize(model, X)
+    captured, fast = optimizer.capture(model, X), optimizer.optimize(model, X, level=1)
 
     assert [n.name for n in captured.graph.nodes] == [n.name for n in report.graph_before]
     assert [n.name for n in fast.graph.nodes] == [n.name for n in fast.report.graph_after]
@@ -110,8 +110,8 @@ def test_nodes_that_stayed_are_on_one_row(report: optimizer.Report) -> None:
 
 
 def test_what_is_left_as_it_is_has_a_page_as_well() -> None:
-    fast = optimizer.optimize(nn.Sequential(nn.ReLU()).eval(), X, only=[])
-    unchanged = optimizer.optimize(Branching().eval(), X)
+    fast = optimizer.optimize(nn.Sequential(nn.ReLU()).eval(), X, only=[], level=1)
+    unchanged = optimizer.optimize(Branching().eval(), X, level=1)
 
     assert "output = output _0" in fast.report.to_html()
     assert "left as it is" in unchanged.report.to_html()
@@ -127,7 +127,7 @@ class Branching(nn.Module):
 def test_the_page_escapes_what_a_model_is_called() -> None:
     kind = type("<script>", (Net,), {})
 
-    assert "<script>" not in optimizer.optimize(kind().eval(), X).report.to_html()
+    assert "<script>" not in optimizer.optimize(kind().eval(), X, level=1).report.to_html()
 
 
 def test_the_same_report_gives_the_same_page(report: optimizer.Report) -> None:
@@ -140,5 +140,5 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     assert main(["optimize", "toy_model", "--html", str(file)]) == 0
 
-    assert capsys.readouterr().out.startswith("ToyModel, level 1")
+    assert capsys.readouterr().out.startswith("ToyModel, level 2")
     assert "fold_affine" in file.read_text(encoding="utf-8")

@@ -78,7 +78,7 @@ def calls(model: nn.Module) -> int:
 
     sys.setprofile(count)
     try:
-        optimizer.optimize(model, torch.ones(4, 4), check=None)
+        optimizer.optimize(model, torch.ones(4, 4), check=None, level=1)
     finally:
         sys.setprofile(None)
     return counted

@@ -22,7 +22,7 @@ def model() -> nn.Module:
 
 
 def test_autocast_around_the_result_gives_the_dtype_of_the_model(model: nn.Module) -> None:
-    fast, truth = optimizer.optimize(model, IMAGE), model(IMAGE)
+    fast, truth = optimizer.optimize(model, IMAGE, level=1), model(IMAGE)
     with torch.autocast("cpu", torch.bfloat16):
         expected, actual = model(IMAGE), fast(IMAGE)
 
@@ -31,7 +31,7 @@ def test_autocast_around_the_result_gives_the_dtype_of_the_model(model: nn.Modul
 
 
 def test_a_result_is_not_overwritten_by_the_next_call(model: nn.Module) -> None:
-    fast = optimizer.optimize(model, IMAGE)
+    fast = optimizer.optimize(model, IMAGE, level=1)
     first = fast(IMAGE)
     kept = first.clone()
     fast(-IMAGE)
@@ -40,7 +40,7 @@ def test_a_result_is_not_overwritten_by_the_next_call(model: nn.Module) -> None:
 
 
 def test_the_result_has_the_state_that_the_model_had(model: nn.Module) -> None:
-    fast = optimizer.optimize(model, IMAGE)
+    fast = optimizer.optimize(model, IMAGE, level=1)
     before = model(IMAGE)
     model[1].running_mean.zero_()
     model[0].weight.data.zero_()
@@ -50,13 +50,13 @@ def test_the_result_has_the_state_that_the_model_had(model: nn.Module) -> None:
 
 def test_what_is_made_in_inference_mode_is_no_inference_tensor(model: nn.Module) -> None:
     with torch.inference_mode():
-        fast = optimizer.optimize(model, IMAGE)
+        fast = optimizer.optimize(model, IMAGE, level=1)
 
     assert not any(parameter.is_inference() for parameter in fast.parameters())
     fast(IMAGE.clone().requires_grad_()).sum().backward()
 
 
 def test_the_code_is_that_of_the_graph(model: nn.Module) -> None:
-    fast = optimizer.optimize(model, IMAGE)
+    fast = optimizer.optimize(model, IMAGE, level=1)
 
     assert fast.code == copy.deepcopy(fast).graph.python_code("self").src

@@ -44,7 +44,7 @@ def test_optimizing_a_trap_leaves_model_inputs_and_random_state_alone(name: str)
     model = trap.build().eval()
     inputs = copy.deepcopy(trap.calls[0])
     state, random_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    optimizer.optimize(model, inputs, check=None)
+    optimizer.optimize(model, inputs, check=None, level=1)
 
     assert_same((state, trap.calls[0]), (dict(model.state_dict()), inputs))
     assert torch.equal(random_state, torch.get_rng_state())
@@ -52,7 +52,7 @@ def test_optimizing_a_trap_leaves_model_inputs_and_random_state_alone(name: str)
 
 def optimized(model: nn.Module, trap: Trap, with_example: bool) -> Any:
     example = copy.deepcopy(trap.calls[0]) if with_example else None
-    return optimizer.optimize(model, example, check=None)
+    return optimizer.optimize(model, example, check=None, level=1)
 
 
 def observed(model: nn.Module, call: tuple[Any, ...]) -> tuple[Any, ...]:

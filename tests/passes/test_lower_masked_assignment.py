@@ -595,7 +595,7 @@ def test_two_results_that_are_returned_stay_two_tensors() -> None:
         second[x > 0] = 0.0
         return first, second
 
-    first, second = optimizer.optimize(Forward(twice).eval(), torch.ones(3), check=None)(
+    first, second = optimizer.optimize(Forward(twice).eval(), torch.ones(3), check=None, level=1)(
         torch.ones(3)
     )
 

@@ -79,7 +79,9 @@ def test_a_product_is_a_linear_to_the_last_bit(spelling: str, dtype: torch.dtype
 def test_it_shares_the_models_own_numbers(spelling: str) -> None:
     model = Product((MATRIX | ANY_RANK)[spelling], torch.float32).eval()
 
-    (linear,) = linears(optimizer.optimize(model, torch.randn(7, 4), only=[NAME], check=None))
+    (linear,) = linears(
+        optimizer.optimize(model, torch.randn(7, 4), only=[NAME], check=None, level=1)
+    )
 
     pointers = [value.data_ptr() for value in (model.weight, model.square)]
     copied = "not transposed" in spelling  # a buffer, which is the result's own
@@ -100,7 +102,7 @@ def test_a_matrix_of_integers_is_one_too() -> None:
 def test_what_follows_folds_into_it() -> None:
     model = Product(lambda m, x: torch.relu(torch.addmm(m.bias, x, m.weight.t())), torch.float32)
 
-    fast = optimizer.optimize(model.eval(), torch.randn(7, 4))
+    fast = optimizer.optimize(model.eval(), torch.randn(7, 4), level=1)
 
     assert fast.report.counts() == {NAME: 1, "fuse_linear_relu": 1}
 
@@ -168,7 +170,7 @@ def test_the_kernel_is_the_same_for_every_layout(learns: bool) -> None:
     model: Any = Product(lambda m, x: x @ m.matrix, torch.float32)
     model.matrix = nn.Parameter(torch.randn(64, 48), requires_grad=learns)
 
-    fast = optimizer.optimize(model.eval(), x, only=[NAME], check=None)
+    fast = optimizer.optimize(model.eval(), x, only=[NAME], check=None, level=1)
 
     assert [linear.weight.requires_grad for linear in linears(fast)] == [learns]
     with torch.no_grad():

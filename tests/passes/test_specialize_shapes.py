@@ -25,7 +25,7 @@ class Holder(Forward):
 
 def specialized(function: Callable[..., Any], *inputs: Any) -> Any:
     model = Holder(function).eval()
-    return optimizer.optimize(model, inputs, static_shapes=True, capture="symbolic")
+    return optimizer.optimize(model, inputs, static_shapes=True, capture="symbolic", level=1)
 
 
 def asserted(x: Any, n: Any) -> Any:
@@ -87,14 +87,14 @@ def test_is_left_alone(name: str) -> None:
 
 
 def test_without_being_asked_for_it_does_nothing() -> None:
-    fast = optimizer.optimize(Holder(LITERAL["arithmetic"]).eval(), (DEEP,))
+    fast = optimizer.optimize(Holder(LITERAL["arithmetic"]).eval(), (DEEP,), level=1)
 
     assert NAME not in fast.report.counts()
     assert fast(DEEP.repeat(2, 1, 1)).shape == (3, 16)
 
 
 def test_only_names_it_too() -> None:
-    fast = optimizer.optimize(Holder(LITERAL["a size"]).eval(), (DEEP,), only=[NAME])
+    fast = optimizer.optimize(Holder(LITERAL["a size"]).eval(), (DEEP,), only=[NAME], level=1)
 
     assert NAME in fast.report.counts()
 
@@ -115,7 +115,7 @@ def test_the_shapes_of_a_real_model(name: str, count: int) -> None:
     model = import_torchvision().models.get_model(name, weights=None).eval()
     x: Tensor = torch.randn(1, 3, 224, 224)
 
-    fast = optimizer.optimize(model, x, static_shapes=True, check=None)
+    fast = optimizer.optimize(model, x, static_shapes=True, check=None, level=1)
 
     assert fast.report.counts()[NAME] == count
     with torch.no_grad():

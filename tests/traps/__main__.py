@@ -38,7 +38,7 @@ def outcome(trap: Trap) -> str:
     """What the optimizer does with the model of a trap, and if nothing, why."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = optimizer.optimize(trap.build(), copy.deepcopy(trap.calls[0])).report
+        report = optimizer.optimize(trap.build(), copy.deepcopy(trap.calls[0]), level=1).report
     if report.fired:
         return "rewritten by " + ", ".join(f"`{name}`" for name in sorted(report.counts()))
     reasons = [refusal.reason for refusal in report.refused] + list(report.remarks)

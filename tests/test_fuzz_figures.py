@@ -73,7 +73,7 @@ TOLD: dict[str, tuple[str, dict[str, dict[str, Any]], str]] = {
     "counterexamples": (
         "shrink",
         {"a": {"minimal": True, "seconds": 1.0}, "b": {"minimal": False, "seconds": 3.0}},
-        "1 of 2 (50.0%); median 2.0 s, at most 3.0 s",
+        "1 of 2 (50.0%); median 2.0 s, at most 3.0 s of the processor",
     ),
     "models that the optimizer": (
         "soak",
@@ -82,6 +82,11 @@ TOLD: dict[str, tuple[str, dict[str, dict[str, Any]], str]] = {
     ),
     "models a second": ("soak", {"a": {"examples": 90, "seconds": 3.0}}, "a: 30"),
     "models that are rejected": ("soak", {"a": {"asked": 50, "examples": 48}}, "2 of 50"),
+    "operations met": (
+        "coverage",
+        {"operations": {"met": 3, "of": 4}, "ranks": {"met": 1, "of": 2}},
+        "operations 3 of 4 (75.0%); ranks 1 of 2 (50.0%)",
+    ),
     "all tests": ("quick", {"2 processes": {"seconds": 90.0}}, "2 processes: 1.5 min"),
 }
 
@@ -171,5 +176,5 @@ def test_each_command_records_what_the_table_tells(
     text = page.read_text()
     assert text.startswith("before\n<!-- figures -->\n\n| | goal")
     assert text.endswith("|\n\n<!-- end of figures -->\nafter\n")
-    assert text.count("not measured") == 2  # generic, shrink
+    assert text.count("not measured") == 3  # generic, shrink, coverage
     assert f"; {len(_mutants.catalogue()) - 1} not tried |" in text

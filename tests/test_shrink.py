@@ -82,7 +82,7 @@ def test_a_planted_mistake_shrinks_to_what_shows_it() -> None:
 
     assert found is not None
     assert (found.program, found.minimal) == ("linear leaky", True)
-    assert found.words_before > 2
+    assert found.words_before >= 2
     assert _shrink.shrink(A_PASS, 1) is None
 
 

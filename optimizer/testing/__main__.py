@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from optimizer.testing import _figures, _firing, _hunt, _score, _shrink, _soak
+from optimizer.testing import _coverage, _figures, _firing, _hunt, _score, _shrink, _soak
 from optimizer.testing._mutants import Mutant
 from optimizer.testing._record import FOLDER, Recorder
 from optimizer.testing._subject import Optimize
@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     firing = command("firing", _run_firing, "how often each pass fires, what it refuses")
     firing.add_argument("passes", nargs="*", help="their names; all if none are given")
     firing.add_argument("--examples", type=int, default=200)
+    coverage = command("coverage", _run_coverage, "what generated models are made of")
+    coverage.add_argument("--examples", type=int, default=2000)
     soak = command("soak", _run_soak, "how many of very many models are got wrong")
     soak.add_argument("--examples", type=int, default=10_000)
     soak.add_argument("--level", type=int, default=1)
@@ -82,6 +84,14 @@ def _run_firing(options: argparse.Namespace, record: Record) -> int:
             yield seen
 
     _print(_firing.table(recorded()))
+    return 0
+
+
+def _run_coverage(options: argparse.Namespace, record: Record) -> int:
+    possible, seen = _coverage.feasible(), _coverage.met(options.examples)
+    for name, (part, whole) in _coverage.counts(possible, seen).items():
+        record(name, met=part, of=whole)
+    _print(_coverage.listing(possible, seen))
     return 0
 
 

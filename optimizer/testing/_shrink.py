@@ -21,7 +21,10 @@ MOST_WORDS = 10  # more are not minimal without being tried
 
 @dataclass(frozen=True)
 class Shrunk:
-    """The smallest program found that shows a mistake; whether it is minimal, and how it came."""
+    """The smallest program found that shows a mistake, and whether it is minimal.
+
+    Seconds are of the processor, from the first model that failed to the smallest.
+    """
 
     program: str
     minimal: bool
@@ -65,14 +68,14 @@ def shrunk(names: Sequence[str], budget: int) -> Shrunk | None:
         try:
             examine(spec, name)
         except Counterexample:
-            failed.append((time.perf_counter(), spec))
+            failed.append((time.process_time(), spec))
             raise
 
     try:
         holds()
     except Counterexample as failure:
         small = failure.reduced()
-        (started, first), seconds = failed[0], time.perf_counter()
+        (started, first), seconds = failed[0], time.process_time()
         minimal = is_minimal(small.spec, lambda spec: small.on(spec) is not None)
         took = round(seconds - started, 1)
         return Shrunk(" ".join(small.spec.tokens), minimal, len(first.tokens), took)

@@ -123,4 +123,4 @@ class _Loader(SourceFileLoader):
         self.mutant = mutant
 
     def get_code(self, fullname: str) -> CodeType:
-        return compile(self.mutant.source(), self.path, "exec")
+        return compile(self.mutant.source(), f"<mutant of {self.path}>", "exec")

@@ -100,6 +100,22 @@ def test_a_model_that_rounds_allows_rounding() -> None:
         assert_equivalent(model, candidate, inputs, exact=True)
 
 
+def test_a_model_that_jumps_allows_what_rounding_makes_of_it() -> None:
+    def above(threshold: float, step: float = 1.0) -> Of:
+        return Of(lambda x: torch.where(x * 3 > threshold, step, 0.0) + x)
+
+    inputs = (torch.full((3,), 0.1, dtype=torch.float64),)  # 0.1 * 3 is 0.30000000000000004
+    assert_equivalent(above(0.3), above(0.30000000000000004), inputs)
+
+    with pytest.raises(AssertionError, match="values differ"):
+        assert_equivalent(above(0.3), above(0.3, step=4.0), inputs)
+    with pytest.raises(AssertionError, match="values differ"):
+        mixed = (torch.tensor([0.1, torch.inf], dtype=torch.float64),)
+        assert_equivalent(above(0.3), Of(lambda x: x.clamp(max=9)), mixed)
+    with pytest.raises(AssertionError, match="values differ"):
+        assert_equivalent(above(0.2), above(0.4), inputs)
+
+
 def test_what_cancels_to_nothing_has_no_relative_error() -> None:
     inputs = (torch.full((3,), 0.1, dtype=torch.float64),)
 

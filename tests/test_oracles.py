@@ -109,8 +109,8 @@ def test_a_model_that_jumps_allows_what_rounding_makes_of_it() -> None:
 
     with pytest.raises(AssertionError, match="values differ"):
         assert_equivalent(above(0.3), above(0.3, step=4.0), inputs)
+    mixed = (torch.tensor([0.1, torch.inf], dtype=torch.float64),)
     with pytest.raises(AssertionError, match="values differ"):
-        mixed = (torch.tensor([0.1, torch.inf], dtype=torch.float64),)
         assert_equivalent(above(0.3), Of(lambda x: x.clamp(max=9)), mixed)
     with pytest.raises(AssertionError, match="values differ"):
         assert_equivalent(above(0.2), above(0.4), inputs)

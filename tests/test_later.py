@@ -47,6 +47,7 @@ def asserts(x: torch.Tensor) -> torch.Tensor:
 SPOILED: dict[str, tuple[Function, Function]] = {
     "more rows": (lambda x: x + len(x), lambda x: x + 3),
     "one row": (lambda x: x + len(x), lambda x: x + 3),
+    "longer rows": (lambda x: x + x.shape[-1], lambda x: x + 4),
     "one row of the last": (lambda x, y: x + y, lambda x, y: x + y * (len(y) == len(x))),
     "one tensor for all": (written_first, read_first),
     "another layout": (lambda x: x + 1, lambda x: (x + 1).contiguous()),

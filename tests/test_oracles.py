@@ -73,6 +73,16 @@ def test_a_lost_update_of_a_statistic_is_seen() -> None:
         assert_equivalent(model, candidate, inputs)
 
 
+def test_a_statistic_that_is_lost_with_its_update_is_seen() -> None:
+    model = randomize(nn.BatchNorm1d(3, dtype=torch.float64))
+    inputs = (torch.rand(2, 3, dtype=torch.float64),)
+    expected = copy.deepcopy(model)(*inputs).detach()
+
+    with pytest.raises(AssertionError, match="buffer running_mean is not written"):
+        assert_equivalent(model, Of(lambda x: expected.clone()), inputs)
+    assert_equivalent(model.eval(), Of(copy.deepcopy(model).eval()), inputs)
+
+
 def test_a_lost_hook_is_seen() -> None:
     model = randomize(nn.Linear(3, 3, dtype=torch.float64))
     candidate = copy.deepcopy(model)

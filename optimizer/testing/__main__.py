@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from optimizer.testing import _coverage, _figures, _firing, _hunt, _score, _shrink, _soak
+from optimizer.testing import _coverage, _figures, _firing, _generic, _hunt, _score, _shrink, _soak
 from optimizer.testing._mutants import Mutant
 from optimizer.testing._record import FOLDER, Recorder
 from optimizer.testing._subject import Optimize
@@ -51,6 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("mutants", nargs="*", help="their names; all if none are given")
     score.add_argument("--budget", type=int, default=_score.BUDGET, help="examples for each")
     score.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    generic = command("generic", _run_generic, "whether any small change of the code is found")
+    generic.add_argument("--sample", type=int, default=100, help="how many changes")
+    generic.add_argument("--seed", type=int, default=0, help="other changes for another one")
+    generic.add_argument("--budget", type=int, default=200, help="examples for each")
+    generic.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     hunt = command("hunt", _run_hunt, "the defects of torch's own tools")
     hunt.add_argument("--target", choices=_hunt.TARGETS, help="one of them; all if not given")
     hunt.add_argument("--examples", type=int, default=120)
@@ -125,6 +130,19 @@ def _run_score(options: argparse.Namespace, record: Record) -> int:
             yield each
 
     _print(_score.table(recorded()))
+    return 0
+
+
+def _run_generic(options: argparse.Namespace, record: Record) -> int:
+    known, mutants = _generic.equivalent(), _generic.sample(options.sample, options.seed)
+
+    def recorded() -> Iterator[_score.Verdict]:
+        for each in _generic.generic(mutants, options.budget, options.processes):
+            name = each.mutant.name
+            record(name, killed=each.killed, evidence=each.evidence, equivalent=known.get(name, ""))
+            yield each
+
+    _print(_generic.table(recorded(), known))
     return 0
 
 

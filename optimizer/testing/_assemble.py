@@ -25,6 +25,11 @@ class Doubled(nn.Linear):
     def forward(self, input):
         return 2 * super().forward(input)
 """,
+    "Branching": """\
+class Branching(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * (1 if input.sum().isnan() else 2)
+""",
     "Constant": """\
 class Constant(nn.Module):
     def __init__(self, *shape):

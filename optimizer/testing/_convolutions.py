@@ -129,6 +129,7 @@ CONVOLUTIONS: dict[str, Emit] = {
     "conv_k3": conv(3, padding=1),
     "conv_valid": conv(2),
     "conv_stride": conv(2, stride=2),
+    "conv_k3_stride": conv(3, padding=1, stride=2),
     "conv_dilated": conv(2, dilation=2, padding=1),
     "conv_same": conv(3, padding="same"),
     "conv_reflect": conv(3, padding=1, mode="reflect"),

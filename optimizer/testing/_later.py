@@ -82,6 +82,11 @@ def _more_rows(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor, 2 * tensor, tensor[:1]])
 
 
+def _longer(tensor: torch.Tensor) -> torch.Tensor:
+    """What is one number in the example, and broadcast or cut to one later, is two."""
+    return torch.cat([tensor, 2 * tensor], -1)
+
+
 def _one_more_dimension(tensor: torch.Tensor) -> torch.Tensor:
     """As large as the last one, so that a BatchNorm may take it for the channels."""
     last = tensor.shape[-1]
@@ -136,6 +141,7 @@ def _gradients(module: nn.Module, inputs: Inputs) -> Inputs:
 LATER_CALLS: dict[str, LaterCall] = {
     "more rows": on(_more_rows),
     "one row": on(lambda tensor: tensor[:1]),
+    "longer rows": on(_longer),
     "one row of the last": among(lambda inputs: (*inputs[:-1], inputs[-1][:1])),
     "one tensor for all": among(lambda inputs: inputs[:1] * len(inputs)),
     "another layout": on(_other_layout),

@@ -101,6 +101,7 @@ LAYERS: dict[str, Emit] = {
     "linear_matmul": linear(spelling="{v} @ self.{m}.weight.t() + self.{m}.bias"),
     "linear_addmm": linear(spelling="torch.addmm(self.{m}.bias, {v}, self.{m}.weight.t())", rank=2),
     "linear_subclass": linear(cls="Doubled"),
+    "linear_opaque": linear(cls="Branching"),
     "scale": constant("self.{m}({v})"),
     "scale_last": constant("{v}.mul({c})", "last"),
     "scale_everywhere": constant("{v} * {c}", "everywhere"),

@@ -17,11 +17,15 @@ Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was observed: buffers by name, with the address that they were found at."""
+    """What was observed: buffers by name, with the address that they were found at.
+
+    `written` are the names of those that the call left with other values.
+    """
 
     structure: pytree.TreeSpec
     values: dict[str, Any]
     buffers: dict[str, tuple[int, torch.Tensor]]
+    written: frozenset[str]
     sharing: list[list[str]]
     random_state: torch.Tensor
 
@@ -42,7 +46,7 @@ def observe(module: nn.Module, inputs: Inputs) -> Outcome:
     given = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     args, kwargs = pytree.tree_map(_Copies(), given)
     arguments = pytree.tree_leaves((args, kwargs))
-    before = [tensor.clone() for tensor in tensors_of(module)]
+    before = {tensor: tensor.clone() for tensor in tensors_of(module)}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         result = module(*args, **kwargs)
@@ -51,10 +55,11 @@ def observe(module: nn.Module, inputs: Inputs) -> Outcome:
     values = {f"output {i}": leaf for i, leaf in enumerate(leaves)}
     values |= {f"input {i} after the call": tensor for i, tensor in enumerate(arguments)}
     buffers = {name: (b.data_ptr(), b.clone()) for name, b in module.named_buffers()}
-    for tensor, kept in zip(tensors_of(module), before, strict=True):
-        if not same_bits(tensor, kept):  # who is told of a write, packs the weights again
-            tensor.copy_(kept)
-    return Outcome(structure, values, buffers, _sharing(values), random_state)
+    changed = [tensor for tensor, kept in before.items() if not same_bits(tensor, kept)]
+    written = frozenset(name for name, b in module.named_buffers() if any(b is t for t in changed))
+    for tensor in changed:  # who is told of a write, packs the weights again
+        tensor.copy_(before[tensor])
+    return Outcome(structure, values, buffers, written, _sharing(values), random_state)
 
 
 class _Copies:

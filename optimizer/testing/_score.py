@@ -60,10 +60,11 @@ def concerned(mutant: Mutant) -> list[str]:
     name = module.removeprefix("passes/")
     if mutant.concerns or name in MOTIFS:
         return list(mutant.concerns) or [name]
-    return [name for name in MOTIFS if module in _imports(name)] or list(MOTIFS)
+    return [name for name in MOTIFS if module in imports(name)] or list(MOTIFS)
 
 
-def _imports(name: str) -> set[str]:
+def imports(name: str) -> set[str]:
+    """The modules of the package that a pass imports."""
     tree = ast.parse((PACKAGE / "passes" / f"{name}.py").read_text(encoding="utf-8"))
     froms = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     return {module.removeprefix("optimizer.") for module in froms}
@@ -114,7 +115,8 @@ def _motifs(name: str) -> Iterator[tuple[Spec, bool]]:
     motif = MOTIFS.get(name, Motif(fires=(), near=words))
     for program in motif.fires:
         yield Spec(tuple(program.split()), motif.shape), True
-    for shape in (motif.shape, (4, 4, 4), (4, 4)):  # equal sizes hide no mistake behind an error
+    # Equal sizes hide no mistake behind an error; sizes of one may be others later.
+    for shape in (motif.shape, (4, 4, 4), (4, 4), (2, 4, 1, 1)):
         for program in motif.near:
             yield Spec(tuple(program.split()), shape, "random"), False
 

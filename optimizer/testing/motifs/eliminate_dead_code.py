@@ -12,6 +12,7 @@ MOTIF = Motif(
         "dup t01 mask drop",
         "dup relu_method_inplace drop",
         "dup bn_train drop",
+        "dup bn_F_train drop",
         "dup dropout_train drop",
         "iview_statement",
         "idouble_statement",

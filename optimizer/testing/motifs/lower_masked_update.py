@@ -23,6 +23,7 @@ MOTIF = Motif(
         "mask_two",
         "linear mask_sub",
         "clone mask_gather_other",
+        "linear dup t01 swap mask_gather_same",
         "clone mask_gather_read",
     ),
 )

@@ -10,6 +10,7 @@ MOTIF = Motif(
         "dup conv swap conv4 add",
         "dup conv_k3 swap conv_groups add",
         "dup conv_stride swap conv_stride add",
+        "dup conv_k3 swap conv_k3_stride add",
         "dup conv_valid swap conv_dilated add",
         "dup conv_k3 swap bn_train add",
         "dup conv_k3 swap scale add",

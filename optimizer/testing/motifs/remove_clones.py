@@ -17,6 +17,7 @@ MOTIF = Motif(
         "tanh clone t01 idouble_statement relu",
         "tanh clone flatten relu",
         "tanh t01 clone relu",
+        "flatten tanh every_other clone center",
         "tanh clone clone relu",
     ),
 )

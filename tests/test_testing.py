@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import Phase, find, given, settings
-from torch import nn
+from torch import fx, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import optimizer.testing
@@ -24,6 +25,7 @@ from optimizer.testing import (
     Counterexample,
     Spec,
     assert_equivalent,
+    check_pass,
     check_spec,
     models,
     randomize,
@@ -215,7 +217,8 @@ def test_a_planted_bug_shrinks_to_the_smallest_program(name: str) -> None:
 
 PLANTED = """
 import copy
-from torch import nn
+from torch import fx, nn
+from torch.nn import functional as F
 
 def forget_bias(model, inputs):
     candidate = copy.deepcopy(model)
@@ -224,6 +227,17 @@ def forget_bias(model, inputs):
             module.bias = None
     return candidate
 """
+
+
+class Bare(nn.Module):
+    """Calls the code of a graph itself, not through the wrapper that tells of errors in it."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.graph.forward(*inputs)  # type: ignore[no-any-return]
 
 
 class TestReport:
@@ -258,6 +272,19 @@ class TestReport:
 
         assert caught.value.reduced().spec.tokens == ("linear",)
         assert "RuntimeError: planted" in str(caught.value)
+
+    def test_an_error_in_code_that_fx_makes_shrinks_as_any_other(self) -> None:
+        def breaks(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+            traced = fx.symbolic_trace(model)
+            for node in traced.graph.find_nodes(op="call_function", target=F.relu):
+                node.target = torch.linalg.det
+            return Bare(fx.GraphModule(traced, traced.graph))
+
+        with pytest.raises(Counterexample) as caught:
+            check_pass(breaks, alphabet=["linear", "shift", "relu_F"], max_examples=50)
+
+        assert caught.value.spec.tokens == ("relu_F",)
+        assert isinstance(caught.value.__cause__, TypeError)
 
     def test_a_subject_that_writes_to_its_inputs_is_caught(self) -> None:
         def writes(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:

@@ -30,7 +30,7 @@ def sink_transposes(outer: fx.Node) -> fx.Node | None:
 
     An elementwise operation computes each number from the numbers at the same place, so it
     commutes with a permutation of the places, if all tensors that it reads are permuted alike
-    and none is broadcast to more dimensions. It makes a new tensor in the memory order of what
+    and none is broadcast. It makes a new tensor in the memory order of what
     it reads: the same numbers are computed in the same order. Nobody else may see the values
     between, which are no longer computed. An operand with other readers stays permuted for them,
     so there is never one transpose more than before, and one less once the two are composed.
@@ -45,7 +45,8 @@ def sink_transposes(outer: fx.Node) -> fx.Node | None:
     inner = inners[0]
     alike = all((n.target, n.args[1:]) == (inner.target, inner.args[1:]) for n in inners)
     require(alike, "the operands are transposed differently")
-    require(len(inners) == 1 or len({*map(rank, inners)}) == 1, "the operands differ in rank")
+    shapes = {tensor(node).shape for node in inners if rank(node)}
+    require(len(shapes) == 1, "the operands differ in shape")
 
     sunk = _without(inners, between)
     moved = insert_copy(outer, inner, lambda _: sunk[-1])

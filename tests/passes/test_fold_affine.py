@@ -272,6 +272,18 @@ def test_a_pair_called_twice_is_folded_once_and_called_twice() -> None:
     assert_equivalent(model, fast, inputs)
 
 
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("layer", [nn.Conv1d(3, 4, 2, padding=1), nn.ConvTranspose1d(3, 4, 2)])
+def test_channels_that_came_last_do_not_after_the_batchnorm(layer: nn.Module, length: int) -> None:
+    model = Forward(lambda self, x: self.norm(self.layer(x.mT)), layer=layer, norm=batchnorm(1))
+    randomize(model.double().eval())
+
+    fast = optimized(model, *inputs_like([(2, length, 3)], "random", 0))
+
+    assert fast.report.counts() == {NAME: 1}
+    assert_equivalent(model, fast, inputs_like([(2, 1, 3)], "random", 1))
+
+
 def test_a_layer_before_two_batchnorms_gets_two_folded_copies() -> None:
     model = Forward(
         lambda m, x: m.first(m.conv(x)) - m.second(m.conv(x)),

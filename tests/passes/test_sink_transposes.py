@@ -186,7 +186,10 @@ REFUSALS: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...], str]] = {
         (3, 3, 3),
         "the operands are transposed differently",
     ),
-    "fewer dimensions": (broadcast, (4, 4, 4), "the operands differ in rank"),
+    "fewer dimensions": (broadcast, (4, 4, 4), "the operands differ in shape"),
+    "a row and a column": (
+        lambda x: (x[:1].mT + x[:, :1].mT).mT, (1, 4), "the operands differ in shape",
+    ),
     "another memory order": (
         lambda x: torch.relu(x[:1, :, None].expand(2, 3, 5, 4).permute(2, 3, 0, 1)).mT,
         (2, 3, 4),

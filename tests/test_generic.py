@@ -65,6 +65,14 @@ def test_what_changes_nothing_survives_and_what_only_a_test_sees_does_not() -> N
     assert seen.evidence == "its tests fail"
 
 
+def test_what_is_called_equivalent_is_a_mutant_still() -> None:
+    for name, why in _generic.equivalent().items():
+        file = name.partition(":")[0]
+
+        assert name in {mutant.name for mutant in _generic.mutants_of(file)}
+        assert len(why.split()) > 5
+
+
 def test_the_table_leaves_out_what_is_equivalent() -> None:
     def verdict(name: str, killed: bool) -> Verdict:
         return Verdict(replace(AS_IT_IS, name=name), killed, 1, 1.0, "values differ" * killed)

@@ -25,8 +25,8 @@ from optimizer.testing._mutants import PACKAGE, Mutant, planted
 from optimizer.testing._score import Verdict, concerned, imports, try_mutant
 from optimizer.testing.motifs import MOTIFS
 
-# What passes rest on without importing it.
-_BELOW = ("_observation", "_effects")
+# What passes rest on without importing it, and where its tests are.
+_BELOW = {"_observation": "_facts", "_effects": "_facts"}
 _SECONDS = 600  # a change may make a loop endless
 _OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn,
@@ -176,7 +176,8 @@ def _limited() -> Iterator[None]:
 def _tests_fail(mutant: Mutant) -> bool:
     """Whether the tests of a file, or of the passes that it concerns, find a mistake in it."""
     tests = PACKAGE.parent / "tests"
-    own = tests / f"test{Path(mutant.file).stem}.py"
+    stem = Path(mutant.file).stem
+    own = tests / f"test{_BELOW.get(stem, stem)}.py"
     of_passes = [tests / "passes" / f"test_{name}.py" for name in concerned(mutant)]
     chosen = [str(each) for each in ([own] if own.exists() else of_passes)]
     # Hypothesis is in use, which its plugin, where it is loaded now, takes for a mistake.

@@ -31,6 +31,8 @@ from optimizer.testing._tokens import TOKENS
 from optimizer.testing.motifs import MOTIFS
 
 BUDGET = 1000
+# What no pass has for a motif; in a region, a value and a view of it are returned.
+_NEAR = {"capture": tuple(TOKENS), "lowering": ("linear out dup t01 out swap relu_F",)}
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,7 @@ def first_failure(names: Sequence[str], budget: int) -> tuple[int, str]:
 
 def _motifs(name: str) -> Iterator[tuple[Spec, bool]]:
     """The motifs of a pass, which fire, and its near misses, which may; of capture, each word."""
-    words = tuple(TOKENS) if name == "capture" else ()
-    motif = MOTIFS.get(name, Motif(fires=(), near=words))
+    motif = MOTIFS.get(name) or Motif(fires=(), near=_NEAR[name])
     for program in motif.fires:
         yield Spec(tuple(program.split()), motif.shape), True
     # Equal sizes hide no mistake behind an error; sizes of one may be others later.

@@ -31,6 +31,14 @@ def returned(machine: Machine) -> None:
     machine.outputs.append(Value(name, machine.top.shape[-1:]))
 
 
+def double(machine: Machine) -> None:
+    """Return, besides the top, what stays in float64 when the model is cast."""
+    size, name = machine.top.shape[-1], f"constant{len(machine.members)}"
+    machine.members.append(f"self.{name} = nn.Parameter(torch.zeros({size}))")
+    machine.statements.append(f"{name}_value = self.{name}.double() / 3.0 * 2.0")
+    machine.outputs.append(Value(f"{name}_value", (size,)))
+
+
 CONSTANTS: dict[str, Emit] = {
     "constant": constant("torch.relu({c}) * 2.0"),
     "constant_buffer": constant("0.5 * {c}.abs()", buffer=True),
@@ -42,5 +50,6 @@ CONSTANTS: dict[str, Emit] = {
     "constant_contiguous_written": constant("{c}.abs().contiguous()", after="{v}.mul_(2.0)"),
     "constant_inplace": constant("({c} * 2.0).relu_()"),
     "constant_random": constant("F.dropout({c}, 0.5, True)"),
+    "constant_double": double,
     "constant_returned": returned,
 }

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from optimizer._copy import held_tensors
+
 # Positional or keyword arguments: any pytrees of tensors and other values.
 Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]
 
@@ -59,7 +61,7 @@ def observe(module: nn.Module, inputs: Inputs) -> Outcome:
     written = frozenset(name for name, b in module.named_buffers() if any(b is t for t in changed))
     for tensor in changed:  # who is told of a write, packs the weights again
         tensor.copy_(before[tensor])
-    return Outcome(structure, values, buffers, written, _sharing(values), random_state)
+    return Outcome(structure, values, buffers, written, _sharing(values, module), random_state)
 
 
 class _Copies:
@@ -79,11 +81,14 @@ class _Copies:
         return torch.empty(0, dtype=value.dtype, device=value.device).set_(copied, *place)
 
 
-def _sharing(values: dict[str, Any]) -> list[list[str]]:
+def _sharing(values: dict[str, Any], module: nn.Module) -> list[list[str]]:
     owners: dict[int, list[str]] = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.numel():
             owners.setdefault(value.untyped_storage().data_ptr(), []).append(name)
+    held = (*module.parameters(), *held_tensors(module))
+    for storage in owners.keys() & {tensor.untyped_storage().data_ptr() for tensor in held}:
+        owners[storage].append("the module itself")
     return [names for names in owners.values() if len(names) > 1]
 
 

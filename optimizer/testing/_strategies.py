@@ -58,7 +58,7 @@ def models(
         alphabet: programs, each a token or several separated by spaces, that the model is made
             of; all tokens and the motifs of every pass by default.
         focus: name of a pass whose motifs and near misses are to make up two thirds of the choices.
-        shapes: of the input.
+        shapes: of the input; with a `focus`, by default also that of its motif, and that often.
         regimes: of the data; those that are finite by default.
         layouts: of the inputs; those that may be written to by default.
         entries: "module", "graph" or both: see `Spec`.
@@ -69,6 +69,8 @@ def models(
         ValueError: one of them is empty.
     """
     choices = _alphabet(focus) if alphabet is None else list(alphabet)
+    if focus is not None and shapes is SHAPES:  # a third of them: its own
+        shapes = [*SHAPES, *[MOTIFS[focus].shape] * (len(SHAPES) // 2)]
     others = [[*each] for each in (shapes, regimes, layouts, entries)]
     if not all([choices, *others]):
         raise ValueError("each of what is chosen from must name at least one choice.")

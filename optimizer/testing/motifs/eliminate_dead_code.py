@@ -18,5 +18,6 @@ MOTIF = Motif(
         "idouble_statement",
         "dup linear hook drop",
         "arg drop",
+        "mask_fill_rows",
     ),
 )

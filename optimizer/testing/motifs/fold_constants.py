@@ -14,6 +14,7 @@ MOTIF = Motif(
         "constant_contiguous_written",
         "constant_inplace",
         "constant_random",
+        "constant_double",
         "constant_returned",
         "constant constant_returned",
     ),

@@ -89,7 +89,7 @@ def erase_run(root: fx.Node, inner: Iterable[fx.Node]) -> None:
 
 
 def replace_later_uses(node: fx.Node, replacement: fx.Node, after: fx.Node) -> None:
-    """Let every reader of `node` that runs after `after` read `replacement` instead."""
+    """Let every reader of a private `node` that runs after `after` read `replacement` instead."""
     _rename(node, replacement)
     for user in list(node.users):
         if after < user:
@@ -98,18 +98,14 @@ def replace_later_uses(node: fx.Node, replacement: fx.Node, after: fx.Node) -> N
 
 def _rename(node: fx.Node, replacement: fx.Node) -> None:
     """What holds or writes a node's value after `replacement` will do so to that one's."""
-    facts, none = facts_of(node.graph), frozenset[int]()
+    facts = facts_of(node.graph)
     if facts is None:
         return
     was, now = (each.meta["fact"].storages for each in (node, replacement))
     known = [table.get(each, ()) for table in (facts.holders, facts.writers) for each in was]
     output = next(iter(reversed(node.graph.nodes)))
-    for later in dict.fromkeys([*chain.from_iterable(known), output]):
-        if later._erased or not replacement < later:
-            continue
-        fact = later.meta["fact"]
-        held, written = now if was & fact.storages else none, now if was & fact.writes else none
-        facts.also_names(later, held, written)
+    named = dict.fromkeys([*chain.from_iterable(known), output])
+    facts.rename([n for n in named if not n._erased and replacement < n], was, now)
 
 
 def supersede(node: fx.Node, replacement: fx.Node) -> None:

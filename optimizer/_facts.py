@@ -225,8 +225,8 @@ def is_pure(node: fx.Node) -> bool:
     known: Fact | None = node.meta.get("fact")
     if known is None:
         return callee(node) in _PURE_BY_DEFINITION
-    nothing = known.value is None  # an assertion, for one
-    if known.error or known.writes or known.random or nothing:
+    nothing = known.value is None  # a guard, for one; what is not known may write all it is given
+    if known.writes or known.random or nothing:
         return False
     if node.op == "call_module":
         module = module_of(node)

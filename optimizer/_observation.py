@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -168,18 +169,15 @@ class Facts:
         """Record for another node what is known of this one."""
         self._record(other, node.meta["fact"])
 
-    def also_names(
-        self,
-        node: fx.Node,
-        storages: frozenset[int] = frozenset(),
-        writes: frozenset[int] = frozenset(),
-    ) -> None:
-        """Record that a node holds, or writes, further storages."""
-        fact: Fact = node.meta["fact"]
-        held, written = fact.storages | storages, fact.writes | writes
-        new = replace(fact, storages=storages - fact.storages, writes=writes - fact.writes)
-        self._record(node, new)
-        node.meta["fact"] = replace(fact, storages=held, writes=written)
+    def rename(self, nodes: list[fx.Node], was: frozenset[int], now: frozenset[int]) -> None:
+        """Record that nodes that hold, or write, some storages do so to others instead."""
+        gone = set(nodes)
+        for storage, table in product(was, (self.holders, self.writers)):
+            table[storage] = [each for each in table.get(storage, ()) if each not in gone]
+        for node in nodes:
+            fact: Fact = node.meta["fact"]
+            held, written = (a - was | now if was & a else a for a in (fact.storages, fact.writes))
+            self._record(node, replace(fact, storages=held, writes=written))
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a graph starts without facts: they speak of the nodes of this one."""

@@ -148,7 +148,8 @@ class Pipeline:
         facts = facts_of(root.graph)
         if facts is not None:
             # Views of the replaced value name its storage.
-            facts.also_names(replacement, root.meta["fact"].storages)
+            held = replacement.meta["fact"].storages
+            facts.rename([replacement], held, held | root.meta["fact"].storages)
         root.replace_all_uses_with(replacement)
         _sign(replacement, each, [*captured.values(), *_erase(root)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ def reuse_activations(activation: fx.Node) -> fx.Node | None:
         return _gelu(activation, **activation.kwargs)
     if callee(activation) is F.relu:
         return insert_function(activation, F.relu, (arg(activation, 0), True))
-    settings = activation.kwargs | {"inplace": True}
-    return insert_function(activation, callee(activation), activation.args, **settings)
+    args, settings = activation.args[: _place(activation)], activation.kwargs | {"inplace": True}
+    return insert_function(activation, callee(activation), args, **settings)
 
 
 def _is_in_place(activation: fx.Node) -> bool:
@@ -56,7 +57,15 @@ def _is_in_place(activation: fx.Node) -> bool:
         return bool(getattr(module_of(activation), "inplace", False))
     if callee(activation) is F.relu:
         return arg(activation, 1) is not False
-    return activation.kwargs.get("inplace", False) is not False
+    if callee(activation) is F.gelu:
+        return False
+    named = activation.kwargs.get("inplace", False)
+    return arg(activation, _place(activation), named) is not False
+
+
+def _place(activation: fx.Node) -> int:
+    """Where the function takes `inplace`, its last argument, which may be given without a name."""
+    return list(inspect.signature(callee(activation)).parameters).index("inplace")
 
 
 def _keeps_signs(activation: fx.Node) -> bool:

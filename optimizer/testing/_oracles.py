@@ -109,11 +109,12 @@ def _layout(tensor: torch.Tensor) -> list[int]:
 def _assert_same_buffers(reference: Outcome, outcome: Outcome, same: Callable[[str], Same]) -> None:
     """A buffer that the candidate still has, by name or in shared memory, ends the same.
 
-    It must have those that the model writes.
+    It must have those that the model writes. Where it holds the model, names are longer.
     """
     by_address = {address: value for address, value in outcome.buffers.values() if address}
     for name, (address, expected) in reference.buffers.items():
-        found = outcome.buffers.get(name)
+        held = (n for n in outcome.buffers if n == name or n.endswith(f".{name}"))
+        found = outcome.buffers.get(next(held, ""))
         actual = by_address.get(address) if found is None else found[1]
         assert actual is not None or name not in reference.written, f"buffer {name} is not written"
         if actual is not None and actual.shape == expected.shape:

@@ -71,8 +71,8 @@ RARE: dict[str, Emit] = {
     "quarter": expression("{v} / 4.0"),
     # Clamped, since layers that read infinities cannot be merged: they do not distribute.
     "reciprocal": expression("(1.0 / {v}).clamp(-9, 9)"),
-    "over_zero": expression("({v} / 0.0).clamp(-9, 9)"),
-    "over_minus_zero": expression("({v} / -0.0).clamp(-9, 9)"),
+    "over_zero": expression("({v} / 0.0).nan_to_num(1.0, 9.0, -9.0)"),
+    "over_minus_zero": expression("({v} / -0.0).nan_to_num(1.0, 9.0, -9.0)"),
     "add_alpha3": binary("torch.add({w}, {v}, alpha=3)"),
     "clamp_other": expression("torch.clamp({v} + 3.0, 0, 5) / 6.0"),
     "gate_other": expression("{v} * torch.sigmoid({v} * 0.5)"),

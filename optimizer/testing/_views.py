@@ -192,7 +192,6 @@ ASSIGNMENTS: dict[str, Emit] = {
     "mask_columns": ranked(2, assignment("{v}[:, {v}.sum(0) > 0] = 0.5", full=True)),
     "mask_scalar_tensor": assignment("{v}[{v} > 0] = torch.zeros((), dtype={v}.dtype)"),
     "mask_vector": assignment("{v}[{v} > 0] = {v}[{v} > 0].flip(0)"),
-    "mask_fill_rows": assignment("{v}.index_fill_(0, ({v} > 0).nonzero()[:, 0], 0.5)"),
     "mask_scatter": assignment("{v}.masked_scatter_({v} > 0, {w}.clone())"),
     "mask_copy_where": assignment("{v}.copy_(torch.where({v} > 0, {w}, {v}))"),
     "mask_fill_torch": expression("torch.masked_fill({v}, {v} < -1, -1.0)"),

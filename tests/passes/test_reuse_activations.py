@@ -50,6 +50,7 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "relu6": lambda m, x: F.relu6(m.linear(x)),
     "hardtanh": lambda m, x: F.hardtanh(m.linear(x), -0.5, max_val=0.25),
     "leaky_relu": lambda m, x: F.leaky_relu(m.linear(x), negative_slope=0.25),
+    "leaky_relu without names": lambda m, x: F.leaky_relu(m.linear(x), 0.25, False),
     "silu": lambda m, x: F.silu(m.linear(x)),
     "mish": lambda m, x: F.mish(m.linear(x), inplace=False),
     "hardswish": lambda m, x: F.hardswish(m.linear(x)),

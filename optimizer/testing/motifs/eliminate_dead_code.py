@@ -18,6 +18,5 @@ MOTIF = Motif(
         "idouble_statement",
         "dup linear hook drop",
         "arg drop",
-        "mask_fill_rows",
     ),
 )

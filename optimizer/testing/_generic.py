@@ -175,7 +175,7 @@ def _limited() -> Iterator[None]:
 
 def _tests_fail(mutant: Mutant) -> bool:
     """Whether the tests of a file, or of the passes that it concerns, find a mistake in it."""
-    tests = PACKAGE.parent / "tests"
+    tests = Path("tests").absolute()  # of the repository; the package may be installed elsewhere
     stem = Path(mutant.file).stem
     own = tests / f"test{_BELOW.get(stem, stem)}.py"
     of_passes = [tests / "passes" / f"test_{name}.py" for name in concerned(mutant)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -52,13 +53,14 @@ def renew(page: Path, folder: Path) -> None:
 
 
 def _origin(entries: Entries) -> str:
-    """The command of the latest entry, and the commits and machines of all."""
+    """The command of the latest entry, for any, and the commits and machines of all."""
     *_, latest = entries.values()
+    command = shlex.join(word for word in shlex.split(latest["command"]) if word not in entries)
     commits, machines = (
         ", ".join(dict.fromkeys(str(each[key]) for each in entries.values()))
         for key in ("commit", "machine")
     )
-    return f"`{latest['command']}`; {commits}; {machines}"
+    return f"`{command}`; {commits}; {machines}"
 
 
 def _share(part: int, whole: int) -> str:

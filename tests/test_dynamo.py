@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,12 @@ def test_options(caplog: pytest.LogCaptureFixture) -> None:
 
     assert torch.equal(model(IMAGES), fast(IMAGES))
     assert folds(caplog) == [0]
+
+
+def test_an_activation_whose_inplace_has_no_name_is_optimized() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(0.5)).eval(), torch.randn(2, 3)
+    compiled = torch.compile(model, backend=backend)
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(compiled(x), model(x))

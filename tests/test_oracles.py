@@ -83,6 +83,17 @@ def test_a_statistic_that_is_lost_with_its_update_is_seen() -> None:
     assert_equivalent(model.eval(), Of(copy.deepcopy(model).eval()), inputs)
 
 
+def test_a_buffer_is_found_by_its_whole_name() -> None:
+    def counts() -> nn.Module:
+        deep, flat, model = nn.BatchNorm1d(3), nn.BatchNorm1d(3), Of(lambda x: x)
+        flat.running_mean.fill_(2.0)  # type: ignore[union-attr]
+        model.add_module("outer", nn.ModuleDict({"norm": deep}))
+        model.add_module("norm", flat)
+        return model
+
+    assert_equivalent(counts(), counts(), (torch.ones(2, 3, dtype=torch.float64),))
+
+
 def test_a_lost_hook_is_seen() -> None:
     model = randomize(nn.Linear(3, 3, dtype=torch.float64))
     candidate = copy.deepcopy(model)

@@ -114,7 +114,7 @@ def _assert_same_buffers(reference: Outcome, outcome: Outcome, same: Callable[[s
     by_address = {address: value for address, value in outcome.buffers.values() if address}
     for name, (address, expected) in reference.buffers.items():
         held = (n for n in outcome.buffers if n == name or n.endswith(f".{name}"))
-        found = outcome.buffers.get(next(held, ""))
+        found = outcome.buffers.get(min(held, key=len, default=""))
         actual = by_address.get(address) if found is None else found[1]
         assert actual is not None or name not in reference.written, f"buffer {name} is not written"
         if actual is not None and actual.shape == expected.shape:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
-from optimizer.testing import _generic
+import pytest
+
+from optimizer.testing import _generic, _record
+from optimizer.testing.__main__ import main
 from optimizer.testing._mutants import Mutant
 from optimizer.testing._score import Verdict
 
@@ -31,6 +36,7 @@ def test_every_kind_of_change_is_made() -> None:
     assert changed("a if b else c") == {"a if not b else c"}
     assert changed("[a for a in b if a]") == {"[a for a in b]"}
     assert changed("a = all(b)") == {"a = any(b)"}
+    assert changed("a if b and c else d") == {"a if b or c else d", "a if not (b and c) else d"}
     assert changed("a[0]") == {"a[1]"}
     assert changed("a = True") == {"a = False"}
     assert changed("require(a)") == {"None"}
@@ -51,8 +57,42 @@ def test_each_mutant_is_another_program_and_names_its_change() -> None:
         compile(mutant.source(), FILE, "exec")
 
 
-def test_a_sample_is_the_same_for_a_seed() -> None:
-    assert _generic.sample(5, 1) == _generic.sample(5, 1) != _generic.sample(5, 2)
+def test_no_mutant_is_made_twice_and_none_has_the_name_of_another() -> None:
+    mutants = [mutant for file in _generic.files() for mutant in _generic.mutants_of(file)]
+
+    assert len({(mutant.file, mutant.new) for mutant in mutants}) == len(mutants)
+    assert len({mutant.name for mutant in mutants}) == len(mutants)
+    assert any(mutant.name.endswith(" (2)") for mutant in mutants)
+
+
+def test_a_sample_is_the_same_for_a_seed_and_outlives_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _generic.sample(5, 1)
+    assert before == _generic.sample(5, 1) != _generic.sample(5, 2)
+
+    gone, files = before[2], _generic.files()
+    monkeypatch.setattr(_generic, "files", lambda: [each for each in files if each != gone.file])
+    kept = [each for each in before if each.file != gone.file]
+    assert _generic.sample(5, 1)[: len(kept)] == kept
+
+
+def test_the_rest_is_what_is_not_on_record_as_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def tried(mutants: Iterable[Mutant], *_: int) -> Iterator[Verdict]:
+        for number, each in enumerate(mutants):
+            seen.append(each.name)
+            yield Verdict(each, number > 0, 1, 1.0, "values differ")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_generic, "generic", tried)
+    seen: list[str] = []
+    first, second, third = (each.name for each in _generic.sample(3, 1))
+
+    main(["generic", "--seed", "1", "--sample", "2", "--record"])
+    main(["generic", "--seed", "1", "--sample", "3", "--record", "--rest"])
+
+    assert seen == [first, second, first, third]
+    assert list(_record.read(_record.FOLDER, "generic")) == [second, first, third]
 
 
 def test_what_changes_nothing_survives_and_what_only_a_test_sees_does_not() -> None:

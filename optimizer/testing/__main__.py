@@ -16,7 +16,7 @@ import torch
 
 from optimizer.testing import _coverage, _figures, _firing, _generic, _hunt, _score, _shrink, _soak
 from optimizer.testing._mutants import Mutant
-from optimizer.testing._record import FOLDER, Recorder
+from optimizer.testing._record import FOLDER, Recorder, read
 from optimizer.testing._subject import Optimize
 from optimizer.testing.motifs import MOTIFS
 
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     generic.add_argument("--seed", type=int, default=0, help="other changes for another one")
     generic.add_argument("--budget", type=int, default=200, help="examples for each")
     generic.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    generic.add_argument("--rest", action="store_true", help="but for those on record as found")
     hunt = command("hunt", _run_hunt, "the defects of torch's own tools")
     hunt.add_argument("--target", choices=_hunt.TARGETS, help="one of them; all if not given")
     hunt.add_argument("--examples", type=int, default=120)
@@ -135,6 +136,9 @@ def _run_score(options: argparse.Namespace, record: Record) -> int:
 
 def _run_generic(options: argparse.Namespace, record: Record) -> int:
     known, mutants = _generic.equivalent(), _generic.sample(options.sample, options.seed)
+    if options.rest:
+        kept = read(FOLDER, options.command)
+        mutants = [each for each in mutants if not kept.get(each.name, {}).get("killed")]
 
     def recorded() -> Iterator[_score.Verdict]:
         for each in _generic.generic(mutants, options.budget, options.processes):

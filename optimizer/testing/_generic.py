@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import importlib
 import os
-import random
 import signal
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -19,6 +19,7 @@ from difflib import ndiff
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from optimizer.testing._mutants import PACKAGE, Mutant, planted
@@ -34,6 +35,7 @@ _OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div,
     ast.Div: ast.Mult, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
 }  # fmt: skip
+_CHANGED_ITSELF = (ast.UnaryOp, ast.Compare)  # so that no change is made twice
 
 
 class _TooLong(BaseException):
@@ -41,9 +43,9 @@ class _TooLong(BaseException):
 
 
 def sample(count: int, seed: int) -> list[Mutant]:
-    """So many of all generic mutants; the same for a seed."""
+    """So many of all generic mutants; the same for a seed, whatever became of other code."""
     every = [mutant for file in files() for mutant in mutants_of(file)]
-    return random.Random(seed).sample(every, min(count, len(every)))
+    return sorted(every, key=lambda each: Random(f"{seed} {each.name}").random())[:count]
 
 
 def files() -> list[str]:
@@ -54,14 +56,17 @@ def files() -> list[str]:
 
 
 def mutants_of(file: str) -> Iterator[Mutant]:
-    """Every single change of a file."""
+    """Every single change of a file. Where two read alike, the second's name ends in (2)."""
     text = (PACKAGE / file).read_text(encoding="utf-8")
     tree = ast.parse(text)
-    plain = ast.unparse(tree)
+    plain, alike = ast.unparse(tree), Counter[str]()
     for node in code_of(tree):
         for field, value in changes(node):
             changed = with_changed(tree, node, field, value)
-            yield Mutant(f"{file}: {_difference(plain, changed)}", file, text, changed, "generic")
+            name = f"{file}: {_difference(plain, changed)}"
+            alike[name] += 1
+            name += f" ({alike[name]})" * (alike[name] > 1)
+            yield Mutant(name, file, text, changed, "generic")
 
 
 def with_changed(tree: ast.AST, node: ast.AST, field: str, value: Any) -> str:
@@ -97,7 +102,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
     match node:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield "operand", _not(operand)
-        case ast.If(test=test) | ast.IfExp(test=test):
+        case ast.If(test=test) | ast.IfExp(test=test) if not isinstance(test, _CHANGED_ITSELF):
             yield "test", _not(test)
         case ast.Expr(value=ast.Call()):
             yield "value", ast.Constant(None)

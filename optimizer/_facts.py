@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._graph import attribute_of, callee, is_plain, module_of, tensors_of
+from optimizer._graph import attribute_of, callee, module_of, tensors_of
 from optimizer._guards import expect_structure
 from optimizer._inplace import INPLACE_OPERATORS
 from optimizer._observation import Fact, Facts
@@ -229,9 +229,7 @@ def is_pure(node: fx.Node) -> bool:
     if known.writes or known.random or nothing:
         return False
     if node.op == "call_module":
-        module = module_of(node)
-        plain = all(map(is_plain, module.modules()))
-        return plain and is_trusted(type(module))
+        return is_trusted(type(module_of(node)))
     if node.op == "call_function":
         trusted = is_trusted(node.target) or node.target is getattr
         return trusted and node.target not in _EFFECTS_OF_PYTHON

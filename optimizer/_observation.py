@@ -144,7 +144,7 @@ class Facts:
             return self.to_meta(attribute_of(node))
         if node.op == "call_module":
             module = module_of(node)
-            if not is_plain(module):
+            if not all(map(is_plain, module.modules())):
                 raise Unobserved("it has hooks or parametrizations, which are left alone")
             return self._call_module(module, args, kwargs)
         if node.op == "call_method":

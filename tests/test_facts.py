@@ -316,6 +316,21 @@ def test_python_code_of_unknown_effect_runs_though_nobody_reads_its_value(name: 
     assert NOTES == [1]
 
 
+def test_a_hook_inside_a_layer_of_torch_meets_data_and_is_not_dead() -> None:
+    seen: list[str] = []
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    layer.linear1.register_forward_hook(
+        lambda module, given, result: seen.append(result.device.type)
+    )
+
+    fast = optimizer.optimize(dead(lambda m, x: m.child(x), child=layer), ROWS, check=None, level=1)
+    assert "meta" not in seen
+
+    seen.clear()
+    fast(ROWS)
+    assert seen == ["cpu"]
+
+
 def test_a_child_that_keeps_a_list_is_called_though_nobody_reads_its_value() -> None:
     model = dead(lambda m, x: m.child(x), child=Log())
     fast = optimizer.optimize(model, ROWS, check=None, level=1)

@@ -69,7 +69,7 @@ def _padding(layer: Any, zeros: tuple[int, ...]) -> nn.Module:
     own = (0,) * len(kernel) if layer.padding == "valid" else layer.padding
     more = (0,) * (len(kernel) - len(zeros)) + zeros
     padding = tuple(map(sum, zip(own, more, strict=True)))
-    settings = (layer.stride, padding, layer.dilation, layer.groups, False)
+    settings = (layer.stride, padding, layer.dilation, layer.groups)
     wide = type(layer)(layer.in_channels, layer.out_channels, kernel, *settings, device="meta")
     wide.weight, wide.bias = layer.weight, layer.bias
     return wide.train(layer.training)  # type: ignore[no-any-return]

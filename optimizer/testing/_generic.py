@@ -179,12 +179,12 @@ def _limited() -> Iterator[None]:
 
 
 def _tests_fail(mutant: Mutant) -> bool:
-    """Whether the tests of a file, or of the passes that it concerns, find a mistake in it."""
+    """Whether the tests of a file, or of a pass that it concerns, find a mistake in it."""
     tests = Path("tests").absolute()  # of the repository; the package may be installed elsewhere
     stem = Path(mutant.file).stem
     own = tests / f"test{_BELOW.get(stem, stem)}.py"
     of_passes = [tests / "passes" / f"test_{name}.py" for name in concerned(mutant)]
-    chosen = [str(each) for each in ([own] if own.exists() else of_passes)]
+    chosen = [str(each) for each in (own, *of_passes) if each.exists()]
     # Hypothesis is in use, which its plugin, where it is loaded now, takes for a mistake.
     options = ["-q", "-x", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     with (

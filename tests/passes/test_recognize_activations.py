@@ -209,6 +209,19 @@ def test_a_long_run_of_products_is_looked_at_in_no_time() -> None:
     assert optimized(Model(squares).eval(), values()).report.fired == ()
 
 
+@pytest.mark.parametrize(("calls", "native"), [(8, [F.silu]), (9, [])])
+def test_a_spelling_is_eight_calls_deep_at_most(calls: int, native: list[Any]) -> None:
+    def gated(m: Any, x: Tensor) -> Tensor:
+        gate = x
+        for _ in range(calls - 2):
+            gate = gate * 1
+        return x * torch.sigmoid(gate)
+
+    assert [
+        each for each in callees(optimized(Model(gated).eval(), values())) if each is F.silu
+    ] == native
+
+
 @pytest.mark.parametrize("case", SPELLINGS)
 def test_infinities_are_what_the_spelling_makes_of_them(case: str) -> None:
     model = Model(SPELLINGS[case][0]).eval()

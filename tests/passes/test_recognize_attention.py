@@ -224,6 +224,9 @@ REFUSALS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
         tensors(*[SHAPE[1:]] * 3),
         "it has not four dimensions",
     ),
+    "values of three dimensions": (
+        PLAIN, tensors(SHAPE, SHAPE, SHAPE[1:]), "it has not four dimensions",
+    ),
     "another axis": (lambda m, q, k, v: (q @ k.mT).softmax(-2) @ v, tensors(), DIFFERENT),
     "another dtype": (
         lambda m, q, k, v: (q @ k.mT).softmax(-1, dtype=torch.float64) @ v, tensors(), DIFFERENT,

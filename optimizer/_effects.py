@@ -15,16 +15,13 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.reset()
+        self.writes: set[int] = set()
+        self.random = False
+        self.counts = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # to skip it, torch imports it first, which takes a second
-
-    def reset(self) -> None:
-        self.writes: set[int] = set()
-        self.random = False
-        self.counts = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

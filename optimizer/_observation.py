@@ -57,7 +57,6 @@ class Facts:
         self._meta: dict[int, Any] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._alive: list[torch.Tensor] = []
-        self._effects = Effects()
 
     def any_written(self, storages: Iterable[int]) -> bool:
         """Whether a node of the graph writes one of some storages."""
@@ -96,7 +95,7 @@ class Facts:
     def evaluate(self, node: fx.Node) -> None:
         """Run one node on meta tensors and record what it yields and does."""
         self.devices |= _devices_named_by(node)
-        self._effects.reset()
+        self._effects = Effects()
         try:
             with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, self._effects:
                 value = self._call(node)

@@ -355,6 +355,18 @@ def test_code_is_trusted_by_the_name_of_its_package(package: str, trusted: bool)
     assert is_pure(relu) is trusted
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_without_example_inputs_a_weight_is_a_layers_if_only_layers_read_it(written: bool) -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        if written:
+            m.weight.mul_(2)
+        return F.linear(x, m.weight)
+
+    captured = optimizer.capture(Unary(forward, weight=nn.Buffer(torch.ones(4, 4))))
+
+    assert any(node.op == "call_module" for node in captured.graph.nodes) is not written
+
+
 class Flattening(nn.Module):
     """Reshapes in a way that tracing cannot look into, unless it is told to."""
 

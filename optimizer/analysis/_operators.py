@@ -31,8 +31,8 @@ def run(node: fx.Node, facts: Facts) -> Any:
 class Operators(Effects):  # type: ignore[no-untyped-call]
     """Count what the operators do that run a kernel."""
 
-    def reset(self) -> None:
-        super().reset()
+    def __init__(self) -> None:
+        super().__init__()
         self.flops = self.bytes = self.launches = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -58,9 +58,9 @@ def _zeros(pad: fx.Node) -> tuple[int, ...]:
     given = (None, layer.padding, "constant", layer.value) if layer else pad.args
     named = dict(zip(("input", "pad", "mode", "value"), given, strict=False)) | pad.kwargs
     sizes, mode, value = named["pad"], named.get("mode", "constant"), named.get("value") or 0
-    known = isinstance(sizes, list | tuple) and all(type(each) is int for each in sizes)
-    blank = known and mode == "constant" and value == 0 and min(sizes, default=0) >= 0
-    return tuple(sizes) if blank else ()
+    blank = isinstance(sizes, list | tuple) and mode == "constant" and value == 0
+    known = blank and all(type(each) is int and each >= 0 for each in sizes)
+    return tuple(sizes) if known else ()
 
 
 def _padding(layer: Any, zeros: tuple[int, ...]) -> nn.Module:

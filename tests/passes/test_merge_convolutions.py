@@ -230,6 +230,10 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a kernel without a centre": (lambda: Branches(conv(4, 1), point()), CENTRE),
     "taps between the other's": (lambda: Branches(conv(2, 1, dilation=2), point()), CENTRE),
     "another dilation": (lambda: Branches(conv(3, 2, dilation=2), conv(3, 1)), CENTRE),
+    "another dilation and as many steps": (
+        lambda: Branches(conv((2, 1), 0, stride=2, dilation=2), conv((2, 1), 0, stride=2)),
+        CENTRE,
+    ),
     "a row and a column": (lambda: Branches(conv((3, 1), (1, 0)), conv((1, 3), (0, 1))), CENTRE),
     "padding by name": (lambda: Branches(conv(3, "same"), point()), CENTRE),
     "one output channel, broadcast": (

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 import optimizer
 from optimizer._facts import is_pure
+from optimizer._observation import Facts
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
 torch.fx.wrap("noted")
@@ -365,6 +366,24 @@ def test_without_example_inputs_a_weight_is_a_layers_if_only_layers_read_it(writ
     captured = optimizer.capture(Unary(forward, weight=nn.Buffer(torch.ones(4, 4))))
 
     assert any(node.op == "call_module" for node in captured.graph.nodes) is not written
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_copy_without_data_has_parameters_and_buffers_where_the_module_does(learns: bool) -> None:
+    def held(module: nn.Module) -> list[tuple[str, type, bool]]:
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        return [(name, type(each), each.requires_grad) for name, each in tensors]
+
+    layer = nn.BatchNorm1d(3).requires_grad_(learns)
+
+    assert held(Facts().to_meta(layer)) == held(layer)
+
+
+def test_facts_tell_a_tensor_from_a_later_one_in_its_place() -> None:
+    facts = Facts()
+
+    for size in range(20):
+        assert facts.to_meta(torch.empty(size)).shape == (size,)
 
 
 class Flattening(nn.Module):

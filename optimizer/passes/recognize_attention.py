@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._edit import erase_run, insert_function
+from optimizer._edit import insert_function
 from optimizer._expression import is_closed
 from optimizer._facts import fact, is_unchanged, rank, tensor
 from optimizer._graph import callee, module_of
@@ -64,9 +64,7 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     attended = insert_function(
         root, F.scaled_dot_product_attention, (q, k, root.args[1]), scale=scale
     )
-    native = insert_function(root, "contiguous", (attended,))
-    erase_run(root, inner)
-    return native
+    return insert_function(root, "contiguous", (attended,))
 
 
 def _unscaled(node: Any) -> tuple[fx.Node, list[Factor], set[fx.Node]]:

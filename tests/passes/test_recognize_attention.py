@@ -79,6 +79,11 @@ def test_recognizes(spelling: str, dtype: torch.dtype) -> None:
     optimizer.check(Attention(function).eval(), fast, inputs)
 
 
+@pytest.mark.parametrize(("length", "dtype"), [(128, torch.bfloat16), (129, torch.float32)])
+def test_scores_may_be_many_where_their_dtype_is_wide(length: int, dtype: torch.dtype) -> None:
+    assert attentions(optimized(PLAIN, tensors(*[(1, 1, length, 8)] * 3, dtype=dtype))) == 1
+
+
 def test_the_result_pickles_and_exports() -> None:
     fast = optimized(PLAIN, tensors())
 

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
-from optimizer._graph import fresh_name
+import pytest
+from torch import fx, nn
+
+from optimizer._graph import fresh_name, overrides_call
+
+
+class Called(nn.Module):
+    def __call__(self, *args: Any) -> Any:
+        return args
+
+
+class Inherits(Called):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "does"),
+    [
+        (Called, True),
+        (Inherits, True),
+        (nn.Linear, False),
+        (type(fx.symbolic_trace(nn.ReLU())), False),  # torch's own
+    ],
+)
+def test_who_has_a_call_of_its_own(kind: type[nn.Module], does: bool) -> None:
+    assert overrides_call(kind) is does
 
 
 def test_a_fresh_name_is_the_first_that_is_free() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,6 +105,13 @@ def test_every_file_says_what_it_is(path: Path) -> None:
     text = path.read_text()
 
     assert not text or ast.get_docstring(tree(path))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=named)
+def test_what_the_coverage_leaves_out_says_why(path: Path) -> None:
+    left_out = [line for line in path.read_text().splitlines() if "pragma: no" in line]
+
+    assert all(re.search(r"# pragma: no (cover|branch) - \w+ \w+", line) for line in left_out)
 
 
 @pytest.mark.parametrize("path", PASSES, ids=named)

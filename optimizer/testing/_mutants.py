@@ -21,8 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import spec_from_file_location
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -105,22 +104,29 @@ def _forget_the_package() -> dict[str, ModuleType]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the one module that has a mistake."""
+    """Finds the package anew, with a mistake in one module."""
 
     def __init__(self, mutant: Mutant) -> None:
         self.mutant = mutant
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != self.mutant.module:
+        if fullname.partition(".")[0] != PACKAGE.name:
             return None
-        file = str(PACKAGE / self.mutant.file)
-        return spec_from_file_location(fullname, file, loader=_Loader(fullname, file, self.mutant))
+        spec = PathFinder.find_spec(fullname, path or [str(PACKAGE.parent)])
+        assert spec is not None
+        assert spec.origin is not None
+        spec.loader = _Loader(fullname, spec.origin, self.mutant)
+        return spec
 
 
 class _Loader(SourceFileLoader):
+    """Names its code otherwise, so that what it does is no coverage of the package."""
+
     def __init__(self, fullname: str, path: str, mutant: Mutant) -> None:
         super().__init__(fullname, path)
         self.mutant = mutant
 
     def get_code(self, fullname: str) -> CodeType:
-        return compile(self.mutant.source(), f"<mutant of {self.path}>", "exec")
+        text = Path(self.path).read_text(encoding="utf-8")
+        mistaken = fullname == self.mutant.module
+        return compile(self.mutant.source() if mistaken else text, f"{self.path}.planted", "exec")

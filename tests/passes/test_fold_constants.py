@@ -56,6 +56,7 @@ FOLDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a row that an index picks": lambda m, x: x.exp() + m.table[m.index].sum(0),
     "a call with keywords": lambda m, x: x.exp() + torch.sum(input=m.matrix, dim=0),
     "a layer": lambda m, x: x.exp() + m.linear(m.weight),
+    "a megabyte": lambda m, x: x.exp() + m.weight[:1].repeat(1 << 17, 1, 1),
     "layers, views and all": lambda m, x: x.exp() + m.linear(m.table).t().unsqueeze(0)[0, :, 1],
     "a layer in eval mode": lambda m, x: x.exp() + m.norm(m.table)[2],
     "a part of a tuple": lambda m, x: x.exp() + (m.linear(m.table).relu() + 1).chunk(5)[2] * 2,
@@ -198,6 +199,10 @@ REFUSALS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "itself in some calls": (lambda m, x: (m.weight * 2).to(x.dtype), RETURNED),
     "an outer product": (lambda m, x: x[0, 0] + m.large[:, None] * m.large, LARGER),
     "repeated rows": (lambda m, x: x[0] + m.weight.repeat(70000, 1), LARGER),
+    "a megabyte and an element": (
+        lambda m, x: x[0, 0] + m.weight[:1].repeat((1 << 17) + 1),
+        LARGER,
+    ),
     "expanded rows": (lambda m, x: x[0] + (m.weight * 2).expand(70000, 3), LARGER),
     "a row of many": (lambda m, x: x[0] + m.weight.repeat(70000, 1)[0], LARGER),
     "a cast": (lambda m, x: x + (m.weight * 2).to(torch.float32), UNMOVED),

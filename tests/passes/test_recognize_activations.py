@@ -57,6 +57,7 @@ SPELLINGS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Any]] = {
     "hardswish in steps": (in_steps, F.hardswish),
     "hardsigmoid": (lambda m, x: torch.clamp(x.add(3.0), 0, 6).div(6), F.hardsigmoid),
     "hardsigmoid of a module": (lambda m, x: m.hardtanh(x + 3) / 6, F.hardsigmoid),
+    "hardsigmoid of two sums": (lambda m, x: F.relu6(x + 4 - 1) / 6, F.hardsigmoid),
     "tanh gelu": (lambda m, x: 0.5 * x * (1 + tanh_of_a_cube(m, x)), F.gelu),
     "tanh gelu of products": (
         lambda m, x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608028654 * (1 + 0.044715 * x * x))),
@@ -170,6 +171,7 @@ OTHERS: list[Callable[[Any, Tensor], Any]] = [
     lambda m, x: x * x.flip(0).sigmoid(),
     lambda m, x: x * F.relu6(x + 2) / 6,
     lambda m, x: x * F.relu6(x + 3) / 5,
+    lambda m, x: F.relu6(x + 2 + 5) / 6,
     lambda m, x: x * (x + 3).clamp(0) / 6,
     lambda m, x: x * (x + 3).clamp(0, 6) // 6,
     lambda m, x: torch.div(x * F.relu6(x + 3), 6, rounding_mode="floor"),

@@ -59,12 +59,12 @@ def _errors_of_the_model() -> Iterator[list[str]]:
     """The names of the errors that pass through the model's code, caught or not."""
     errors: list[str] = []
 
-    def note(frame: FrameType, event: str, value: Any) -> Any:
+    def note(frame: FrameType, event: str, value: Any) -> Any:  # pragma: no cover - it traces
         if event == "exception":
             errors.append(value[0].__name__)
         return note
 
-    def begin(frame: FrameType, event: str, value: Any) -> Any:
+    def begin(frame: FrameType, event: str, value: Any) -> Any:  # pragma: no cover - it traces
         frame.f_trace_lines = False
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         return None if package in _NOT_THE_MODELS else note

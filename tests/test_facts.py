@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 import optimizer
-from optimizer._facts import is_pure
+from optimizer._facts import fact, is_pure
 from optimizer._observation import Facts
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
@@ -384,6 +384,18 @@ def test_facts_tell_a_tensor_from_a_later_one_in_its_place() -> None:
 
     for size in range(20):
         assert facts.to_meta(torch.empty(size)).shape == (size,)
+
+
+def test_a_sum_that_is_written_over_a_value_writes_it() -> None:
+    def doubled(m: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        torch.add(x, x, out=y)
+        return y
+
+    nodes = optimizer.capture(Unary(doubled), ROWS).graph.nodes
+    exp, add = (node for node in nodes if node.op.startswith("call"))
+
+    assert fact(add).writes == fact(add).storages == fact(exp).storages
 
 
 class Flattening(nn.Module):

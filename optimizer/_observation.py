@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -236,9 +237,11 @@ def _snapshot(value: Any) -> tuple[Any, frozenset[int]]:
 
 def _devices_named_by(node: fx.Node) -> set[torch.device]:
     """Devices that a call names, or takes by default because it makes a tensor of nothing."""
-    leaves = [*node.args, *node.kwargs.values()]
-    named = {leaf for leaf in leaves if isinstance(leaf, torch.device)}
-    named |= {torch.device(str(leaf)) for leaf in leaves if leaf in ("cpu", "cuda", "mps")}
+    named = set[torch.device]()
+    for leaf in (*node.args, *node.kwargs.values()):
+        if isinstance(leaf, str | torch.device):
+            with suppress(RuntimeError):  # another word
+                named.add(torch.device(leaf))
     if node.op == "call_method" and node.target in ("cpu", "cuda"):
         named.add(torch.device(str(node.target)))
     if node.op == "call_function" and node.target in FACTORIES and "device" not in node.kwargs:

@@ -284,6 +284,20 @@ def test_a_tensor_made_on_another_default_device_counts() -> None:
     ]
 
 
+@pytest.mark.parametrize("device", ["meta", torch.device("meta")])
+def test_a_mask_may_lie_on_another_device_than_what_it_chooses(device: Any) -> None:
+    def masked(m: Any, x: Any) -> Any:
+        y = torch.zeros(x.shape, device=device)
+        y[x > 0] = 1.0
+        return x + y.dim()
+
+    model = Unary(masked).eval()
+
+    fast = optimizer.optimize(model, ROWS, check=None, level=1)
+
+    assert torch.equal(fast(ROWS), model(ROWS))
+
+
 def dead(function: Callable[..., Any], **members: Any) -> nn.Module:
     return Unary(lambda m, x: (function(m, x), x.exp())[1], **members).eval()
 

@@ -212,6 +212,7 @@ def test_another_layout_later() -> None:
     each(holds, layouts=["contiguous"])
 
 
+@pytest.mark.filterwarnings("ignore:the model is in training mode")
 def test_keyword_arguments() -> None:
     def holds(spec: Spec) -> None:
         inputs = dict(zip(spec.argument_names(), spec.inputs(), strict=True))

@@ -86,10 +86,11 @@ class TestGeneration:
 
     @pytest.mark.parametrize("token", TOKENS)
     def test_every_token_does_something_somewhere(self, token: str) -> None:
-        def sources(*tokens: str) -> list[str]:
-            return [Spec(("linear", "linear", "relu", *tokens), shape).source() for shape in SHAPES]
+        def made(*tokens: str) -> list[tuple[str, bool]]:
+            specs = [Spec(("linear", "linear", "relu", *tokens), shape) for shape in SHAPES]
+            return [(spec.source(), spec.is_autocast()) for spec in specs]
 
-        assert sources(token, "dup", "shift", token) != sources("dup", "shift")
+        assert made(token, "dup", "shift", token) != made("dup", "shift")
 
     @pytest.mark.parametrize("focus", [None, *MOTIFS])
     def test_no_example_is_rejected(self, focus: str | None) -> None:
@@ -217,10 +218,13 @@ def test_a_planted_bug_shrinks_to_the_smallest_program(name: str) -> None:
 
 PLANTED = """
 import copy
+import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
 def forget_bias(model, inputs):
+    if not torch.is_autocast_enabled("cpu"):
+        return model
     candidate = copy.deepcopy(model)
     for module in candidate.modules():
         if isinstance(module, nn.Linear):
@@ -241,7 +245,7 @@ class Bare(nn.Module):
 
 
 class TestReport:
-    SPEC = Spec(("relu", "linear", "bn", "hook", "arg", "add"), (3, 3), "random", 4)
+    SPEC = Spec(("autocast", "relu", "linear", "bn", "hook", "arg", "add"), (3, 3), "random", 4)
 
     def test_ends_in_a_test_that_fails_alike_in_a_fresh_process(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

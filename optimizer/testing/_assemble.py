@@ -107,8 +107,21 @@ class Spec:
         machine = self._assembled()
         return [value.shape for value in (*machine.outputs, *machine.stack)]
 
+    def is_autocast(self) -> bool:
+        """Whether the model is called under autocast."""
+        return self._assembled().autocast
+
+    def surroundings(self) -> torch.autocast:
+        """What the model is called under: autocast to bfloat16, or none.
+
+        Copies in bfloat16 are not kept, since a forward may write what they are copies of.
+        """
+        enabled = self.is_autocast()
+        return torch.autocast("cpu", torch.bfloat16, enabled=enabled, cache_enabled=False)
+
     def _assembled(self) -> Machine:
         machine = Machine(self.shape)
+        machine.autocast = "autocast" in self.tokens
         for token in self.tokens:
             TOKENS[token](machine)
         return machine

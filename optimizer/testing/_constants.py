@@ -6,7 +6,7 @@ from optimizer.testing._machine import Emit, Machine, Value, ranked
 
 
 def constant(text: str, *, buffer: bool = False, before: str = "", after: str = "") -> Emit:
-    """Add `text`, in which `{c}` is a new parameter or buffer, to the top.
+    """Add `text`, in which `{c}` is a new parameter or buffer, to the top `{t}`.
 
     `before` and `after` are statements around it; in `after`, `{v}` is its value.
     """
@@ -18,7 +18,8 @@ def constant(text: str, *, buffer: bool = False, before: str = "", after: str = 
         machine.members.append(f"self.register_buffer({name!r}, {drawn})" if buffer else held)
         value = f"{name}_value"
         lines = (before, f"{value} = {text}", after)
-        machine.statements += [line.format(c=f"self.{name}", v=value) for line in lines if line]
+        names = {"c": f"self.{name}", "v": value, "t": machine.top.name}
+        machine.statements += [line.format(**names) for line in lines if line]
         machine.replace(f"{{v}} + {value}")
 
     return emit
@@ -29,6 +30,13 @@ def returned(machine: Machine) -> None:
     constant("{c}.relu()")(machine)
     name = machine.statements[-2].partition(" =")[0]
     machine.outputs.append(Value(name, machine.top.shape[-1:]))
+
+
+def plain(machine: Machine) -> None:
+    """Add what is computed from a float32 tensor that is no buffer, so that no cast reaches it."""
+    name = f"plain{len(machine.members)}"
+    machine.members.append(f"self.{name} = torch.full(({machine.top.shape[-1]},), 0.5)")
+    machine.replace(f"{{v}} + F.linear(self.{name}, self.{name})")
 
 
 def double(machine: Machine) -> None:
@@ -49,6 +57,8 @@ CONSTANTS: dict[str, Emit] = {
     "constant_written": constant("{c} * 2.0", after="{v}.add_(1.0)"),
     "constant_contiguous_written": constant("{c}.abs().contiguous()", after="{v}.mul_(2.0)"),
     "constant_inplace": constant("({c} * 2.0).relu_()"),
+    "constant_large": constant("(2.0 * {c}).expand(262144, -1)[{t}.size(0)]"),
+    "constant_plain": plain,
     "constant_random": constant("F.dropout({c}, 0.5, True)"),
     "constant_double": double,
     "constant_returned": returned,

@@ -79,6 +79,19 @@ def hook(registration: str) -> Emit:
     return emit
 
 
+def narrow_scaled(machine: Machine) -> None:
+    """Push an argument in float32 times a number for each of its last dimension."""
+    size, name = machine.shape[-1], f"narrow{len(machine.members)}"
+    machine.stack.append(machine.argument("narrow"))
+    machine.members.append(f"self.{name} = nn.Parameter(torch.zeros({size}))")
+    machine.replace(f"{{v}} * self.{name}")
+
+
+def training(machine: Machine) -> None:
+    """The model itself is in training mode, its layers are not."""
+    machine.finishing.append("self.training = True")
+
+
 def returning(form: str) -> Emit:
     """Return the outputs as `form`, in which `{}` are their names."""
 
@@ -107,6 +120,10 @@ CONTROL: dict[str, Emit] = {
     "optional": option("{v} if {o} is None else {v} + {o}", "None"),
     "flag": option("{v} * 2.0 if {o} else {v}", "True"),
     "number": option("{v} * {o}", "0.5"),
+    "arg_narrow_scaled": narrow_scaled,
+    # What it says is said of the whole model: see `Spec`.
+    "autocast": lambda machine: None,
+    "training": training,
     "mapping": returning("{keyed}"),
     "listing": returning("[{}]"),
     "nested": returning("{{'first': [{}, None], 'second': (1, {{'third': 2.5}})}}"),

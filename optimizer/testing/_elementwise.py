@@ -4,27 +4,35 @@ from __future__ import annotations
 
 from math import prod
 
-from optimizer.testing._machine import MAX_DEGREE, Emit, Machine, Shape, ranked
+from optimizer.testing._machine import MAX_DEGREE, MODULE, Emit, Machine, Shape, ranked
 
 
-def expression(text: str) -> Emit:
-    """`text`, in which `{v}` is the top, becomes the top."""
-    return lambda machine: machine.replace(text)
+def expression(text: str, *before: str) -> Emit:
+    """`text` becomes the top, after statements `before`: `{v}` is the top, `{n}` a new name."""
+
+    def emit(machine: Machine) -> None:
+        name = f"n{len(machine.statements)}"
+        for each in before:
+            machine.do(each.replace("{n}", name))
+        if text:
+            machine.replace(text.replace("{n}", name))
+
+    return emit
 
 
-def statement(text: str) -> Emit:
-    """`text`, in which `{v}` is the top, is executed; the top stays."""
-    return lambda machine: machine.do(text)
+def statement(*texts: str) -> Emit:
+    """`texts` are executed; the top stays."""
+    return expression("", *texts)
 
 
-def member(kind: str, constructor: str, *, training: bool = False) -> Emit:
+def member(kind: str, constructor: str, *, training: bool = False, spelling: str = MODULE) -> Emit:
     """A parameterless submodule called on the top."""
 
     def emit(machine: Machine) -> None:
         layer = machine.add(kind, constructor, _same)
         if training:
             machine.finishing.append(f"self.{layer.name}.train()")
-        machine.call(layer)
+        machine.call(layer, spelling)
 
     return emit
 
@@ -49,9 +57,10 @@ def squared(machine: Machine) -> None:
         machine.replace("{v} ** 2", degree=2 * machine.top.degree)
 
 
-def broadcast(text: str) -> Emit:
-    """`text` of the top and of something smaller that is made of it; nothing for what is empty."""
-    return lambda machine: machine.replace(text) if prod(machine.top.shape) else None
+def broadcast(text: str, *before: str) -> Emit:
+    """`expression` of something smaller that is made of the top; nothing for what is empty."""
+    emit = expression(text, *before)
+    return lambda machine: emit(machine) if prod(machine.top.shape) else None
 
 
 def residual(machine: Machine) -> None:

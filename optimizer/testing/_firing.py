@@ -42,7 +42,8 @@ def firing(name: str, examples: int) -> Firing:
     @seed(0)
     @given(models(focus=name))
     def count(spec: Spec) -> None:
-        result: Any = Optimize(only=(name,))(spec.build(), spec.inputs())
+        with spec.surroundings():
+            result: Any = Optimize(only=(name,))(spec.build(), spec.inputs())
         report = result.report
         seen.examples += 1
         seen.fired += name in report.counts()

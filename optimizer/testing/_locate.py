@@ -23,12 +23,14 @@ def first_divergent_node(
     model, inputs = spec.build(dtype), spec.inputs(dtype)
     unchanged = getattr(subject, "unchanged", lambda model, inputs: fx.symbolic_trace(model))
     try:
-        graphs = unchanged(model, inputs), subject(model, inputs)
+        with spec.surroundings():
+            graphs = unchanged(model, inputs), subject(model, inputs)
     except Exception as error:  # whatever is wrong with the subject
         return f"none, for there are no two graphs: {type(error).__name__}"
     if not all(isinstance(each, fx.GraphModule) for each in graphs):
         return "none, for there are no two graphs"
-    expected, actual = (values(each, as_call(inputs)) for each in graphs)
+    with spec.surroundings():
+        expected, actual = (values(each, as_call(inputs)) for each in graphs)
     found = first_divergence(expected, actual, exact=exact)
     if found is not None:
         return str(found)

@@ -60,6 +60,7 @@ class Machine:
         self.outputs: list[Value] = []
         self.helpers: set[str] = set()
         self.returned = "({})"
+        self.autocast = False
 
     @property
     def top(self) -> Value:

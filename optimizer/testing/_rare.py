@@ -6,7 +6,7 @@ from math import prod
 
 from optimizer.testing._convolutions import conv
 from optimizer.testing._elementwise import binary, expression, member, statement
-from optimizer.testing._layers import LAYERS, linear
+from optimizer.testing._layers import LAYERS, constant, linear
 from optimizer.testing._machine import Emit, Machine, Shape, fits, ranked
 from optimizer.testing._norms import batchnorm
 
@@ -52,6 +52,23 @@ def widen(machine: Machine) -> None:
     machine.call(layer, "{v} * self.{m}.weight")
 
 
+def addmm_number(machine: Machine) -> None:
+    """A product of matrices to which one number of the model is added, as if it were a bias."""
+    if len(machine.top.shape) == 2:
+        held = machine.add("prelu", "nn.PReLU()", lambda shape: shape, ("prelu", (1,)))
+        added = f"torch.addmm(self.{held.name}.weight, {{v}}, self.{{m}}.weight.t())"
+        linear(spelling=added)(machine)
+
+
+def scale_integers(machine: Machine) -> None:
+    """The top times an integer for each channel."""
+    channels, name = machine.top.shape[1], f"integers{len(machine.members)}"
+    sizes = ", ".join(["-1", *["1"] * (len(machine.top.shape) - 2)])
+    held = f"torch.arange(1, {channels + 1}).reshape({sizes})"
+    machine.members.append(f"self.register_buffer({name!r}, {held})")
+    machine.replace(f"{{v}} * self.{name}")
+
+
 def rows(machine: Machine) -> None:
     shape = machine.top.shape
     machine.replace("{v}.flatten(0, -2)", (prod(shape[:-1]), shape[-1]))
@@ -93,10 +110,13 @@ RARE: dict[str, Emit] = {
     "conv_written": written(conv(), "self.{m}.weight.mul_(2.0)"),
     "bn_written": written(batchnorm(), "self.{m}.running_mean.add_(1.0)"),
     "scale_written": written(LAYERS["scale_last"], "self.{m}.weight.mul_(2.0)"),
+    "matmul_vector": constant("({v} @ {c}).unsqueeze(-1) + {v}", "last"),
+    "scale_integers": ranked(2, scale_integers),
     "matmul_written": written(linear(spelling=MATRIX_PRODUCT), "self.{m}.weight.mul_(2.0)"),
     "addmm_scaled": of_matrix(
         "torch.addmm(self.{m}.bias, {v}, self.{m}.weight.t(), alpha=2.0, beta=0.5)"
     ),
+    "addmm_number": ranked(2, addmm_number),
     "bn_F_train": batchnorm(
         spelling="F.batch_norm({v}, self.{m}.running_mean, self.{m}.running_var, training=True)",
         training=True,
@@ -109,6 +129,16 @@ RARE: dict[str, Emit] = {
     "mask_accumulate": statement(
         "{v}.index_put_(({v} > 0,), torch.ones((), dtype={v}.dtype), accumulate=True)"
     ),
+    "identity_number": member("identity", "nn.Identity()", spelling="{v} * self.{m}(2.0)"),
+    "swish_integers": expression("{v} + {n} * torch.sigmoid({n})", "{n} = ({v} > 0) * 2"),
+    "hardswish_expanded": ranked(
+        3,
+        expression(
+            "{v} + ({n} * F.hardsigmoid({n})).sum()",
+            "{n} = {v}[..., :1].expand({v}.shape).transpose(0, -1)[..., :1]",
+        ),
+    ),
+    "two_devices": expression("{v} + torch.empty({v}.dim(), device='meta').dim()"),
     "mask_two": statement("{v}[({v} > 0) & ({v} < 2)] *= 2.0"),
     "count_chosen": expression("{v} + {v}[{v} > 0].shape[0]"),
     # Of x as it is given, and true of one infinity in each row: no example is rejected.

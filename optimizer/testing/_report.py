@@ -104,11 +104,13 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
         ]
         names += ["LATER_CALLS"] if self.later else []
         names += ["as_graph"] if spec.entry == "graph" else []
+        autocast = '@torch.autocast("cpu", torch.bfloat16, cache_enabled=False)\n'
+        under = autocast if spec.is_autocast() else ""
         return (
             "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n"
             f"{preamble}\n"
             f"from optimizer.testing import {', '.join(sorted(names))}\n"
-            f"\n\n{spec.source()}\n\ndef test_counterexample():\n"
+            f"\n\n{spec.source()}\n\n{under}def test_counterexample():\n"
             f"{indent(chr(10).join(body), ' ' * 4)}\n"
         )
 

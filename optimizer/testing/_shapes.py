@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
+from torch import broadcast_shapes
+
 from optimizer.testing._machine import MAX_DEGREE, Emit, Machine, Shape, fits, ranked
 
 
@@ -99,6 +101,7 @@ RESHAPES: dict[str, Emit] = {
 
 SLICES: dict[str, Emit] = {
     "head": indexed("{v}[:, :-1]", 1, lambda n: n - 1, 2),
+    "first_channel": indexed("{v}[:, :1]", 1, lambda n: 1),
     "tail": indexed("{v}[:, 1:]", 1, lambda n: n - 1, 2),
     "every_other": indexed("{v}[..., ::2]", -1, lambda n: (n + 1) // 2),
     "narrow": indexed("{v}.narrow(-1, 1, 1)", -1, lambda n: 1, 2),
@@ -119,11 +122,25 @@ SLICES: dict[str, Emit] = {
     ),
 }
 
+
+def stretched(machine: Machine) -> None:
+    """Add the top to the value below it, where one can be repeated to match the other."""
+    below = machine.stack[-2:][0]
+    try:
+        shape = tuple(broadcast_shapes(below.shape, machine.top.shape))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return
+    if fits(shape):
+        degree = max(below.degree, machine.top.degree)
+        machine.combine("{w} + {v}", below, degree, shape)
+
+
 JOINS: dict[str, Emit] = {
     "cat": joined("torch.cat([{w}, {v}], -1)", _wider),
     "cat_kw": ranked(
         2, joined("torch.cat(dim=1, tensors=({v}, {w}))", lambda s: (s[0], 2 * s[1], *s[2:]))
     ),
+    "add_stretched": stretched,
     "stack": joined("torch.stack(({w}, {v}), 1)", lambda s: (s[0], 2, *s[1:])),
     "matmul": ranked(2, joined("{w} @ {v}.mT", _square, product=True)),
     "matmul_torch": ranked(

@@ -21,7 +21,7 @@ from optimizer.lowering._choose import Chooser
 from optimizer.lowering._policies import AS_IT_IS
 from optimizer.passes import reuse_operands
 from optimizer.testing._assemble import Spec
-from optimizer.testing._check import check_spec
+from optimizer.testing._check import check_spec, nothing_said_of_the_model
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Optimize:
         options: dict[str, Any] = {"level": self.level, "only": self.only, "capture": self.capture}
         with warnings.catch_warnings(), _everything_pays():
             warnings.simplefilter("error")  # a pass that raises costs a user nothing but a warning
+            nothing_said_of_the_model()
             return optimizer.optimize(model, inputs, check=None, **options)
 
     @property

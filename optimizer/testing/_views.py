@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from optimizer.testing._elementwise import expression
+from optimizer.testing._elementwise import broadcast, expression, statement
 from optimizer.testing._machine import Emit, Machine, Shape, fits, ranked
 
 
@@ -103,42 +103,45 @@ def assignment(text: str, *, full: bool = False) -> Emit:
         if full and not machine.top.shape[0]:
             return
         if prod(machine.top.shape[1:]) and machine.top.shape[-1] > 0:
-            machine.do(text.replace("{w}", machine.below().name))
+            machine.do(text.replace("{w}", _below(machine)))
 
     return emit
 
 
-def named_mask(machine: Machine) -> None:
-    """A mask with a second reader: the assignment, and a product that is made from it."""
-    name = f"m{len(machine.statements)}"
-    machine.do(f"{name} = {{v}} > 0.5")
-    machine.do(f"{{v}}[{name}] = 0.25")
-    machine.replace(f"{{v}} + {name}")
+def _below(machine: Machine) -> str:
+    """The value below; to be written to the top, which may have another dtype under autocast."""
+    return machine.below().name + (".type_as({v})" if machine.autocast else "")
 
 
-def gathered_mask(between: str = "", mask: str = "{m}", after: str = "") -> Emit:
-    """What `mask` chooses of the value below, written under mask `{m}` after `between`.
+def gathered(between: str = "", mask: str = "{n}", after: str = "", source: str = "{w}") -> Emit:
+    """What `mask` chooses of `source`, written under mask `{n}` after `between`.
 
-    `after` is a statement in which `{c}` is what was chosen.
+    `{w}` is the value below; `after` is a statement in which `{n}_chosen` is what was chosen.
     """
 
     def emit(machine: Machine) -> None:
-        name, below = f"m{len(machine.statements)}", machine.below().name
-        machine.do(f"{name} = {{v}} > 0.5")
-        machine.do(f"{name}_chosen = {below}[{mask.format(m=name)}]")
-        machine.do(f"{between.format(w=below)}{{v}}[{name}] = {name}_chosen")
-        if after:
-            machine.do(after.replace("{c}", f"{name}_chosen"))
+        lines = (
+            "{n} = {v} > 0.5",
+            f"{{n}}_chosen = {source}[{mask}]",
+            f"{between}{{v}}[{{n}}] = {{n}}_chosen",
+            *([after] if after else []),
+        )
+        below = _below(machine)
+        statement(*(line.replace("{w}", below) for line in lines))(machine)
 
     return emit
 
 
-def integers(machine: Machine) -> None:
-    """A number that integers cannot hold, assigned under a mask."""
-    name = f"i{len(machine.statements)}"
-    machine.do(f"{name} = ({{v}} > 0) * 2")
-    machine.do(f"{name}[{{v}} < 0] = 1.5")
-    machine.replace(f"{{v}} + {name}")
+def gathered_turned(machine: Machine) -> None:
+    """What a mask chooses of a view of what is written, whose elements are elsewhere."""
+    if machine.top.shape[-1:] == machine.top.shape[-2:-1]:
+        gathered(source="{v}.mT")(machine)
+
+
+def indexed_rows(machine: Machine) -> None:
+    """Add to the first row, by its number."""
+    if machine.top.shape[0]:
+        statement("{n} = torch.arange({v}.dim())[:1]", "{v}[{n}] += 1.0")(machine)
 
 
 VIEWS: dict[str, Emit] = {
@@ -163,6 +166,7 @@ VIEWS: dict[str, Emit] = {
     "cycle_back": permutation("{v}.permute(({dims}))", _cycle_back),
     "cycle_torch": permutation("torch.permute({v}, ({dims}))", _cycle),
     "cycle_kw": permutation("{v}.permute(dims=({negative}))", _cycle),
+    "cycle_computed": permutation("{v}.movedim({v}.dim() - 1, 0)", _cycle_back),
     "reverse": permutation("{v}.permute({negative})", _reverse),
     "permute_same": permutation("{v}.permute({dims})", _same),
     "flatten": ranked(2, flatten),
@@ -179,7 +183,7 @@ ASSIGNMENTS: dict[str, Emit] = {
     "mask_below": assignment("{v}[{w} >= 1.0] = -1.0"),
     "mask_both": assignment("{v}[({v} > 0) & ({w} < 2)] = 0.5"),
     "mask_not": assignment("{v}[~({v} > 0)] = 0.5"),
-    "mask_named": named_mask,
+    "mask_named": expression("{v} + {n}", "{n} = {v} > 0.5", "{v}[{n}] = 0.25"),
     "mask_rows": assignment("{v}[{v}[..., 0] > 0] = 0.0"),
     "mask_gather": assignment("{v}[{v} > 1] = {w}[{v} > 1]"),
     "mask_fill": assignment("{v}.masked_fill_({v} > 0, 0.5)"),
@@ -202,11 +206,24 @@ ASSIGNMENTS: dict[str, Emit] = {
     "slice_step": assignment("{v}[..., ::2] *= 2.0"),
     "ellipsis": assignment("{v}[...] = {w}.clone() + 1.0"),
     "mask_put": assignment("{v}.index_put_(({v} > 0,), {v}.sum())"),
-    "mask_gather_same": gathered_mask(),
-    "mask_gather_stale": gathered_mask("{w}.mul_(2.0); "),
-    "mask_gather_other": gathered_mask(mask="{m}.flip(0)"),
-    "mask_gather_read": gathered_mask(after="{v} += {c}.sum()"),
-    "mask_integers": integers,
+    "mask_gather_same": gathered(),
+    "mask_gather_stale": gathered("{w}.mul_(2.0); "),
+    "mask_gather_other": gathered(mask="{n}.flip(0)"),
+    "mask_gather_read": gathered(after="{v} += {n}_chosen.sum()"),
+    "mask_gather_turned": gathered_turned,
+    "mask_integers": expression("{v} + {n}", "{n} = ({v} > 0) * 2", "{n}[{v} < 0] = 1.5"),
+    "mask_booleans": expression("{v} + {n}", "{n} = {v} > 0", "{n}[{v} < 0] = torch.nan"),
+    "mask_complex": expression("{v} + {n}.imag", "{n} = {v} * 1j", "{n}[{v} > 0] = 2.0"),
+    "mask_integer_tensor": assignment("{v}[{v} > 0] = torch.ones((), dtype=torch.long)"),
+    # Torch casts what it writes where the mask has one True.
+    "mask_one_integer": broadcast(
+        "{v} + {n}",
+        "{n} = ({v} > 0) * 2",
+        "{n}_first = torch.arange({v}.numel()).reshape({v}.shape) < 1",
+        "{n}_chosen = torch.full_like({v}, 1.5)[{n}_first]",
+        "{n}[{n}_first] = {n}_chosen",
+    ),
+    "index_add_rows": indexed_rows,
     "mask_view": ranked(2, assignment("{v}.transpose(0, 1)[{v}.transpose(0, 1) > 0] = 0.0")),
     "slice": assignment("{v}[..., 0] = 1.0"),
     "mask_copy": lambda machine: machine.replace("{v}.masked_fill({v} > 0.0, 0.0)"),

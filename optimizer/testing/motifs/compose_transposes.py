@@ -23,5 +23,6 @@ MOTIF = Motif(
         "t01 idouble_statement t01",
         "dup t01 mask t01 add",
         "linear t01 t01 relu_method_inplace",
+        "t01 cycle_computed",
     ),
 )

@@ -53,7 +53,8 @@ MOTIF = Motif(
         "linear scale_written",
         "linear reciprocal",
         "linear quarter",
-        "linear lower",
+        "linear flatten lower",
+        "conv flatten_rows halve",
         "linear addmm_scaled halve",
         "conv dup bn swap bn_eighth add",
         "conv dup scale swap offset add",
@@ -62,5 +63,6 @@ MOTIF = Motif(
         "dup conv swap again bn swap bn_eighth add",
         "dup conv swap again scale swap scale add",
         "dup conv swap conv again",
+        "linear flatten halve",
     ),
 )

@@ -34,5 +34,6 @@ MOTIF = Motif(
         "lower conv_k3",
         "offset conv_groups",
         "relu bn_tiny linear",
+        "arg_narrow_scaled linear",
     ),
 )

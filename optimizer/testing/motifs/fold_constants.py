@@ -17,5 +17,8 @@ MOTIF = Motif(
         "constant_double",
         "constant_returned",
         "constant constant_returned",
+        "constant_large",
+        "training constant",
+        "autocast constant_plain",
     ),
 )

@@ -37,5 +37,9 @@ MOTIF = Motif(
         "dup clone swap idouble_statement swap mask_below",
         "dup clone arg idouble_statement drop mask_below",
         "mask_integers",
+        "mask_booleans",
+        "mask_complex",
+        "clone mask_integer_tensor",
+        "two_devices mask",
     ),
 )

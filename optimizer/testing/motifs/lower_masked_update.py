@@ -25,5 +25,9 @@ MOTIF = Motif(
         "clone mask_gather_other",
         "linear dup t01 swap mask_gather_same",
         "clone mask_gather_read",
+        "mask_one_integer",
+        "relu index_add_rows",
+        "two_devices relu mask_add",
+        "relu mask_gather_turned",
     ),
 )

@@ -5,7 +5,13 @@ from __future__ import annotations
 from optimizer.testing._motif import Motif
 
 MOTIF = Motif(
-    fires=("dup conv_k3 swap conv add", "dup conv_k3 swap bn add", "relu dup bn swap conv add"),
+    fires=(
+        "dup conv_k3 swap conv add",
+        "dup conv_k3 swap bn add",
+        "relu dup bn swap conv add",
+        "dup conv_groups_k3 swap conv_groups add",
+        "dup scale swap conv_nobias add",
+    ),
     near=(
         "dup conv swap conv4 add",
         "dup conv_k3 swap conv_groups add",
@@ -17,5 +23,11 @@ MOTIF = Motif(
         "dup conv swap scale_everywhere add",
         "relu dup conv_k3 swap relu_statement conv add",
         "dup conv swap again add",
+        "autocast dup conv_k3 swap bn add",
+        "dup conv_k3 swap scale_integers add",
+        "dup conv_k3 swap conv_dilated add",
+        "dup conv_written swap conv add",
+        "dup conv_k3 swap conv_written add",
+        "first_channel dup conv4 swap halve add_stretched",
     ),
 )

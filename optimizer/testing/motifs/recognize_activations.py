@@ -22,5 +22,7 @@ MOTIF = Motif(
         "linear dup sigmoid swap idouble_statement mul",
         "hardswish_minus",
         "gelu_tanh_square",
+        "swish_integers",
+        "hardswish_expanded",
     ),
 )

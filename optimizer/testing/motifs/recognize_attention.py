@@ -5,7 +5,7 @@ from __future__ import annotations
 from optimizer.testing._motif import Motif
 
 MOTIF = Motif(
-    fires=("attention relu", "dup t01 attention_scaled add"),
+    fires=("attention relu", "dup t01 attention_scaled add", "linear attention"),
     near=(
         "attention_maps",
         "attention_masked",

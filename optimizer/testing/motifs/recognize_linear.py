@@ -18,5 +18,7 @@ MOTIF = Motif(
         "addmm_scaled",
         "flatten addmm_scaled relu",
         "flatten linear_addmm",
+        "matmul_vector",
+        "flatten addmm_number",
     ),
 )

@@ -21,5 +21,6 @@ MOTIF = Motif(
         "clone idouble_statement",
         "dup clone idouble_statement add",
         "dup contiguous idouble_statement add",
+        "identity_number",
     ),
 )

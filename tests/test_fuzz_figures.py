@@ -68,7 +68,7 @@ TOLD: dict[str, tuple[str, dict[str, dict[str, Any]], str]] = {
     "defects found": (
         "hunt",
         {"fuse": {"defects": 4, "seconds": 3.0}, "cse": {"defects": 3, "seconds": 2.0}},
-        "7 (fuse 4, cse 3) in 5 s",
+        "7 (fuse 4 in 3 s, cse 3 in 2 s)",
     ),
     "counterexamples": (
         "shrink",

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
+from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 from torch import fx, nn
 
-from optimizer.testing import MOTIFS, Counterexample, _hunt, check_pass
+from optimizer.testing import MOTIFS, Counterexample, Spec, _compilers, _hunt, check_pass
 from optimizer.testing.__main__ import main
+from optimizer.testing._check import check_spec
 
 with warnings.catch_warnings():
     # The module itself uses something that torch deprecates.
@@ -131,17 +135,43 @@ def test_the_hunt_lists_distinct_defects_each_with_a_test() -> None:
     assert "from optimizer.testing._hunt import dead_code" in page
 
 
-def test_a_hunt_without_a_target_is_a_hunt_on_all(
+def test_a_hunt_without_a_target_is_a_hunt_on_all_that_are_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(_hunt, "hunt", lambda name, examples: [])
+    monkeypatch.setattr(_hunt, "find_spec", lambda package: package == "torch")
+    of_torch = [name for name in _hunt.TARGETS if name != "onnxruntime"]
 
     assert main(["hunt"]) == 0
-    assert capsys.readouterr().out.split("\n")[:-1] == [f"{n}: 0 defects" for n in _hunt.TARGETS]
+    assert capsys.readouterr().out.split("\n")[:-1] == [f"{name}: 0 defects" for name in of_torch]
 
 
 @pytest.mark.parametrize("target", _hunt.TARGETS)
 def test_a_target_of_the_hunt_passes_where_it_is_right(target: str) -> None:
+    subject, count = _hunt.TARGETS[target].subject, _hunt.TARGETS[target].examples // 6
     alphabet = ("relu", "shift", "add")
 
-    assert check_pass(_hunt.TARGETS[target].subject, alphabet=alphabet, max_examples=20) is None
+    assert check_pass(subject, alphabet=alphabet, max_examples=count) is None
+
+
+def test_inductor_loses_what_is_written_through_an_idle_dropout() -> None:
+    """https://github.com/pytorch/pytorch/issues/195422."""
+    spec = Spec(("dropout", "idouble_statement"), shape=(2, 3), regime="random")
+
+    with pytest.raises(Counterexample) as caught:
+        check_spec(spec, _compilers.inductor, dtype=torch.float32)
+    assert "input 0 after the call" in str(caught.value)
+
+
+@pytest.mark.parametrize("spoil", [lambda value: value + 1, lambda value: value[:1]])
+def test_a_wrong_answer_of_onnx_runtime_is_seen(
+    spoil: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(session: Any, names: None, given: dict[str, Any]) -> list[Any]:
+        return [spoil(each) for each in run(session, names, given)]
+
+    run = onnxruntime.InferenceSession.run
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run", spoiled)
+
+    with pytest.raises(Counterexample):
+        check_spec(Spec(("relu",), shape=(2, 3)), _compilers.onnx_runtime, dtype=torch.float32)

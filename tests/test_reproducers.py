@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from optimizer.testing import Counterexample, check_pass
@@ -75,3 +77,22 @@ def test_what_only_fails_is_not_left(folder: Path, monkeypatch: pytest.MonkeyPat
         check_pass(lambda model, inputs: nn.Identity(), max_examples=20, alphabet=["linear"])
 
     assert not list((folder / "crashes").iterdir())
+
+
+def test_a_subject_may_print_what_is_being_handled() -> None:
+    running, at_once = 0, set[int]()
+
+    def broken(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+        nonlocal running
+        running += 1
+        at_once.add(running)
+        traceback.format_exc()  # as Dynamo does; making the report calls the subject
+        running -= 1
+        return nn.Sequential(model, nn.Threshold(1e9, -1.0))
+
+    try:
+        check_pass(broken, max_examples=5)
+    except Counterexample as failure:
+        report = str(failure)
+    assert "paste-ready test" in report
+    assert at_once == {1}

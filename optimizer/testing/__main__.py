@@ -57,9 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     generic.add_argument("--budget", type=int, default=200, help="examples for each")
     generic.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     generic.add_argument("--rest", action="store_true", help="but for those on record as found")
-    hunt = command("hunt", _run_hunt, "the defects of torch's own tools")
+    hunt = command("hunt", _run_hunt, "the defects of other tools")
     hunt.add_argument("--target", choices=_hunt.TARGETS, help="one of them; all if not given")
-    hunt.add_argument("--examples", type=int, default=120)
+    hunt.add_argument("--examples", type=int, help="so many; else as many as each target has")
     firing = command("firing", _run_firing, "how often each pass fires, what it refuses")
     firing.add_argument("passes", nargs="*", help="their names; all if none are given")
     firing.add_argument("--examples", type=int, default=200)
@@ -102,7 +102,7 @@ def _run_coverage(options: argparse.Namespace, record: Record) -> int:
 
 
 def _run_hunt(options: argparse.Namespace, record: Record) -> int:
-    for name in [options.target] if options.target else list(_hunt.TARGETS):
+    for name in [options.target] if options.target else _hunt.installed():
         started = time.perf_counter()
         found = _hunt.hunt(name, options.examples)
         record(name, defects=len(found), seconds=_since(started))

@@ -106,9 +106,8 @@ def _generic(entries: Entries) -> str:
 
 
 def _defects(entries: Entries) -> str:
-    each = ", ".join(f"{name} {entry['defects']}" for name, entry in entries.items())
-    found, seconds = sum(_each(entries, "defects")), sum(_each(entries, "seconds"))
-    return f"{found} ({each}) in {seconds:.0f} s"
+    each = ", ".join(f"{n} {e['defects']} in {e['seconds']:.0f} s" for n, e in entries.items())
+    return f"{sum(_each(entries, 'defects'))} ({each})"
 
 
 def _shrunk(entries: Entries) -> str:
@@ -159,7 +158,7 @@ FIGURES = (
     Figure("those of them that come from real issues", "100 %", "score", _real),
     Figure("examples to kill one, median and ninth decile", "50, 500", "score", _examples),
     Figure("generic mutants killed, but for equivalent ones", "90 %", "generic", _generic),
-    Figure("defects found in torch's own tools", "9 in 2 minutes", "hunt", _defects),
+    Figure("defects found in other tools", "9 in 2 minutes", "hunt", _defects),
     Figure("counterexamples that are minimal", "99 %, in 10 s", "shrink", _shrunk),
     Figure("models that the optimizer gets wrong", "0 in 100,000", "soak", _alarms),
     Figure("models a second on one core", "60", "soak", _speed),

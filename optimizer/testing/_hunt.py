@@ -1,4 +1,4 @@
-"""The known-bad control: the same fuzz, pointed at torch's own tools, finds what they break."""
+"""The known-bad control: the same fuzz, pointed at other tools, finds what they break."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from hypothesis import Phase, given, seed, settings
@@ -13,6 +14,7 @@ from torch import fx, nn
 
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import Subject, check_spec
+from optimizer.testing._compilers import inductor, onnx_runtime
 from optimizer.testing._report import Counterexample
 from optimizer.testing._strategies import models
 
@@ -21,10 +23,23 @@ Inputs = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Target:
-    """One of torch's tools, and the words that make models which it is meant for."""
+    """A tool, and the words that make models which it is meant for.
+
+    Attributes:
+        subject: the tool.
+        alphabet: the words.
+        dtype: of parameters and inputs.
+        examples: how many models, unless told otherwise.
+        max_size: the most programs in one; a compiler takes long to reduce them.
+        needs: the package that it is of, where that is not torch.
+    """
 
     subject: Subject
     alphabet: tuple[str, ...]
+    dtype: torch.dtype = torch.float64
+    examples: int = 120
+    max_size: int = 12
+    needs: str = "torch"
 
 
 @dataclass(frozen=True)
@@ -91,29 +106,63 @@ TARGETS: dict[str, Target] = {
         freeze,
         (*_LAYERS, "bn_train", "dropout_train", "constant_counter", "hook", "merge", "add_size"),
     ),
+    "inductor": Target(
+        inductor,
+        ("relu", "linear", "conv", "bn", "add", "dup", "block", "bn_train", "t01",
+         "dropout idouble_statement"),
+        torch.float32,
+        examples=40,
+        max_size=3,
+    ),
+    "onnxruntime": Target(
+        onnx_runtime,
+        (*_LAYERS, "linear_matmul", "permute_same", "offset", "t01", "pad_kw", "avg_pool_padded",
+         "permute_same linear_matmul offset"),
+        torch.float32,
+        examples=60,
+        max_size=3,
+        needs="onnxruntime",
+    ),
 }  # fmt: skip
 
 
-def hunt(name: str, examples: int = 120) -> list[Defect]:
+def installed() -> list[str]:
+    """The targets that can be hunted on here."""
+    return [name for name, target in TARGETS.items() if find_spec(target.needs)]
+
+
+def hunt(name: str, examples: int | None = None) -> list[Defect]:
     """The distinct defects of a target that so many generated models show, smallest first."""
     target, found = TARGETS[name], dict[str, Counterexample]()
     torch.set_num_threads(1)
 
-    @settings(max_examples=examples, database=None, deadline=None, phases=(Phase.generate,))
+    @settings(
+        max_examples=examples or target.examples,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+    )
     @seed(0)
-    @given(models(alphabet=target.alphabet))
+    @given(models(alphabet=target.alphabet, max_size=target.max_size))
     def collect(spec: Spec) -> None:
-        try:
-            check_spec(spec, target.subject)
-        except Counterexample as failure:
-            if _kind(failure) not in seen or len(spec.tokens) <= 3:
-                seen.add(_kind(failure))
-                smallest = failure.reduced()
-                found.setdefault(signature(smallest), smallest)
+        failure = _failure(spec, target)
+        if failure and (_kind(failure) not in seen or len(spec.tokens) <= 3):
+            seen.add(_kind(failure))
+            smallest = failure.reduced()
+            found.setdefault(signature(smallest), smallest)
 
     seen = set[str]()
     collect()
     return [Defect(key, found[key]) for key in sorted(found, key=lambda k: (len(k), k))]
+
+
+def _failure(spec: Spec, target: Target) -> Counterexample | None:
+    """What is wrong on a model, out of the handling of it: Dynamo prints what is handled."""
+    try:
+        check_spec(spec, target.subject, dtype=target.dtype)
+    except Counterexample as failure:
+        return failure
+    return None
 
 
 def _kind(failure: Counterexample) -> str:

@@ -42,9 +42,16 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
         self.exact = exact
         self.dtype = dtype
         self.later = later
+        self.is_reporting = False
 
     def __str__(self) -> str:
-        return self._report
+        if self.is_reporting:  # a subject that prints what is being handled, as Dynamo does
+            return f"{self.__cause__}"
+        self.is_reporting = True
+        try:
+            return self._report
+        finally:
+            self.is_reporting = False
 
     @cached_property
     def _report(self) -> str:

@@ -97,8 +97,7 @@ class OptimizedModule(_Result, fx.GraphModule):
         microsecond, a tenth of a small model.
         """
         code = super().recompile()
-        if "__call__" in vars(type(self)):
-            del type(self).__call__
+        del type(self).__call__
         return code
 
     def __reduce__(self) -> tuple[Any, ...]:

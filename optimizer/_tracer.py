@@ -189,9 +189,7 @@ class Tracer(fx.Tracer):
         return self.create_proxy("call_module", name, args, kwargs)
 
     def _forget_after(self, last: fx.Node) -> None:
-        for node in reversed(self.graph.nodes):
-            if node is last:
-                return
+        while (node := next(iter(reversed(self.graph.nodes)))) is not last:
             self.graph.erase_node(node)
 
     def create_args_for_root(

@@ -36,8 +36,6 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 def copies_of(value: Any) -> Any:
     """The same tree with copies of its tensors, and of the objects that may hide some."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
     return pytree.tree_map_only(hides_tensors, _copy_of, map_tensors(torch.clone, value))
 
 

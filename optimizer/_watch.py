@@ -27,7 +27,7 @@ def watch(model: nn.Module) -> list[str]:
     forward, noted = model.forward, list[str]()
 
     @functools.wraps(forward)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:  # pragma: no cover - it sets the tracer
         state, inputs = _state_besides_buffers(model), _parts((args, kwargs))
         with _errors_of_the_model() as errors:
             result = forward(*args, **kwargs)
@@ -59,12 +59,12 @@ def _errors_of_the_model() -> Iterator[list[str]]:
     """The names of the errors that pass through the model's code, caught or not."""
     errors: list[str] = []
 
-    def note(frame: FrameType, event: str, value: Any) -> Any:  # pragma: no cover - it traces
+    def note(frame: FrameType, event: str, value: Any) -> Any:  # pragma: no cover - a tracer
         if event == "exception":
             errors.append(value[0].__name__)
         return note
 
-    def begin(frame: FrameType, event: str, value: Any) -> Any:  # pragma: no cover - it traces
+    def begin(frame: FrameType, event: str, value: Any) -> Any:  # pragma: no cover - a tracer
         frame.f_trace_lines = False
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         return None if package in _NOT_THE_MODELS else note
@@ -74,4 +74,4 @@ def _errors_of_the_model() -> Iterator[list[str]]:
     try:
         yield errors
     finally:
-        sys.settrace(before)
+        sys.settrace(before)  # pragma: no cover - it sets the tracer

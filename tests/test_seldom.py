@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
+import pickle
 import random
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,14 +18,19 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer import CaptureError, InputError
+from optimizer import CaptureError, InputError, _device, toolkit
 from optimizer._aten import from_aten
+from optimizer._calls import _require_takes, operands, overwrites
 from optimizer._check import answer, compare_answers
+from optimizer._draw import _labels
 from optimizer._dynamo import backend
 from optimizer._inputs import as_call
+from optimizer._lower import _over_budget
 from optimizer._optimize import Run
-from optimizer._pipeline import Pipeline
+from optimizer._pipeline import FaultyPassError, Pipeline
 from optimizer._state import random_fingerprint, random_state_kept
+from optimizer.analysis import roofline
+from optimizer.lowering._signature import Signature
 
 aten = torch.ops.aten
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
@@ -38,6 +46,7 @@ class Holder(nn.Module):
         self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
         self.register_buffer("matrix", torch.randn(4, 4))
         self.register_buffer("row", torch.randn(4))
+        self.register_buffer("spread", torch.rand(4) + 1)
         self.function = function
         self.eval()
 
@@ -169,14 +178,14 @@ def test_an_overload_becomes_a_function_of_torch_only_where_that_is_the_same(nam
 
 
 def test_a_layer_whose_settings_are_computed_stays_a_function() -> None:
-    def function(m: Any, x: Any) -> Any:
-        return F.conv1d(x, m.kernel, None, 1, x.shape[1] - 3)
+    def build(g: fx.Graph, x: fx.Node, get: Callable[[str], fx.Node]) -> fx.Node:
+        padding = g.call_function(operator.sub, (g.call_method("size", (x, 1)), 3))
+        return g.call_function(F.conv1d, (x, get("kernel"), None, 1, padding, 1, 2))
 
-    model = Rows(function)
-    model.register_buffer("kernel", torch.randn(2, 3, 1))
-    fast = optimizer.optimize(model, ROWS[None], level=1)
+    module, x = aten_graph(build), SQUARE[None]
+    fast = optimizer.optimize(module, x, level=1)
 
-    torch.testing.assert_close(fast(ROWS[None]), model(ROWS[None]))
+    torch.testing.assert_close(fast(x), module(x))
 
 
 def test_random_states_are_kept_where_numpy_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,3 +301,203 @@ def test_of_a_model_that_is_not_recorded_no_first_divergence_is_told() -> None:
     with pytest.raises(optimizer.EquivalenceError, match=r"output") as raised:
         optimizer.check(Rows(looped), fast, ROWS)
     assert "first value" not in str(raised.value)
+
+
+def a_function_whose_name_is_longer_than_any_box_of_a_picture_is_wide_at_all(x: Tensor) -> Tensor:
+    return x
+
+
+def open_ended(*values: Tensor, scale: float = 1.0) -> Tensor:
+    return values[0] * scale
+
+
+def hand_made(function: Callable[..., Any], **kwargs: Any) -> fx.Node:
+    graph = fx.Graph()
+    node = graph.call_function(function, (graph.placeholder("x"),), kwargs)
+    graph.output(node)
+    return node
+
+
+def test_a_long_name_is_cut_in_a_picture() -> None:
+    call, _ = _labels(
+        hand_made(a_function_whose_name_is_longer_than_any_box_of_a_picture_is_wide_at_all)
+    )
+
+    assert call.endswith("…")
+
+
+def test_of_a_function_that_takes_anything_all_arguments_are_kept() -> None:
+    node = hand_made(open_ended, scale=1.0)
+
+    assert operands(node) == (node.args, {"scale": 1.0})
+    assert not overwrites(node.all_input_nodes[0])
+
+
+def test_what_has_no_signature_may_take_anything() -> None:
+    _require_takes(vars, (1, 2), {})
+
+    with pytest.raises(CaptureError, match="its parameters are not known"):
+        toolkit.replace_pattern(optimizer.capture(Rows(lambda m, x: x + 1)), vars, F.relu)
+
+
+def test_bisect_tells_of_a_graph_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*given: Any) -> Any:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("optimizer._bisect.answer", failing)
+    culprit = optimizer.bisect(Rows(lambda m, x: m.linear(x)), ROWS)
+
+    assert "raised ValueError: no such thing" in str(culprit)
+
+
+def test_a_graph_that_raises_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*given: Any, **options: Any) -> Any:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("optimizer._optimize.answer", failing)
+    fast: Any = optimizer.optimize(Rows(lambda m, x: m.linear(x)), ROWS, level=1)
+
+    assert any("raised ValueError: no such thing" in each for each in fast.report.remarks)
+    torch.testing.assert_close(fast(ROWS), Rows(lambda m, x: m.linear(x))(ROWS))
+
+
+def test_there_is_no_second_opinion_on_a_model_that_names_its_dtype() -> None:
+    model, call = Rows(lambda m, x: x.float() @ m.matrix), as_call(ROWS)
+    expected, actual = answer(model, call), answer(model, call)
+    actual.output.add_(0.1)
+
+    assert compare_answers(model, call, expected, actual, exact=False) is not None
+
+
+def test_a_phase_that_never_comes_to_an_end_is_a_faulty_pass() -> None:
+    module: Any = optimizer.capture(Rows(lambda m, x: x + 1), ROWS)
+    pipeline = Pipeline(module)
+    pipeline._attempt = lambda each: True  # type: ignore[method-assign]
+
+    with pytest.raises(FaultyPassError, match="never come to an end"):
+        pipeline.run(optimizer.all_passes())
+
+
+def marked(m: Any, x: Any) -> Any:
+    return m.linear(x) if getattr(x, "_mark", None) is None else x
+
+
+def written_elsewhere(m: Any, x: Any) -> Any:
+    return (
+        torch.transpose(x, 0, 1) + torch.relu(x).t() + torch.mul(x, 2, out=torch.empty_like(x)).t()
+    )
+
+
+SPELLED: dict[str, Callable[..., Any]] = {
+    "a private attribute": marked,
+    "out=": written_elsewhere,
+    "cpu()": lambda m, x: m.linear(x.cpu()),
+    "a layer of buffers": lambda m, x: F.linear(x, m.matrix, m.row),
+    "mm by name": lambda m, x: torch.mm(x, mat2=m.matrix),
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_a_rare_spelling_has_the_same_answer(name: str) -> None:
+    assert optimized(SPELLED[name]).report.front_end == "symbolic"
+
+
+def test_a_norm_of_six_dimensions_stays_a_function() -> None:
+    x = torch.linspace(-1.0, 1.0, 64).reshape(2, 4, 2, 2, 2, 1)
+
+    optimized(lambda m, x: F.batch_norm(x, m.row, m.spread), x)
+
+
+class Swallows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            positive = bool(x.sum() > 0)
+        except Exception:
+            positive = False
+        return x + positive
+
+
+def test_a_child_that_swallows_what_cannot_be_recorded_is_called() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Swallows()).eval()
+    fast = optimizer.optimize(model, ROWS, level=1, capture="symbolic")
+
+    for x in (ROWS, -ROWS, ROWS + 9):
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_a_pickle_of_a_pickle_can_be_refitted() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    fast = optimizer.optimize(model, ROWS, level=1)
+    for _ in range(2):
+        fast = pickle.loads(pickle.dumps(fast))
+
+    torch.testing.assert_close(fast.refit(model.state_dict())(ROWS), model(ROWS))
+
+
+class Shifted(nn.Module):
+    """Holds a layer, a parameter and a buffer, which its user gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.weight + self.shift
+
+
+def test_a_replacement_brings_its_layers_and_tensors() -> None:
+    module, shifted = optimizer.capture(Rows(lambda m, x: F.relu(x) + 1), ROWS), Shifted()
+    replaced = toolkit.replace_pattern(module, F.relu, shifted)
+
+    torch.testing.assert_close(replaced(ROWS), shifted(ROWS) + 1)
+
+
+def test_what_nobody_reads_is_removed_and_leaves_no_reader() -> None:
+    module: Any = optimizer.capture(Rows(lambda m, x: F.relu(x) + 1), ROWS)
+    (node,) = toolkit.find(module, F.relu)
+    with module.graph.inserting_after(node):
+        idle = module.graph.call_function(torch.exp, (node,))
+
+    toolkit.remove_node(idle)
+    torch.testing.assert_close(module(ROWS), F.relu(ROWS) + 1)
+
+
+def test_the_cost_of_a_factory_is_that_of_any_device() -> None:
+    costs = roofline(Rows(lambda m, x: x + torch.zeros(x.shape, device="cpu")), ROWS)
+
+    assert [cost.unknown for cost in costs.rows] == [""] * len(costs.rows)
+
+
+def test_a_call_with_what_is_no_number_has_no_signature() -> None:
+    assert Signature.of((ROWS, object()), {}) is None
+    assert Signature.of((ROWS, 1), {}) is not None
+
+
+def test_without_an_answer_nothing_is_over_budget() -> None:
+    precision: Any = None
+
+    assert _over_budget(precision, None, answer(nn.Identity(), as_call(ROWS))) is None
+
+
+def test_the_random_state_of_a_gpu_is_that_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, called = MagicMock(), {}
+    for place in ("random.fork_rng", "cuda.manual_seed", "mps.manual_seed", "default_generator"):
+        called[place] = MagicMock()
+        monkeypatch.setattr(f"torch.{place}", called[place])
+    monkeypatch.setattr("torch.cuda.device", gpu)
+    fork = called["random.fork_rng"]
+
+    _device.Cuda(1).keep_random_state()
+    fork.assert_called_with(devices=[torch.device("cuda:1")])
+    _device.Cuda(1).seed(3)
+    gpu.assert_called_with("cuda:1")
+    called["cuda.manual_seed"].assert_called_once_with(3)
+    _device.Mps().keep_random_state()
+    fork.assert_called_with(devices=[0], device_type="mps")
+    _device.Mps().seed(4)
+    called["mps.manual_seed"].assert_called_once_with(4)
+    assert [call.args for call in called["default_generator"].manual_seed.mock_calls] == [
+        (3,),
+        (4,),
+    ]

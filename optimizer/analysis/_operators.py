@@ -20,7 +20,7 @@ def run(node: fx.Node, facts: Facts) -> Any:
     given = (node.args, dict(node.kwargs))
     args, kwargs = fx.node.map_arg(given, lambda each: each.meta["fact"].value)
     if kwargs.get("device") is not None:
-        kwargs["device"] = "meta"
+        kwargs = {**kwargs, "device": "meta"}
     if node.op == "call_module":
         return facts.to_meta(module_of(node))(*args, **kwargs)
     if node.op == "call_method":

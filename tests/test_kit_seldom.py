@@ -1,0 +1,240 @@
+"""Parts of the fuzz kit that its own runs seldom reach."""
+
+from __future__ import annotations
+
+import dataclasses
+import runpy
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, find, settings
+from torch import nn
+
+from optimizer import CaptureError
+from optimizer.testing import (
+    Optimize,
+    Spec,
+    _coverage,
+    _figures,
+    _generic,
+    _mutants,
+    _on_disk,
+    _score,
+    _shrink,
+    _soak,
+    assert_equivalent,
+    modules,
+    randomize,
+    smallest,
+)
+from optimizer.testing import __main__ as command_line
+from optimizer.testing import _lowering as _level_two
+from optimizer.testing.__main__ import main
+from optimizer.testing._rounding import AsPrecise
+
+A_PASS = _mutants.catalogue()["fuse_linear_relu: the bias lost"]
+SURVIVES = _score.Verdict(A_PASS, killed=False, examples=9, seconds=1.0, evidence="")
+ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4).double()
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(Optimize):
+    """Answers with another model."""
+
+    def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+        return nn.Identity()
+
+
+def test_a_soak_counts_what_it_tries_and_keeps_what_is_wrong() -> None:
+    (tally,) = _soak.soak(Optimize(1), 3, dtype=torch.float64, first_seed=0)
+    assert (tally.examples, tally.wrong, tally.lowered) == (3, [], 0)
+    assert tally.seconds > 0
+
+    *_, tally = _soak.soak(Broken(1), 3, dtype=torch.float64, first_seed=0)
+    assert len(tally.wrong) == 3
+
+
+def test_a_score_tries_the_mutants_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_score, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
+    tried = lambda mutant, budget: dataclasses.replace(SURVIVES, mutant=mutant, examples=budget)  # noqa: E731
+    monkeypatch.setattr(_score, "try_mutant", tried)
+
+    (named,) = _score.score([A_PASS.name], budget=7)
+    assert (named.mutant, named.examples) == (A_PASS, 7)
+    assert [each.mutant for each in _score.score()] == list(_mutants.catalogue().values())
+
+
+def test_where_none_is_killed_the_summary_says_so() -> None:
+    assert _score.summary([SURVIVES]) == "killed 0 of 1"
+    assert _figures._examples({A_PASS.name: {"killed": False, "examples": 9}}) == "none killed"
+
+
+def test_what_is_no_counterexample_is_not_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    def examine(spec: Spec, name: str) -> None:
+        raise AssertionError("it does not fire")
+
+    monkeypatch.setattr(_shrink, "examine", examine)
+    assert _shrink.shrunk(["fuse_linear_relu"], 3) is None
+
+
+def test_a_change_that_breaks_the_package_or_never_ends_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def breaks(mutant: Any, budget: int) -> Any:
+        raise ImportError("there is no such name")
+
+    def never_ends(mutant: Any, budget: int) -> Any:
+        time.sleep(60)
+
+    monkeypatch.setattr(_generic, "try_mutant", breaks)
+    found = _generic.try_generic(A_PASS, 1)
+    assert (found.killed, found.evidence) == (True, "ImportError: there is no such name")
+
+    monkeypatch.setattr(_generic, "try_mutant", never_ends)
+    monkeypatch.setattr(_generic, "_SECONDS", 0.1)
+    found = _generic.try_generic(A_PASS, 1)
+    assert (found.killed, found.evidence) == (True, "_TooLong: ")
+
+
+def test_tests_that_do_not_run_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest, "main", lambda arguments: 4)
+
+    with pytest.raises(RuntimeError, match="pytest could not run"):
+        _generic._tests_fail(A_PASS)
+
+
+def test_generic_mutants_are_tried_told_and_those_found_before_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[str] = []
+
+    def generic(mutants: Any, budget: int, processes: int) -> Iterator[_score.Verdict]:
+        for each in mutants:
+            tried.append(each.name)
+            yield dataclasses.replace(SURVIVES, mutant=each, killed=True, evidence="values differ")
+
+    monkeypatch.setattr(_generic, "generic", generic)
+    assert main(["generic", "--sample", "2"]) == 0
+    assert "killed 2 of 2" in capsys.readouterr().out
+    found = tried[0]
+    monkeypatch.setattr(command_line, "read", lambda *given: {found: {"killed": True}})
+    assert main(["generic", "--sample", "2", "--rest"]) == 0
+    assert tried[2:] == tried[1:2]
+
+
+def test_tests_that_fail_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(subprocess, "run", lambda *given, **options: failed)
+
+    assert main(["quick"]) == 1
+
+
+def test_the_commands_are_those_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["testing", "--help"])
+
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(command_line.__file__), run_name="__main__")
+    assert ended.value.code == 0
+
+
+def test_what_is_not_captured_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any) -> Any:
+        raise CaptureError("it cannot be")
+
+    monkeypatch.setattr(_coverage, "capture", refuse)
+    seen = _coverage.Coverage()
+    seen.add(Spec(("linear",)), torch.float64)
+    assert seen.operations() == set()
+
+
+def test_nothing_is_written_where_no_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_on_disk.FOLDER, raising=False)
+
+    with _on_disk.on_disk(lambda: pytest.fail("it was asked for")):
+        pass
+
+
+def test_a_shape_that_is_never_drawn_is_kept() -> None:
+    spec = Spec(("linear", "relu"), (9, 11, 13))
+
+    assert smallest(spec, lambda each: each.shape == spec.shape) == Spec((), spec.shape)
+
+
+def test_a_tensor_is_as_precise_only_where_its_infinities_are_the_same() -> None:
+    truth = torch.tensor([1.0, float("inf")])
+    as_precise = AsPrecise(truth, noise=1.0)
+
+    assert not as_precise(torch.tensor([1.0, 2.0]), truth)
+    assert as_precise(torch.ones(3), torch.ones(3))  # of a shape that rounding decided
+
+
+def test_modules_are_no_graphs() -> None:
+    draws = settings(database=None, phases=(Phase.generate,))
+
+    assert find(modules(), lambda spec: len(spec.tokens) > 2, settings=draws).entry == "module"
+
+
+def test_of_what_is_right_no_pass_is_guilty() -> None:
+    told = Optimize(1, only=("fold_affine",)).guilty(
+        Spec(("linear",)), exact=False, dtype=torch.float64, later=False
+    )
+
+    assert told.startswith("none alone")
+
+
+class Counted(nn.Module):
+    """Holds a parameter of integers, and returns a tensor of its own and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.steps = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x), self.linear.weight, self.steps * 1, 3
+
+
+def test_integers_are_kept_and_what_is_the_models_is_told() -> None:
+    model = randomize(Counted().double().eval())
+    assert model.steps.tolist() == [1, 2]
+
+    class Copies(Counted):
+        def forward(self, x: torch.Tensor) -> Any:
+            first, weight, *others = super().forward(x)
+            return first, weight.clone(), *others
+
+    copied = Copies().double().eval()
+    copied.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert_equivalent(model, model, (ROWS,))
+    with torch.no_grad(), pytest.raises(AssertionError, match="memory shared"):
+        assert_equivalent(model, copied, (ROWS,))
+
+
+def test_broken_kernels_are_offered_and_lose() -> None:
+    model = randomize(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).double().eval())
+    model.register_buffer("steps", torch.tensor(3))
+    fast = _level_two.Lower()(model, (ROWS,))
+
+    torch.testing.assert_close(fast(ROWS), model(ROWS))
+    _level_two.assert_follows_its_weights(fast, (ROWS,))
+    region = nn.Linear(4, 4).double()
+    wrong, greedy = (_level_two._KERNELS[name](_One(region), ()) for name in ("wrong", "greedy"))
+    torch.testing.assert_close(wrong(ROWS)[0], region(ROWS) + 1)
+    given = ROWS.clone()
+    torch.testing.assert_close(greedy(given)[0], region(ROWS))
+    assert not given.any()
+
+
+class _One(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.layer(*given),)

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 import optimizer
-from optimizer._facts import fact, is_pure
+from optimizer._facts import Refused, fact, is_pure, rank
 from optimizer._observation import Facts
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
@@ -410,6 +410,14 @@ def test_a_sum_that_is_written_over_a_value_writes_it() -> None:
     exp, add = (node for node in nodes if node.op.startswith("call"))
 
     assert fact(add).writes == fact(add).storages == fact(exp).storages
+
+
+def test_a_rank_depends_on_sizes_if_that_of_one_operand_does() -> None:
+    captured = optimizer.capture(Binary(lambda m, x, other: x.squeeze(0) + other), (ROWS, ROWS))
+    add = next(node for node in captured.graph.nodes if node.name == "add")
+
+    with pytest.raises(Refused, match="depends on sizes"):
+        rank(add)
 
 
 class Flattening(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
@@ -16,6 +17,18 @@ from hypothesis import Phase, settings
 
 torch.set_num_threads(1)
 
+
+def shared() -> dict[str, Any]:
+    """What failed anywhere, for all that fuzz together: HYPOTHESIS_REDIS=redis://host:port."""
+    address = os.environ.get("HYPOTHESIS_REDIS")
+    if not address:
+        return {}
+    from hypothesis.extra.redis import RedisExampleDatabase
+    from redis import Redis
+
+    return {"database": RedisExampleDatabase(Redis.from_url(address))}
+
+
 # Without `explain`, which reruns a failure many times, and `target`, which nothing here uses.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
@@ -24,6 +37,6 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 settings.register_profile(
     "quick", max_examples=60, derandomize=True, database=None, deadline=None, phases=PHASES
 )
-settings.register_profile("nightly", max_examples=1_000, deadline=None, phases=PHASES)
+settings.register_profile("nightly", max_examples=1_000, deadline=None, phases=PHASES, **shared())
 settings.register_profile("deep", settings.get_profile("nightly"), max_examples=10_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

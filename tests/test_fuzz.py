@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import redis
 import torch
 from hypothesis import event, given, seed, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from torch import fx, nn
 
 import optimizer
 from optimizer.testing import MOTIFS, Optimize, Spec, assert_equivalent, check_spec, models
+from tests.conftest import shared
 
 PASSES = {each.name: each for each in optimizer.all_passes()}
 # A @given test is one unit of work: shards let the workers share it.
@@ -174,3 +176,13 @@ def shape_of(module: nn.Module) -> list[str]:
 def described(module: fx.GraphModule, node: fx.Node) -> str:
     is_module = node.op == "call_module"
     return repr(module.get_submodule(str(node.target)) if is_module else node.target)
+
+
+def test_what_failed_is_kept_where_a_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HYPOTHESIS_REDIS", raising=False)
+    assert shared() == {}
+
+    monkeypatch.setenv("HYPOTHESIS_REDIS", "redis://127.0.0.1:1")
+    database = shared()["database"]
+    with pytest.raises(redis.exceptions.ConnectionError, match=r"127\.0\.0\.1:1"):
+        next(database.fetch(b"a test"))

@@ -1,4 +1,4 @@
-"""conv(x) + conv'(x) -> conv''(x), and conv(x) + scale * x + shift -> conv''(x)."""
+"""conv(x) + conv'(x) -> conv''(x), and conv(x) + BatchNorm(x) -> conv''(x)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from torch import fx, nn
 
 from optimizer._affine import Layer, merged, pointwise, taps_within
 from optimizer._channels import (
-    AFFINES,
     affine_over,
     call_folded,
-    operand,
     require_moderate_shift,
     require_only_reader,
 )
@@ -24,6 +22,7 @@ from optimizer._match import call
 from optimizer._pass import require, rewrite
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @rewrite(
@@ -35,10 +34,11 @@ def merge_convolutions(total: fx.Node) -> fx.Node | None:
     A convolution is linear in its kernel, so that W * x + V * x = (W + V) * x where V is laid
     into the larger kernel W at the taps that read the same elements of x: strides and groups are
     equal, both pad with zeros, and V is centred on W, so that both have as many outputs at every
-    size. What is s * x + t for each channel is such a V with one tap and the diagonal s. Nobody
-    else may read the terms. The kernels are added in float64 and rounded once, as RepVGG does for
-    inference. An infinity in x may become one of the sum, where the terms are infinities of
-    opposite signs and eager has NaN: so this runs only where x is promised to be finite.
+    size. A BatchNorm, s * x + t for each channel, is such a V with one tap and the diagonal s; no
+    product of x is taken for one, since it is laid out as x is. Nobody else may read the terms.
+    The kernels are added in float64 and rounded once, as RepVGG does for inference. An infinity
+    in x may become one of the sum, where the terms are infinities of opposite signs and eager has
+    NaN: so this runs only where x is promised to be finite.
     """
     if len(total.args) != 2 or total.kwargs or total.args[0] is total.args[1]:
         return None
@@ -64,10 +64,8 @@ def merge_convolutions(total: fx.Node) -> fx.Node | None:
 
 
 def _source(term: fx.Node) -> fx.Node | None:
-    """What a convolution, or an affine, maps; None where it is neither."""
-    if callee(term) in CONVOLUTIONS:
-        return term.all_input_nodes[0]
-    return operand(term) if callee(term) in AFFINES else None
+    """What a convolution, or a BatchNorm, maps; None where it is neither."""
+    return term.all_input_nodes[0] if callee(term) in CONVOLUTIONS + BATCHNORMS else None
 
 
 def _as_layer(term: fx.Node, conv: Layer) -> Layer:
@@ -75,8 +73,6 @@ def _as_layer(term: fx.Node, conv: Layer) -> Layer:
     if callee(term) in CONVOLUTIONS:
         require(not is_written(term), "the forward writes their tensors")
         layer = module_of(term)
-        same = (layer.weight.dtype, layer.weight.device) == (conv.weight.dtype, conv.weight.device)
-        require(same, "dtype or device differ")
     else:
         require(conv.in_channels == conv.out_channels, "the convolution changes the channels")
         autocast = torch.is_autocast_enabled(conv.weight.device.type)

@@ -113,16 +113,6 @@ MERGED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], type]] = {
         IMAGE,
         nn.Conv2d,
     ),
-    "a scale": (
-        lambda: Branches(conv(), nn.Identity(), lambda self, x: self.one(x) + x * self.constant),
-        IMAGE,
-        nn.Conv2d,
-    ),
-    "a number": (
-        lambda: Branches(conv(), nn.Identity(), lambda self, x: x * 0.5 + self.one(x)),
-        IMAGE,
-        nn.Conv2d,
-    ),
     "a sum in place": (lambda: Branches(conv(), point(), add_in_place), IMAGE, nn.Conv2d),
     "a sum in place by its method": (
         lambda: Branches(conv(), point(), lambda self, x: self.one(x).add_(self.other(x))),
@@ -300,6 +290,7 @@ IGNORED: dict[str, Callable[[Any, Tensor], Any]] = {
     "a residual": lambda self, x: self.one(x) + x,
     "a scaled sum": lambda self, x: self.one(x).add_(self.other(x), alpha=2),
     "a constant": lambda self, x: self.one(x) + self.constant,
+    "a product, laid out as its input": lambda self, x: x * self.constant + self.one(x),
     "no convolution": lambda self, x: x * 2 + x * 3,
 }
 
@@ -327,9 +318,11 @@ def test_autocast_that_gives_the_terms_two_dtypes() -> None:
 def test_weights_of_two_dtypes_under_autocast() -> None:
     model = Branches(conv(), point(dtype=torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
-        fast = optimized(model, torch.randn(IMAGE))
+        fast = optimized(model, x := torch.randn(IMAGE))
+        distance = (fast(x) - model(x)).abs().max()
+        assert distance <= 2**-7 * model(x).abs().max()  # eager rounds each term to 8 bits
 
-    assert {each.reason for each in fast.report.refused} == {"dtype or device differ"}
+    assert "merge_convolutions" in fast.report.counts()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from optimizer.testing import assert_equivalent, randomize, untouched
+from optimizer.testing import (
+    Optimize,
+    Spec,
+    assert_equivalent,
+    check_spec,
+    randomize,
+    untouched,
+)
 
 Function = Callable[[torch.Tensor], object]
 
@@ -135,6 +142,13 @@ def test_a_model_that_jumps_allows_what_rounding_makes_of_it() -> None:
         assert_equivalent(above(0.3), Of(lambda x: x.clamp(max=9)), mixed)
     with pytest.raises(AssertionError, match="values differ"):
         assert_equivalent(above(0.2), above(0.4), inputs)
+
+
+def test_a_model_that_seldom_jumps() -> None:
+    # What is compared with 0 is exactly 0, or 2e-16 where hardswish is one operation.
+    spec = Spec(("mean_keep", "hardswish_expanded", "mask_row"), shape=(2, 3, 3), seed=3)
+
+    assert "recognize_activations" in check_spec(spec, Optimize()).report.counts()
 
 
 def test_what_cancels_to_nothing_has_no_relative_error() -> None:

@@ -104,7 +104,7 @@ ARITHMETIC: dict[str, Emit] = {
     "abs": expression("{v}.abs()"),
     "square": squared,
     "maximum": binary("torch.maximum({w}, {v})"),
-    "lerp": binary("torch.lerp({w}, {v}, 0.5)"),
+    "lerp": binary("torch.lerp({w}, {v}.type_as({w}), 0.5)"),
     "addcmul": binary("torch.addcmul({w}, {v}.tanh(), {v}.tanh(), value=0.5)"),
     "center": broadcast("{v} - {v}.mean(-1, keepdim=True)"),
     "add_row": broadcast("{v} + {v}[:1]"),

@@ -25,7 +25,7 @@ TOLERANCE = 1e-9
 SMALLEST_SCALE = 1e-3
 # How much worse luck a candidate may have: correct folds were seen at 22 times.
 LUCK = 32
-_TRIES = 4  # a value at a threshold falls to either side of it with equal odds
+_TRIES = 16  # a value at a threshold falls to either side of it with equal odds
 WIDE = torch.float64
 
 Same: TypeAlias = Callable[[torch.Tensor, torch.Tensor], bool]

@@ -238,3 +238,18 @@ class _One(nn.Module):
 
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (self.layer(*given),)
+
+
+def test_an_input_may_be_a_number() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+            return x.relu() * times
+
+    class Unscaled(nn.Module):
+        def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+            return x.relu()
+
+    inputs: Any = (torch.ones(2, 3, dtype=torch.float64), 2)
+    assert_equivalent(Scaled(), Scaled(), inputs)
+    with pytest.raises(AssertionError, match="values differ"):
+        assert_equivalent(Scaled(), Unscaled(), inputs)

@@ -24,15 +24,27 @@ from optimizer._calls import _require_takes, operands, overwrites
 from optimizer._check import answer, compare_answers
 from optimizer._draw import _labels
 from optimizer._dynamo import backend
+from optimizer._edit import _rename, supersede
 from optimizer._inputs import as_call
+from optimizer._layers import affine_as_module
 from optimizer._lower import _over_budget
 from optimizer._optimize import Run
 from optimizer._pipeline import FaultyPassError, Pipeline
 from optimizer._state import random_fingerprint, random_state_kept
 from optimizer.analysis import roofline
+from optimizer.lowering._choose import varied
 from optimizer.lowering._signature import Signature
+from optimizer.passes import specialize_shapes
+from optimizer.testing import Optimize, assert_equivalent
 
 aten = torch.ops.aten
+
+
+@fx.wrap
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
 SQUARE = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
 
@@ -501,3 +513,137 @@ def test_the_random_state_of_a_gpu_is_that_gpus(monkeypatch: pytest.MonkeyPatch)
         (3,),
         (4,),
     ]
+
+
+BRANCHES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "addmm of a bias that is computed": (
+        lambda m, x: torch.addmm(x.sum(0), x, m.matrix.t()),
+        {"capture": "export"},
+    ),
+    "a constant of one dtype only": (
+        lambda m, x: x + m.matrix.view(torch.int32).reshape(4, 4)[0] * 0,
+        {},
+    ),
+    "a method of a size": (lambda m, x: x + x.size(0).bit_length(), {"static_shapes": True}),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_branch_that_few_models_take_has_the_same_answer(name: str) -> None:
+    function, options = BRANCHES[name]
+
+    assert optimized(function, **options).report.level == options.get("level", 1)
+
+
+def test_a_number_is_no_shape_and_a_size_whose_method_is_called_is_kept() -> None:
+    graph = fx.Graph()
+    size = graph.call_method("size", (graph.placeholder("x"), 0))
+    length = graph.call_method("bit_length", (size,))
+    graph.output(length)
+
+    assert not specialize_shapes._is_shape(4)
+    assert not specialize_shapes._replaced(size)
+    assert length.args == (size,)
+
+
+def test_a_node_gives_way_where_nothing_is_known_of_the_graph() -> None:
+    graph = fx.symbolic_trace(Rows(lambda m, x: x.relu().abs())).graph
+    relu, absolute = (node for node in graph.nodes if node.op == "call_method")
+
+    _rename(absolute, relu)
+    supersede(absolute, relu)
+    assert absolute not in graph.nodes
+    assert next(iter(reversed(graph.nodes))).args == (relu,)
+
+
+def test_what_is_lowered_to_another_answer_is_not_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval(), torch.randn(1, 3, 8, 8)
+    monkeypatch.setattr(Run, "_output_difference", lambda run, actual: "made up")
+    fast = optimizer.optimize(model, x, level=2, tune_seconds=0.0)
+
+    assert "such a call is not lowered: its answer differs (made up)" in str(fast.report)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_a_matrix_that_is_transposed_after_a_convolution_is_lowered() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(self.conv(x).relu()[:, :3].mT).mT
+
+    model, x = Turned().eval(), torch.randn(1, 3, 8, 8)
+    fast = Optimize(2)(model, (x,))
+
+    assert fast.meta["lowered"]
+    assert_equivalent(model, fast, (x,))
+
+
+def test_a_function_of_unknown_code_is_not_lowered() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return doubled(self.conv(x).relu())
+
+    model, x = Wrapped().eval(), torch.randn(1, 3, 8, 8)
+    fast = Optimize(2)(model, (x,))
+
+    assert "runs code that may do more" in str(fast.report)
+    assert_equivalent(model, fast, (x,))
+
+
+def test_without_a_reference_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "_reference", lambda run: None)
+
+    assert optimized(lambda m, x: m.linear(x).relu(), check="each").report.fired
+
+
+def test_the_cost_of_what_raises_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(node: fx.Node, facts: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("optimizer.analysis.cost.run", fail)
+    costs = roofline(Rows(lambda m, x: x.relu()), ROWS).rows
+    assert {each.unknown for each in costs} == {"no such kernel"}
+
+
+def test_indices_are_timed_as_they_are() -> None:
+    indices = torch.tensor([1, 2])
+
+    assert varied(indices) is indices
+
+
+class Scaled(nn.Module):
+    """relu(x * weight), as a pattern and as what has it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor] = torch.relu) -> None:
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.tensor([2.0, -1.0, 0.5, 3.0])), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.weight)
+
+
+def test_a_pattern_may_read_a_parameter() -> None:
+    module = optimizer.capture(Scaled().eval())
+    with torch.no_grad():
+        module.weight.mul_(2)
+    edited = toolkit.replace_pattern(module, Scaled(), Scaled(torch.abs))
+
+    torch.testing.assert_close(edited(ROWS), torch.abs(ROWS * module.weight))
+
+
+def test_a_computed_setting_keeps_a_layer_a_function() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    stride = graph.call_method("size", (x, 0))
+    weight = graph.get_attr("weight")
+    node = graph.call_function(F.conv1d, (x, weight, None, stride, 0, 1, 1))
+
+    affine_as_module(node)
+    assert node.target is F.conv1d

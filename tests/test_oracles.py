@@ -151,6 +151,17 @@ def test_a_model_that_seldom_jumps() -> None:
     assert "recognize_activations" in check_spec(spec, Optimize()).report.counts()
 
 
+def test_inputs_may_hide_that_a_model_rounds() -> None:
+    def sixth(factor: float) -> Of:
+        return Of(lambda x: torch.where(x > 0, x / 3, x) * factor)
+
+    hidden, shown = (torch.tensor([each], dtype=torch.float64) for each in (-1.0, 1.0))
+    for inputs in ((hidden,), (shown,)):
+        assert_equivalent(sixth(1), sixth(1 + 1e-15), inputs)
+        with pytest.raises(AssertionError, match="values differ"):
+            assert_equivalent(sixth(1), sixth(1 + 1e-8), inputs)
+
+
 def test_what_cancels_to_nothing_has_no_relative_error() -> None:
     inputs = (torch.full((3,), 0.1, dtype=torch.float64),)
 

@@ -67,14 +67,22 @@ def _widened(reader: fx.Node, source: fx.Node, axis: int) -> fx.Node:
     """
     sizes = [-1] * rank(source)
     sizes[axis] = tensor(source).shape[axis]
-    known = source.op == "call_module" and isinstance(module_of(source), (*LAYERS, _BatchNorm))
-    if known or (source.target, source.args[1:]) == ("expand", tuple(sizes)):
+    is_wide = (source.target, source.args[1:]) == ("expand", tuple(sizes))
+    if is_wide or _channels_axis(source) == axis:
         return source
     before = operand(source) if callee(source) in AFFINES else None
     if before is None or len(source.users) > 1 or not _keeps_shape(source, before):
         return insert_function(reader, "expand", (source, *sizes))
     source.replace_input_with(before, _widened(source, before, axis))
     return source
+
+
+def _channels_axis(node: fx.Node) -> int | None:
+    """Where a layer has as many channels in every call, counted from the last axis."""
+    module = module_of(node) if node.op == "call_module" else None
+    if isinstance(module, LAYERS):
+        return 1 - module.weight.ndim
+    return 1 - rank(node) if isinstance(module, _BatchNorm) else None
 
 
 def _keeps_shape(affine: fx.Node, source: fx.Node) -> bool:

@@ -73,6 +73,8 @@ def _as_layer(term: fx.Node, conv: Layer) -> Layer:
     if callee(term) in CONVOLUTIONS:
         require(not is_written(term), "the forward writes their tensors")
         layer = module_of(term)
+        same = (layer.weight.dtype, layer.weight.device) == (conv.weight.dtype, conv.weight.device)
+        require(same, "dtype or device differ")
     else:
         require(conv.in_channels == conv.out_channels, "the convolution changes the channels")
         autocast = torch.is_autocast_enabled(conv.weight.device.type)

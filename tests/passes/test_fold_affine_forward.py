@@ -176,6 +176,16 @@ def test_a_layer_fixes_its_channels() -> None:
     assert [node.op for node in fast.graph.nodes if node.op == "call_method"] == []
 
 
+def test_a_layer_fixes_no_other_axis() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Before(times, valid(), 4, 1, 1))
+    model = randomize(model.double().eval())
+
+    fast = optimized(model, *inputs_like([IMAGE], "random", 0))
+
+    assert fast.report.counts() == {NAME: 1}
+    assert_equivalent(model, fast, inputs_like([(2, 1, 6, 6)], "random", 1))
+
+
 def test_a_pair_that_is_called_twice_is_folded_once() -> None:
     block = nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1))
     model = randomize(nn.Sequential(block, nn.ReLU(), block).double().eval())

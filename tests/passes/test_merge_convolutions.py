@@ -318,11 +318,9 @@ def test_autocast_that_gives_the_terms_two_dtypes() -> None:
 def test_weights_of_two_dtypes_under_autocast() -> None:
     model = Branches(conv(), point(dtype=torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
-        fast = optimized(model, x := torch.randn(IMAGE))
-        distance = (fast(x) - model(x)).abs().max()
-        assert distance <= 2**-7 * model(x).abs().max()  # eager rounds each term to 8 bits
+        fast = optimized(model, torch.randn(IMAGE))
 
-    assert "merge_convolutions" in fast.report.counts()
+    assert {each.reason for each in fast.report.refused} == {"dtype or device differ"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import operator
 import pickle
 import random
 import sys
@@ -187,17 +186,6 @@ def test_an_overload_becomes_a_function_of_torch_only_where_that_is_the_same(nam
 
     torch.testing.assert_close(module(x), expected)
     assert any(node.target is F.linear for node in module.graph.nodes) is bool(rewritten)
-
-
-def test_a_layer_whose_settings_are_computed_stays_a_function() -> None:
-    def build(g: fx.Graph, x: fx.Node, get: Callable[[str], fx.Node]) -> fx.Node:
-        padding = g.call_function(operator.sub, (g.call_method("size", (x, 1)), 3))
-        return g.call_function(F.conv1d, (x, get("kernel"), None, 1, padding, 1, 2))
-
-    module, x = aten_graph(build), SQUARE[None]
-    fast = optimizer.optimize(module, x, level=1)
-
-    torch.testing.assert_close(fast(x), module(x))
 
 
 def test_random_states_are_kept_where_numpy_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ from torch import nn
 from optimizer import InputError
 from optimizer._trees import tensors_in
 from optimizer.testing._assemble import Spec
-from optimizer.testing._oracles import assert_equivalent
+from optimizer.testing._observe import Outcome, observe
+from optimizer.testing._oracles import assert_answers
 from optimizer.testing._rounding import TOLERANCE
 
 Inputs: TypeAlias = tuple[torch.Tensor, ...]
@@ -40,13 +41,13 @@ def among(change: Callable[[Inputs], Inputs]) -> LaterCall:
 
 def _compare(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: bool) -> None:
     try:
-        accepts = _accepts(model, inputs)
+        reference = _answer(model, inputs)
     except AssertionError as assertion:
         _require_assertion(str(assertion), candidate, inputs)
         return
-    if accepts:
+    if reference is not None:
         with suppress(InputError):
-            assert_equivalent(model, candidate, inputs, exact=exact)
+            assert_answers(reference, model, candidate, inputs, exact=exact)
 
 
 def _require_assertion(message: str, candidate: nn.Module, inputs: Inputs) -> None:
@@ -57,15 +58,14 @@ def _require_assertion(message: str, candidate: nn.Module, inputs: Inputs) -> No
     raise AssertionError(f"the candidate no longer asserts: {message}")
 
 
-def _accepts(model: nn.Module, inputs: Inputs) -> bool:
-    """Whether the model takes these inputs, and torch says nothing against it."""
+def _answer(model: nn.Module, inputs: Inputs) -> Outcome | None:
+    """What the model does, where it takes these inputs and torch says nothing against it."""
     try:
         with warnings.catch_warnings(), _saying_it_each_time():
             warnings.simplefilter("error")
-            copy.deepcopy(model)(*(tensor.clone() for tensor in inputs))
+            return observe(model, inputs)
     except (RuntimeError, ValueError, IndexError, TypeError, UserWarning):
-        return False
-    return True
+        return None
 
 
 @contextmanager

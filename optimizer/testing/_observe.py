@@ -47,20 +47,22 @@ def observe(module: nn.Module, inputs: Inputs) -> Outcome:
     """Call `module` once on clones of `inputs` from a fixed random state, and undo its effects."""
     given = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     args, kwargs = pytree.tree_map(_Copies(), given)
-    arguments = pytree.tree_leaves((args, kwargs))
     before = {tensor: tensor.clone() for tensor in tensors_of(module)}
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        result = module(*args, **kwargs)
-        random_state = torch.get_rng_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            result = module(*args, **kwargs)
+            random_state = torch.get_rng_state()
+    finally:
+        buffers = {name: (b.data_ptr(), b.clone()) for name, b in module.named_buffers()}
+        changed = [tensor for tensor, kept in before.items() if not same_bits(tensor, kept)]
+        for tensor in changed:  # who is told of a write, packs the weights again
+            tensor.copy_(before[tensor])
     leaves, structure = pytree.tree_flatten(result)
+    arguments = pytree.tree_leaves((args, kwargs))
     values = {f"output {i}": leaf for i, leaf in enumerate(leaves)}
     values |= {f"input {i} after the call": tensor for i, tensor in enumerate(arguments)}
-    buffers = {name: (b.data_ptr(), b.clone()) for name, b in module.named_buffers()}
-    changed = [tensor for tensor, kept in before.items() if not same_bits(tensor, kept)]
     written = frozenset(name for name, b in module.named_buffers() if any(b is t for t in changed))
-    for tensor in changed:  # who is told of a write, packs the weights again
-        tensor.copy_(before[tensor])
     return Outcome(structure, values, buffers, written, _sharing(values, module), random_state)
 
 
@@ -105,6 +107,7 @@ def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _signs(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return torch.where(tensor.isnan(), False, torch.signbit(tensor))
 
 

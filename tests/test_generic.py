@@ -49,7 +49,7 @@ def test_types_and_examples_stay() -> None:
 
 
 def test_each_mutant_is_another_program_and_names_its_change() -> None:
-    mutants = list(_generic.mutants_of(FILE))
+    mutants = _generic.mutants_of(FILE)
 
     assert len({mutant.new for mutant in mutants}) == len(mutants) > 2
     assert f"{FILE}: - require(len(linear.users) == 1" in mutants[0].name

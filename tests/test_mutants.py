@@ -65,7 +65,7 @@ def test_a_mistake_is_planted_in_a_copy_only() -> None:
 
 def test_the_package_as_it_is_passes() -> None:
     for name in (*MOTIFS, "capture", "lowering"):
-        assert _score.first_failure([name], 30)[1] == ""
+        assert _score.first_failure([name], 12)[1] == ""
 
 
 @pytest.mark.parametrize("name", SAMPLE.values())

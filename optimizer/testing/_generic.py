@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from difflib import ndiff
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -55,8 +55,13 @@ def files() -> list[str]:
     return [f"passes/{name}.py" for name in MOTIFS] + below
 
 
-def mutants_of(file: str) -> Iterator[Mutant]:
+@cache
+def mutants_of(file: str) -> tuple[Mutant, ...]:
     """Every single change of a file. Where two read alike, the second's name ends in (2)."""
+    return tuple(_mutants_of(file))
+
+
+def _mutants_of(file: str) -> Iterator[Mutant]:
     text = (PACKAGE / file).read_text(encoding="utf-8")
     tree = ast.parse(text)
     plain, alike = ast.unparse(tree), Counter[str]()

@@ -411,7 +411,7 @@ TASK = {"device": "cpu", "dtype": "float32", "model": "tiny_convnet", "batch": 2
 
 
 def test_real_peers_answer_as_eager_does():
-    peers = ["fx_fuse", "torchscript", "optimized-2"]
+    peers = ["fx_fuse", "optimized-2"]
     cells = measured(peers, lambda peer: worker({**TASK, "peer": peer}, 120), PLAN)
 
     assert list(cells) == ["eager", *peers]

@@ -16,11 +16,14 @@ from typing import Any, Self, TypeAlias
 
 import torch
 
-from optimizer._errors import InputError
+from optimizer._capture import capture_call
+from optimizer._errors import CaptureError, InputError
 from optimizer._inputs import Call, ExampleInputs, as_call
 from optimizer._module import OptimizedModule
 from optimizer._report import Choice
+from optimizer._undisturbed import undisturbed
 from optimizer.lowering._choose import Chooser
+from optimizer.lowering._eligible import obstacle
 from optimizer.lowering._plan import Plan, Weights, make_plan
 from optimizer.lowering._policies import require_one_device
 from optimizer.lowering._signature import Key, Signature
@@ -57,8 +60,19 @@ class LoweredModule(OptimizedModule):
         Raises:
             InputError: such a call can only run the portable code; the message says why.
         """
-        chooser = Chooser(tune_seconds, decisions)
-        return self.prepare(as_call(example_inputs), chooser).choices
+        call = as_call(example_inputs)
+        self._require_no_obstacle(call)
+        return self.prepare(call, Chooser(tune_seconds, decisions)).choices
+
+    def _require_no_obstacle(self, call: Call) -> None:
+        """Look at the graph anew: at other sizes, a BatchNorm may train, or a copy be a view."""
+        try:
+            with undisturbed():
+                found = obstacle(capture_call(self, call).graph)
+        except CaptureError as error:  # a size of the example is part of the code
+            found = str(error)
+        if found:
+            raise InputError(f"such a call is not lowered: {found}.")
 
     def prepare(self, call: Call, chooser: Chooser) -> Plan:
         """Make a plan for calls like this one.

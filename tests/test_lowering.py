@@ -532,6 +532,23 @@ class TestWhatIsNotLowered:
         with pytest.raises(optimizer.InputError, match="random"):
             fast.lower(image())
 
+    def test_a_call_of_other_sizes_that_trains(self) -> None:
+        class Trains(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("mean", torch.zeros(3))
+                self.register_buffer("var", torch.ones(3))
+                self.conv = nn.Conv2d(3, 4, 3)
+
+            def forward(self, x: torch.Tensor) -> Any:
+                return self.conv(F.batch_norm(x, self.mean, self.var, training=x.size(0) > 2))
+
+        fast = lowered(Trains(), image())
+
+        with pytest.raises(optimizer.InputError, match="writes an input or an attribute"):
+            fast.lower(image(3, 3, 12, 12))
+        assert not fast.mean.any()
+
 
 def wrong(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> nn.Module:
     class Wrong(nn.Module):

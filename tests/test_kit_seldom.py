@@ -28,6 +28,7 @@ from optimizer.testing import (
     _shrink,
     _soak,
     assert_equivalent,
+    check_spec,
     modules,
     randomize,
     smallest,
@@ -253,3 +254,13 @@ def test_an_input_may_be_a_number() -> None:
     assert_equivalent(Scaled(), Scaled(), inputs)
     with pytest.raises(AssertionError, match="values differ"):
         assert_equivalent(Scaled(), Unscaled(), inputs)
+
+
+def test_what_torch_says_of_a_model_once_a_process_fails_no_test() -> None:
+    """It would fail the one that happens to come first."""
+    torch.set_warn_always(True)
+    try:
+        spec = Spec(("autocast", "linear", "rmsnorm"))
+        assert check_spec(spec, Optimize(level=0), exact=True, dtype=torch.float32)
+    finally:
+        torch.set_warn_always(False)

@@ -52,7 +52,8 @@ def check_spec(
     retry = partial(check_spec, subject=subject, exact=exact, dtype=dtype, later=later)
     suspect = Counterexample(spec, subject, retry, exact=exact, dtype=dtype, later=calls)
     try:
-        with on_disk(suspect.reproducer), spec.surroundings():
+        with on_disk(suspect.reproducer), spec.surroundings(), warnings.catch_warnings():
+            nothing_said_of_the_model()
             candidate = _judged(model, inputs, subject, exact)
             for call in calls:
                 LATER_CALLS[call](model, candidate, inputs, exact=exact)
@@ -71,8 +72,7 @@ def _judged(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], subject: Subject, exact: bool
 ) -> nn.Module:
     kept = [tensor.clone() for tensor in inputs]
-    with untouched(model), warnings.catch_warnings():
-        nothing_said_of_the_model()
+    with untouched(model):
         candidate = subject(model, inputs)
     for actual, expected in zip(inputs, kept, strict=True):
         assert_same_bits(actual, expected, "the subject overwrote its inputs")

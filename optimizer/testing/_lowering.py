@@ -8,7 +8,8 @@ can keep out. Fused kernels have tests of their own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -78,12 +79,31 @@ class Lower:
     call: ClassVar[str] = "Lower()(model, inputs)"
 
     def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
-        with (
-            patch.object(_choose.Chooser, "race", _last_wins),
-            patch.object(_choose, "policy_of", lambda inputs: _Spoiling()),
-            patch.dict(_choose.CANDIDATES, _KERNELS),
-        ):
+        with _spoiling():
             return optimizer.optimize(model, inputs, level=2, only=(), check=None)
+
+
+@contextmanager
+def _spoiling() -> Iterator[None]:
+    with (
+        patch.object(_choose.Chooser, "race", _last_wins),
+        patch.object(_choose, "policy_of", lambda inputs: _Spoiling()),
+        patch.dict(_choose.CANDIDATES, _KERNELS),
+    ):
+        yield
+
+
+class LoweringAll(nn.Module):
+    """A module of level 2 that prepares for every call, of any sizes and layout, before it."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        with suppress(optimizer.InputError), _spoiling():
+            self.module.lower(inputs)
+        return self.module(*inputs)
 
 
 def assert_follows_its_weights(candidate: nn.Module, inputs: Sequence[torch.Tensor]) -> None:

@@ -107,6 +107,9 @@ RARE: dict[str, Emit] = {
     "widen": widen,
     "t01_of_two_ranks": of_two_ranks,
     "T_of_row_and_column": ranked(2, expression("({v}[..., :1, :].mT + {v}[..., :1].mT).mT")),
+    "t01_of_one_row": ranked(
+        2, expression("torch.relu({v}[:1].expand({v}.shape).transpose(0, 1)).transpose(0, 1)")
+    ),
     "conv_written": written(conv(), "self.{m}.weight.mul_(2.0)"),
     "bn_written": written(batchnorm(), "self.{m}.running_mean.add_(1.0)"),
     "scale_written": written(LAYERS["scale_last"], "self.{m}.weight.mul_(2.0)"),

@@ -25,6 +25,7 @@ MOTIF = Motif(
         "autocast dup conv_k3 swap bn add",
         "dup conv_k3 swap conv_dilated add",
         "dup conv_written swap conv add",
+        "dup conv_written swap conv_k3 add",
         "dup conv_k3 swap conv_written add",
         "first_channel dup conv4 swap bn add_stretched",
     ),

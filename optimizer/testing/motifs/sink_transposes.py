@@ -29,6 +29,7 @@ MOTIF = Motif(
         "t01 relu_statement t01",
         "t01_of_two_ranks",
         "T_of_row_and_column",
+        "t01_of_one_row",
         "t12 flip t12",
     ),
 )

@@ -83,18 +83,22 @@ class Tuning:
 def lower(
     module: LoweredModule,
     call: Call | None,
+    obstacle: str,
     tuning: Tuning,
     expected: Answer | None,
     difference: Callable[[Answer], Difference | None],
 ) -> str:
     """Lower a call of a module; return what to remark of it, if anything.
 
-    `expected` is the model's answer, and `difference` what is wrong with one of the same precision.
+    `obstacle` is why it cannot be, if anything; `expected` is the model's answer, and `difference`
+    what is wrong with one of the same precision.
     """
     module.meta |= {"precision": tuning.precision, "tune_seconds": tuning.seconds}
     module.meta["cuda_graph"] = tuning.cuda_graph
     if call is None:
         return "not lowered: there are no example inputs"
+    if obstacle:
+        return f"such a call is not lowered: {obstacle}"
     chooser = Chooser(tuning.seconds, tuning.known())
     try:
         plan = module.prepare(call, chooser)

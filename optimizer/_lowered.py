@@ -32,7 +32,7 @@ from optimizer.lowering._straight_line import NotStraightLineError
 Decisions: TypeAlias = Mapping[str, str]
 NO_DECISIONS: Decisions = MappingProxyType({})
 # What of `meta` travels.
-_OF_LOWERING = ("lowered", "obstacle", "precision", "cuda_graph", "tune_seconds")
+_OF_LOWERING = ("lowered", "precision", "cuda_graph", "tune_seconds")
 
 
 class LoweredModule(OptimizedModule):
@@ -75,13 +75,11 @@ class LoweredModule(OptimizedModule):
             raise InputError(f"such a call is not lowered: {found}.")
 
     def prepare(self, call: Call, chooser: Chooser) -> Plan:
-        """Make a plan for calls like this one.
+        """Make a plan for calls like this one, which must do nothing but compute their output.
 
         Raises:
             InputError: such a call can only run the portable code; the message says why.
         """
-        if self.meta.get("obstacle"):
-            raise InputError(f"this model is not lowered: {self.meta['obstacle']}.")
         signature = Signature.of(*call)
         if signature is None:
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")

@@ -172,8 +172,8 @@ class Run:
 
     def _lower(self, optimized: LoweredModule, reason: str) -> None:
         """Lower the call of the example inputs; a remark says where that was not done."""
-        optimized.meta["obstacle"] = reason
-        remark = lower(optimized, self.call, self.tuning, self.expected, self._output_difference)
+        difference = self._output_difference
+        remark = lower(optimized, self.call, reason, self.tuning, self.expected, difference)
         seconds = time.perf_counter() - self.started
         remarks = (*optimized.report.remarks, *filter(None, [remark]))
         optimized.meta["report"] = replace(optimized.report, remarks=remarks, seconds=seconds)

@@ -242,6 +242,16 @@ class TestALoweredCall:
         for place, each in enumerate(inputs):
             torch.testing.assert_close(answers[place], model(each))
 
+    def test_a_call_of_a_model_that_was_optimized_without_one(self) -> None:
+        model = net()
+        fast = optimizer.optimize(model, level=2)
+        assert isinstance(fast, LoweredModule)
+
+        (choice,) = fast.lower(image())
+
+        assert choice.region == "2 x conv2d, 1 x linear"
+        torch.testing.assert_close(fast(image()), model(image()))
+
 
 class TestWhatOnlyPortableCodeCanDo:
     def test_gradients_of_an_input(self) -> None:

@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from optimizer._edit import insert_copy
-from optimizer._facts import Refused, is_pure, rank, tensor
+from optimizer._facts import Refused, aliases, is_pure, rank, tensor
 from optimizer._graph import arg, callee
 from optimizer._match import call
 from optimizer._pass import require, rewrite
@@ -22,6 +22,10 @@ ELEMENTWISE = {
     F.hardswish, F.leaky_relu, nn.SiLU, nn.Hardswish, nn.LeakyReLU, nn.Sigmoid, nn.Tanh,
     "add", "sub", "mul", "div", "neg", "exp", "tanh", "sigmoid",
 }  # fmt: skip
+# Views that hold an element more than once, though not where a size is 1.
+REPEATING = frozenset(
+    ("expand", "expand_as", "broadcast_to", "broadcast_tensors", "as_strided", "unfold")
+)
 
 
 @rewrite(call(*LAYOUTS, name="outer"), numerics="exact", phase="simplify")
@@ -30,8 +34,9 @@ def sink_transposes(outer: fx.Node) -> fx.Node | None:
 
     An elementwise operation computes each number from the numbers at the same place, so it
     commutes with a permutation of the places, if all tensors that it reads are permuted alike
-    and none is broadcast. It makes a new tensor in the memory order of what
-    it reads: the same numbers are computed in the same order. Nobody else may see the values
+    and none is broadcast. It makes a new tensor in the memory order of what it reads, which is
+    one if no element is repeated: the same numbers are computed in the same order. Nobody else
+    may see the values
     between, which are no longer computed. An operand with other readers stays permuted for them,
     so there is never one transpose more than before, and one less once the two are composed.
     """
@@ -47,6 +52,8 @@ def sink_transposes(outer: fx.Node) -> fx.Node | None:
     require(alike, "the operands are transposed differently")
     shapes = {tensor(node).shape for node in inners if rank(node)}
     require(len(shapes) == 1, "the operands differ in shape")
+    views = {view for node in inners for view in aliases(node)}
+    require(not any(map(_repeats, views)), "what is transposed may be repeated in memory")
 
     sunk = _without(inners, between)
     moved = insert_copy(outer, inner, lambda _: sunk[-1])
@@ -71,6 +78,11 @@ def _sandwich(outer: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
             between.add(node)
             pending += node.all_input_nodes
     return sorted(between), sorted(inners)
+
+
+def _repeats(view: fx.Node) -> bool:
+    called = getattr(view.target, "__name__", view.target)
+    return str(called).partition(".")[0] in REPEATING
 
 
 def _is_elementwise(node: fx.Node) -> bool:

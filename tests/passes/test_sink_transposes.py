@@ -190,10 +190,15 @@ REFUSALS: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...], str]] = {
     "a row and a column": (
         lambda x: (x[:1].mT + x[:, :1].mT).mT, (1, 4), "the operands differ in shape",
     ),
-    "another memory order": (
+    "a row that is repeated": (
         lambda x: torch.relu(x[:1, :, None].expand(2, 3, 5, 4).permute(2, 3, 0, 1)).mT,
         (2, 3, 4),
-        "the result would be laid out differently in memory",
+        "what is transposed may be repeated in memory",
+    ),
+    "a row that is repeated in other calls": (
+        lambda x: torch.relu(torch.broadcast_to(x[:1], x.shape).mT).mT,
+        (1, 4),
+        "what is transposed may be repeated in memory",
     ),
 }  # fmt: skip
 
@@ -208,6 +213,17 @@ def test_refuses(case: str) -> None:
     assert [r.reason for r in fast.report.refused if r.name == NAME] == [reason]
     assert NAME not in fast.report.counts()
     assert_equivalent(model_of(function), fast, (x,), exact=True)
+
+
+def test_refuses_an_input_of_another_memory_order() -> None:
+    model, x = model_of(lambda x: torch.relu(x.permute(2, 3, 0, 1)).mT), tensor(1, 3, 1, 4)
+    rows = x.expand(2, 3, 5, 4)
+
+    fast = optimizer.optimize(model, rows, level=0)
+
+    reasons = [r.reason for r in fast.report.refused if r.name == NAME]
+    assert reasons == ["the result would be laid out differently in memory"]
+    assert_equivalent(model, fast, (rows,), exact=True)
 
 
 def test_nothing_is_known_to_be_pure_without_example_inputs() -> None:

@@ -123,7 +123,7 @@ def _motifs(name: str) -> Iterator[tuple[Spec, bool]]:
     for program in motif.fires:
         yield Spec(tuple(program.split()), motif.shape), True
     # Equal sizes hide no mistake behind an error; sizes of one may be others later.
-    for shape in (motif.shape, (4, 4, 4), (4, 4), (2, 4, 1, 1)):
+    for shape in (motif.shape, (4, 4, 4), (4, 4), (2, 4, 1, 1), (1, 4)):
         for program in motif.near:
             yield Spec(tuple(program.split()), shape, "random"), False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from optimizer._affine import Affine, Layer, absorbed_before, channels
@@ -78,11 +77,12 @@ def _widened(reader: fx.Node, source: fx.Node, axis: int) -> fx.Node:
 
 
 def _channels_axis(node: fx.Node) -> int | None:
-    """Where a layer has as many channels in every call, counted from the last axis."""
+    """Where a layer has as many channels in every call, counted from the last axis.
+
+    A BatchNorm does not: it takes any number of them if there are no elements.
+    """
     module = module_of(node) if node.op == "call_module" else None
-    if isinstance(module, LAYERS):
-        return 1 - module.weight.ndim
-    return 1 - rank(node) if isinstance(module, _BatchNorm) else None
+    return 1 - module.weight.ndim if isinstance(module, LAYERS) else None
 
 
 def _keeps_shape(affine: fx.Node, source: fx.Node) -> bool:

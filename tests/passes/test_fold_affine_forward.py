@@ -347,3 +347,16 @@ def test_without_example_inputs_nothing_is_folded() -> None:
     assert {each.reason for each in fast.report.refused} == {
         "the graph was captured without example inputs"
     }
+
+
+def test_a_batchnorm_of_no_elements_takes_any_channels() -> None:
+    class Scaled(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return self[1](self[0](x) * self.scale)
+
+    model = Scaled(nn.BatchNorm1d(2), nn.Conv1d(2, 2, 1)).eval()
+    model.register_buffer("scale", torch.rand(2, 1))
+    fast = optimized(model, torch.empty(0, 2, 3))
+
+    assert fast.report.counts()[NAME] >= 1
+    assert_equivalent(model, fast, (torch.empty(0, 1, 3),))

@@ -69,7 +69,7 @@ class LoweredModule(OptimizedModule):
         try:
             with undisturbed():
                 found = obstacle(capture_call(self, call).graph)
-        except CaptureError as error:  # a size of the example is part of the code
+        except CaptureError as error:  # what was put into it since
             found = str(error)
         if found:
             raise InputError(f"such a call is not lowered: {found}.")

@@ -542,6 +542,13 @@ class TestWhatIsNotLowered:
         with pytest.raises(optimizer.InputError, match="random"):
             fast.lower(image())
 
+    def test_a_call_of_a_module_that_cannot_be_looked_at(self) -> None:
+        fast = lowered(net(), image())
+        fast.lock = threading.Lock()
+
+        with pytest.raises(optimizer.InputError, match="not lowered: the model cannot be copied"):
+            fast.lower(image(3, 3, 12, 12))
+
     def test_a_call_of_other_sizes_that_trains(self) -> None:
         class Trains(nn.Module):
             def __init__(self) -> None:

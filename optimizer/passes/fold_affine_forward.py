@@ -37,8 +37,10 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     at its border: these absorb no shift. Padding by reflection and the like repeats shifted
     values. W' * x and b' cancel where the values were centred by a shift far beyond their size,
     which eager rounds before and this after: such a shift stays. Nobody else may read the
-    affine values. The new layer is called where they were computed, and reads what they read;
-    if that may have one channel in another call, it is expanded to as many as the constants have.
+    affine values. A convolution lays its output out as its input lies, which a BatchNorm may
+    change: its input must lie alike. The new layer is called where they were computed, and reads
+    what they read; if that may have one channel in another call, it is expanded to as many as the
+    constants have.
     """
     source = operand(affine)
     if source is None or len(layer.args) != 1 or layer.kwargs:
@@ -51,6 +53,8 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     require(_keeps_shape(affine, source), "the constant changes the shape")
     require(_commutes(linear, transform), "the layer pads with zeros, which are not shifted")
     require_moderate_shift(transform)
+    alike = tensor(source).stride() == tensor(affine).stride()
+    require(alike or isinstance(linear, nn.Linear), "the affine lays its output out otherwise")
 
     constants = affine.op != "call_module" and transform.scale.numel() > 1
     wide = _widened(affine, source, 1 - linear.weight.ndim) if constants else source

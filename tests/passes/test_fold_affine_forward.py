@@ -349,6 +349,21 @@ def test_without_example_inputs_nothing_is_folded() -> None:
     }
 
 
+def test_a_batchnorm_may_lay_its_output_out_anew() -> None:
+    class OfOneChannel(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(torch.relu(x[:, :1]))
+            return torch.stack((y, y), 1)
+
+    model = OfOneChannel(nn.BatchNorm2d(1), nn.Conv2d(1, 1, 1)).eval()
+    x = torch.rand(2, 4, 4, 4).contiguous(memory_format=torch.channels_last)
+    fast = optimized(model, x)
+
+    reasons = [r.reason for r in fast.report.refused if r.name == NAME]
+    assert reasons == ["the affine lays its output out otherwise"]
+    assert fast(x).stride() == model(x).stride()
+
+
 def test_a_batchnorm_of_no_elements_takes_any_channels() -> None:
     class Scaled(nn.Sequential):
         def forward(self, x: Tensor) -> Any:

@@ -35,5 +35,6 @@ MOTIF = Motif(
         "offset conv_groups",
         "relu bn_tiny linear",
         "arg_narrow_scaled linear",
+        "first_channel relu t12 bn conv stack",
     ),
 )

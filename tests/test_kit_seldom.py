@@ -36,6 +36,7 @@ from optimizer.testing import (
 from optimizer.testing import __main__ as command_line
 from optimizer.testing import _lowering as _level_two
 from optimizer.testing.__main__ import main
+from optimizer.testing._observe import same_bits
 from optimizer.testing._rounding import AsPrecise
 
 A_PASS = _mutants.catalogue()["fuse_linear_relu: the bias lost"]
@@ -264,3 +265,26 @@ def test_what_torch_says_of_a_model_once_a_process_fails_no_test() -> None:
         assert check_spec(spec, Optimize(level=0), exact=True, dtype=torch.float32)
     finally:
         torch.set_warn_always(False)
+
+
+def test_a_call_that_fails_leaves_no_buffer_written() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            raise ValueError
+
+    model = Fails()
+    with pytest.raises(ValueError):  # noqa: PT011 - of the model
+        assert_equivalent(model, model, (ROWS,))
+    assert not model.count.any()
+
+
+def test_complex_numbers_are_compared_to_the_bit() -> None:
+    values = torch.complex(ROWS, -ROWS)
+
+    assert_equivalent(nn.Identity(), nn.Identity(), (values,), exact=True)
+    assert not same_bits(torch.complex(ROWS, 0 * ROWS), torch.complex(ROWS, -0.0 * ROWS))

@@ -31,7 +31,7 @@ from optimizer.testing._tokens import TOKENS
 from optimizer.testing.motifs import MOTIFS
 
 BUDGET = 1000
-# What no pass has for a motif; in a region, a value and a view of it are returned.
+# What no pass has for a motif: of a region, values and views that are returned, written, in parts.
 _NEAR = {
     "capture": tuple(TOKENS),
     "lowering": (

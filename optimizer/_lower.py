@@ -13,7 +13,6 @@ from optimizer._check import Answer, Difference, largest_error
 from optimizer._errors import InputError
 from optimizer._inputs import Call
 from optimizer._lowered import Decisions, LoweredModule
-from optimizer._trees import tensors_in
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._precision import Precision
 
@@ -99,18 +98,11 @@ def lower(
         return "not lowered: there are no example inputs"
     if obstacle:
         return f"such a call is not lowered: {obstacle}"
-    chooser = Chooser(tuning.seconds, tuning.known())
+    judge = functools.partial(_judged, expected, difference)
     try:
-        plan = module.prepare(call, chooser)
+        plan = module.prepare(call, Chooser(tuning.seconds, tuning.known()), judge)
     except InputError as error:
         return str(error).rstrip(".")
-    if plan.precision:
-        difference = functools.partial(_over_budget, plan.precision, expected)
-    own = tuple(tensor.clone() for tensor in tensors_in(call))
-    found = difference(Answer(plan(own), ()))
-    if found is not None:
-        module.forget(call)
-        return f"such a call is not lowered: its answer differs ({found})"
     tuning.keep({choice.key: choice.chosen for choice in plan.choices})
     module.meta["report"] = replace(module.report, choices=plan.choices)
     return _in_precision(plan.precision, plan.error) if plan.precision else ""
@@ -123,9 +115,14 @@ def _in_precision(precision: Precision, error: float) -> str:
     )
 
 
-def _over_budget(
-    precision: Precision, expected: Answer | None, actual: Answer
+def _judged(
+    expected: Answer | None,
+    difference: Callable[[Answer], Difference | None],
+    precision: Precision | None,
+    actual: Answer,
 ) -> Difference | None:
+    if precision is None:
+        return difference(actual)
     if expected is None:
         return None
     error = largest_error(Answer(expected.output, ()), actual)

@@ -24,7 +24,7 @@ from optimizer._report import Choice
 from optimizer._undisturbed import undisturbed
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._eligible import obstacle
-from optimizer.lowering._plan import Plan, Weights, make_plan
+from optimizer.lowering._plan import Judge, Plan, Weights, make_plan
 from optimizer.lowering._policies import require_one_device
 from optimizer.lowering._signature import Key, Signature
 from optimizer.lowering._straight_line import NotStraightLineError
@@ -74,8 +74,10 @@ class LoweredModule(OptimizedModule):
         if found:
             raise InputError(f"such a call is not lowered: {found}.")
 
-    def prepare(self, call: Call, chooser: Chooser) -> Plan:
+    def prepare(self, call: Call, chooser: Chooser, judge: Judge = lambda *_: None) -> Plan:
         """Make a plan for calls like this one, which must do nothing but compute their output.
+
+        `judge` says what is wrong with its answer in the precision that was chosen.
 
         Raises:
             InputError: such a call can only run the portable code; the message says why.
@@ -92,6 +94,7 @@ class LoweredModule(OptimizedModule):
                 known = self._decisions(signature.key)
                 self._install(signature.key, plan)
                 if known is None:
+                    plan.require_right(self._run_lowered(call), judge)
                     runs = {"plan": self._run_lowered, "portable": self._run_portable}
                     plan.require_worth_it(runs, call, chooser)
         except NotStraightLineError as error:

@@ -25,7 +25,8 @@ from optimizer._device import Cpu, Cuda
 from optimizer._lowered import LoweredModule
 from optimizer._trees import storages_in, tensors_in
 from optimizer.lowering import _choose, _cuda_graph
-from optimizer.lowering._choose import CANDIDATES, Chooser
+from optimizer.lowering._candidates import CANDIDATES
+from optimizer.lowering._choose import Chooser
 from optimizer.lowering._policies import AS_IT_IS, POLICIES
 
 

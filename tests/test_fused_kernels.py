@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from optimizer._check import BOUNDS
 from optimizer._inputs import Call
-from optimizer.lowering import _choose
+from optimizer.lowering._candidates import CANDIDATES
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._fused import can_fuse, with_fused_kernels
 from optimizer.lowering._policies import AS_IT_IS, POLICIES
@@ -178,7 +178,7 @@ def chooser(monkeypatch: pytest.MonkeyPatch) -> Chooser:
     monkeypatch.setitem(POLICIES, "cpu", POLICIES["cuda"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    fast = {name: 1.0 / place for place, name in enumerate(_choose.CANDIDATES, 1)}
+    fast = {name: 1.0 / place for place, name in enumerate(CANDIDATES, 1)}
     monkeypatch.setattr(Chooser, "race", lambda self, runs, *rest: {n: fast[n] for n in runs})
     return Chooser(1.0, {})
 

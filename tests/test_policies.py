@@ -13,6 +13,7 @@ import optimizer
 from optimizer._device import Cpu
 from optimizer._lowered import LoweredModule
 from optimizer.lowering import _choose, _policies
+from optimizer.lowering._candidates import CANDIDATES
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._policies import AS_IT_IS, POLICIES, require_one_device
 
@@ -73,7 +74,7 @@ def runs_a_plan(fast: LoweredModule, x: torch.Tensor) -> bool:
 def test_on_mps_no_layout_and_no_kernel_is_tried(
     pretended: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_choose, "CANDIDATES", {AS_IT_IS: _choose.CANDIDATES[AS_IT_IS]})
+    monkeypatch.setattr(_choose, "CANDIDATES", {AS_IT_IS: CANDIDATES[AS_IT_IS]})
     model, x = convolution()
     fast = lowered(model, x)
 

@@ -26,12 +26,12 @@ from optimizer._dynamo import backend
 from optimizer._edit import _rename, supersede
 from optimizer._inputs import as_call
 from optimizer._layers import affine_as_module
-from optimizer._lower import _over_budget
+from optimizer._lower import _judged
 from optimizer._optimize import Run
 from optimizer._pipeline import FaultyPassError, Pipeline
 from optimizer._state import random_fingerprint, random_state_kept
 from optimizer.analysis import roofline
-from optimizer.lowering._choose import varied
+from optimizer.lowering._candidates import varied
 from optimizer.lowering._signature import Signature
 from optimizer.passes import specialize_shapes
 from optimizer.testing import Optimize, assert_equivalent
@@ -475,9 +475,10 @@ def test_a_call_with_what_is_no_number_has_no_signature() -> None:
 
 
 def test_without_an_answer_nothing_is_over_budget() -> None:
-    precision: Any = None
+    precision, no_difference = MagicMock(budget=0.0), MagicMock()
 
-    assert _over_budget(precision, None, answer(nn.Identity(), as_call(ROWS))) is None
+    assert _judged(None, no_difference, precision, answer(nn.Identity(), as_call(ROWS))) is None
+    no_difference.assert_not_called()
 
 
 def test_the_random_state_of_a_gpu_is_that_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

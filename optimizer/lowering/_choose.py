@@ -1,9 +1,8 @@
-"""Which program runs a region: each candidate is held to the region's answer, then timed."""
+"""Which program runs a region: what is offered, and right, is timed in turn."""
 
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,16 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from optimizer._check import Answer, compare_answers
-from optimizer._copy import on_storage
 from optimizer._device import device_of
-from optimizer._inputs import Call
 from optimizer._report import Choice
 from optimizer._trees import tensors_in
-from optimizer.lowering._cuda_graph import CudaGraph
-from optimizer.lowering._fused import with_fused_kernels
+from optimizer.lowering._candidates import CANDIDATES, prepared, tried, verified
 from optimizer.lowering._key import key_of
-from optimizer.lowering._onednn import Program, in_channels_last, on_onednn
+from optimizer.lowering._onednn import Program
 from optimizer.lowering._policies import AS_IT_IS, Policy, policy_of
 from optimizer.lowering._regions import WEIGHTED, name_of
 
@@ -31,43 +26,6 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 7
 _SHORT = 0.05  # seconds that a race may take in any case
 _MOMENT = 1e-3  # seconds: shorter ones say more of the clock and the machine
 WORTH_IT = 0.98  # of the time of the region as it is, at most
-
-
-def _on_onednn_in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
-    return on_onednn(in_channels_last(region, inputs, weights=False), inputs)
-
-
-def _in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
-    return _tried(in_channels_last(region, inputs), inputs)
-
-
-def _fused(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
-    program = _tried(with_fused_kernels(region, inputs), inputs)
-    poisoned = [each * math.nan if each.is_floating_point() else each for each in inputs]
-    for expected, actual in zip(region(*poisoned), program(*poisoned), strict=True):
-        if not torch.equal(expected.isnan(), actual.isnan()):
-            raise ValueError("it loses NaN")  # to ask each call for one would wait for the device
-    return program
-
-
-def _fused_in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
-    return _fused(in_channels_last(region, inputs), inputs)
-
-
-def _tried(program: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
-    program.forward(*inputs)  # raises where an operator is missing or a layout does not do
-    return program
-
-
-CANDIDATES: dict[str, Callable[[Any, Sequence[torch.Tensor]], Program]] = {
-    AS_IT_IS: lambda region, inputs: region,
-    "oneDNN Graph": on_onednn,
-    "oneDNN Graph, channels_last": _on_onednn_in_channels_last,
-    "channels_last": _in_channels_last,
-    "fused kernels": _fused,
-    "fused kernels, channels_last": _fused_in_channels_last,
-    "CUDA graph": CudaGraph,
-}
 
 
 class Chooser:
@@ -84,6 +42,7 @@ class Chooser:
         self.deadline = time.perf_counter() + seconds
         self.known = dict(known)
         self.choices: list[Choice] = []
+        self.verified: set[str] = set()  # keys of regions, of which another has been prepared here
         self.in_graphs = True  # on a device that has them
 
     def __call__(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
@@ -114,9 +73,10 @@ class Chooser:
         untimed: str,
     ) -> Program:
         names: Iterable[str] = [AS_IT_IS, *offered]
-        make = _verified
+        make = verified
         if self.settled(key, untimed):
-            names, make = CANDIDATES, _prepared
+            names, make = CANDIDATES, prepared if key in self.verified else tried
+        self.verified.add(key)
         makers = {name: functools.partial(make, name, program, inputs) for name in names}
         return self.pick(what, key, makers, untimed, inputs)
 
@@ -189,56 +149,3 @@ def _fastest(seconds: Mapping[str, float]) -> str:
 def _described(region: fx.GraphModule) -> str:
     counts = Counter(name for n in region.graph.nodes if (name := name_of(n)) in WEIGHTED)
     return ", ".join(f"{count} x {name}" for name, count in counts.items())
-
-
-def _prepared(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Program | str:
-    """A candidate, ready to run and warm; or why it cannot."""
-    try:
-        return CANDIDATES[name](region, inputs)
-    except Exception as error:  # whatever a backend raises
-        return _in_words(error)
-
-
-def _verified(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Program | str:
-    program = _prepared(name, region, _copies(inputs))
-    if name == AS_IT_IS or isinstance(program, str):
-        return program
-    try:
-        return _wrong(region, program, inputs) or program
-    except Exception as error:  # it may run once, and no more
-        return _in_words(error)
-
-
-def _in_words(error: Exception) -> str:
-    last = str(error).strip().rpartition("\n")[2]
-    return f"{type(error).__name__}: {last[:200]}"
-
-
-def _wrong(region: Program, program: Program, inputs: Sequence[torch.Tensor]) -> str:
-    """What is wrong with a candidate: on the given inputs and on others, and what it overwrites."""
-    given = _copies(inputs)
-    others = [varied(tensor) for tensor in given]
-    calls = [Call(tuple(tensors), {}) for tensors in (given, others)]
-    answers = [[Answer(tuple(each(*c.args)), ()) for each in (region, program)] for c in calls]
-    for call, (expected, actual) in zip(calls, answers, strict=True):
-        found = compare_answers(region, call, expected, actual, exact=False)
-        if found is not None:
-            return str(found)
-    kept = all(map(torch.equal, given, inputs))
-    return "" if kept else "it overwrites its inputs"
-
-
-def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with the very strides, gaps included."""
-    storages = [each.untyped_storage().clone() for each in tensors]  # type: ignore[no-untyped-call]
-    return list(map(on_storage, tensors, storages))
-
-
-def varied(tensor: torch.Tensor) -> torch.Tensor:
-    """Other values in a tensor that lies as this one; the same where they may be indices."""
-    if not tensor.is_floating_point():
-        return tensor
-    (other,) = _copies([tensor])
-    held = torch.empty(0, dtype=other.dtype, device=other.device).set_(other.untyped_storage())
-    held.copy_(held.roll(1) * 0.5 + 0.25)
-    return other

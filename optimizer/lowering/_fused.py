@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.passes.shape_prop import ShapeProp
 
-from optimizer.lowering._regions import name_of
+from optimizer.lowering._regions import name_of, named_arguments
 
 _CONVOLUTION = {"input": None, "weight": None, "bias": None} | {
     "stride": 1, "padding": 0, "dilation": 1, "groups": 1
@@ -49,7 +49,7 @@ def with_fused_kernels(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
 
 def arguments_of(convolution: fx.Node) -> dict[str, Any]:
     """What a convolution is called with, by name."""
-    return _named(convolution, _CONVOLUTION)
+    return named_arguments(convolution, _CONVOLUTION)
 
 
 def _fused(node: fx.Node) -> Any:
@@ -80,7 +80,7 @@ def _source(node: fx.Node) -> Any:
 def _sources(node: fx.Node) -> tuple[str, ...]:
     if name_of(node) == "relu":
         return ("linear", "conv2d", *_SUMS)
-    gelu = name_of(node) == "gelu" and _named(node, _GELU)["approximate"] == "tanh"
+    gelu = name_of(node) == "gelu" and named_arguments(node, _GELU)["approximate"] == "tanh"
     return ("linear",) if gelu else ()
 
 
@@ -108,7 +108,7 @@ def _convolution(node: Any, addend: Any = None) -> fx.Node | None:
 
 
 def _linear(node: fx.Node, *, gelu: bool) -> fx.Node | None:
-    value, weight, bias = _named(node, _LINEAR).values()
+    value, weight, bias = named_arguments(node, _LINEAR).values()
     if bias is None or len(_shape(value)) < 2:
         return None
     graph = node.graph
@@ -117,10 +117,6 @@ def _linear(node: fx.Node, *, gelu: bool) -> fx.Node | None:
     options: dict[str, Any] = {"use_gelu": gelu}
     result = graph.call_function(torch._addmm_activation, product, options)
     return graph.call_method("view", (result, tuple(_shape(node))))
-
-
-def _named(node: fx.Node, defaults: dict[str, Any]) -> dict[str, Any]:
-    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
 
 
 def _meta(node: fx.Node) -> tuple[torch.Size, torch.dtype]:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from optimizer.lowering._regions import name_of
+
 Program = nn.Module  # from the tensors of a region to a tuple of those that it returns
 
 _PROFILED_RUNS = 2  # the executor records in one, and compiles and runs in the next
@@ -94,17 +96,23 @@ def in_channels_last(
     for node in region.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op == "placeholder":
-            tensor = next(example)
-            if tensor.dim() in _MEMORY_FORMATS:
-                options: dict[str, Any] = {"memory_format": _MEMORY_FORMATS[tensor.dim()]}
+            memory_format = _MEMORY_FORMATS.get(next(example).dim())
+            if memory_format and not _is_multiplied(node):
+                options: dict[str, Any] = {"memory_format": memory_format}
                 copies[node] = graph.call_method("contiguous", (copies[node],), options)
         elif node.target == "view" and isinstance(node.args[-1], int | tuple | list):
             copies[node].target = "reshape"  # a layout may not allow a view
         elif node.op == "get_attr" and weights:
             weight = getattr(region, str(node.target))
-            memory_format = _MEMORY_FORMATS.get(weight.dim(), torch.preserve_format)
-            setattr(module, str(node.target), weight.clone(memory_format=memory_format))
+            if weight.dim() in _MEMORY_FORMATS:
+                laid_out = weight.clone(memory_format=_MEMORY_FORMATS[weight.dim()])
+                setattr(module, str(node.target), laid_out)
     return fx.GraphModule(module, graph)
+
+
+def _is_multiplied(node: fx.Node) -> bool:
+    """Whether the channels of a tensor are its last dimension already."""
+    return any(name_of(user) == "linear" for user in node.users)
 
 
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

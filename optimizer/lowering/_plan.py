@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer._check import Answer, compare_answers, relative_error
+from optimizer._check import Answer, Difference, compare_answers, relative_error
 from optimizer._inputs import Call
 from optimizer._report import Choice
-from optimizer.lowering._choose import WORTH_IT, Chooser, varied
+from optimizer.lowering._candidates import varied
+from optimizer.lowering._choose import WORTH_IT, Chooser
 from optimizer.lowering._key import key_of
 from optimizer.lowering._policies import AS_IT_IS
 from optimizer.lowering._precision import Precision, in_precision
 from optimizer.lowering._regions import with_regions
 from optimizer.lowering._straight_line import NotStraightLineError, StraightLine, straight_line
 from optimizer.lowering._writes import version_of
+
+Judge = Callable[[Precision | None, Answer], Difference | None]
 
 
 class Plan:
@@ -76,6 +79,15 @@ class Plan:
         self.error = max(self.error, *map(relative_error, expected, actual))
         bound = self.precision.budget
         _require(self.error <= bound, f"its answer is off by {self.error:.2g}, over {bound:.2g}")
+
+    def require_right(self, output: Any, judge: Judge) -> None:
+        """Require that nothing is wrong with the output of a call by the plan.
+
+        Raises:
+            NotStraightLineError: something is.
+        """
+        found = judge(self.precision, Answer(output, ()))
+        _require(found is None, f"its answer differs ({found})")
 
     def require_worth_it(
         self, runs: Mapping[str, Callable[..., Any]], call: Call, chooser: Chooser

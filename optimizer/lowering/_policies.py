@@ -15,8 +15,9 @@ from torch import fx
 
 from optimizer._device import Cuda
 from optimizer._errors import InputError
+from optimizer.lowering import _onednn, _packed
 from optimizer.lowering._fused import arguments_of, can_fuse
-from optimizer.lowering._onednn import is_available
+from optimizer.lowering._packed import packable_in
 from optimizer.lowering._regions import convolutions_of
 
 AS_IT_IS = "as it is"
@@ -48,10 +49,13 @@ class Policy:
 
 class _Cpu(Policy):
     def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
-        images = convolutions_of(region)
-        if is_available() and _floating(inputs) == {torch.float32}:
-            return ["oneDNN Graph, channels_last" if images else "oneDNN Graph"]
-        return ["channels_last"] if images else []
+        images, products = convolutions_of(region), packable_in(region)
+        if _packed.is_available() and len(products) > len(images):
+            return ["packed weights, channels_last" if images else "packed weights"]
+        if not images:
+            return []
+        graph = _onednn.is_available() and _floating(inputs) == {torch.float32}
+        return ["oneDNN Graph, channels_last" if graph else "channels_last"]
 
     def untimed(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
         return super().untimed(region, inputs) if convolutions_of(region) else AS_IT_IS

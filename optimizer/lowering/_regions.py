@@ -7,8 +7,9 @@ between them, and holds at least one with weights. Everything else stays as it i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import getitem
+from typing import Any
 
 from torch import fx
 
@@ -32,6 +33,11 @@ MOVED = frozenset((
 def name_of(node: fx.Node) -> str:
     """What a node calls, however it is spelled."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def named_arguments(node: fx.Node, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What a node is called with, by the names of `defaults`."""
+    return dict(defaults) | dict(zip(defaults, node.args, strict=False)) | node.kwargs
 
 
 def convolutions_of(module: fx.GraphModule) -> list[fx.Node]:

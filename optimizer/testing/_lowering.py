@@ -19,7 +19,7 @@ from torch import fx, nn
 
 import optimizer
 from optimizer._trees import tensors_in
-from optimizer.lowering import _choose
+from optimizer.lowering import _candidates, _choose
 from optimizer.lowering._policies import Policy
 
 
@@ -88,7 +88,7 @@ def _spoiling() -> Iterator[None]:
     with (
         patch.object(_choose.Chooser, "race", _last_wins),
         patch.object(_choose, "policy_of", lambda inputs: _Spoiling()),
-        patch.dict(_choose.CANDIDATES, _KERNELS),
+        patch.dict(_candidates.CANDIDATES, _KERNELS),
     ):
         yield
 

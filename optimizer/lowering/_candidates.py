@@ -1,0 +1,118 @@
+"""What may run a region, by name; each is held to the region's answer before it is timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimizer._check import Answer, compare_answers
+from optimizer._copy import on_storage
+from optimizer._inputs import Call
+from optimizer.lowering._cuda_graph import CudaGraph
+from optimizer.lowering._fused import with_fused_kernels
+from optimizer.lowering._onednn import Program, in_channels_last, on_onednn
+from optimizer.lowering._packed import with_packed_weights
+from optimizer.lowering._policies import AS_IT_IS
+
+
+def _on_onednn_in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
+    return on_onednn(in_channels_last(region, inputs, weights=False), inputs)
+
+
+def _packed_in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
+    return with_packed_weights(in_channels_last(region, inputs))
+
+
+def _fused(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
+    program = with_fused_kernels(region, inputs)
+    poisoned = [each * math.nan if each.is_floating_point() else each for each in inputs]
+    for expected, actual in zip(region(*poisoned), program(*poisoned), strict=True):
+        if not torch.equal(expected.isnan(), actual.isnan()):
+            raise ValueError("it loses NaN")  # to ask each call for one would wait for the device
+    return program
+
+
+def _fused_in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
+    return _fused(in_channels_last(region, inputs), inputs)
+
+
+CANDIDATES: dict[str, Callable[[Any, Sequence[torch.Tensor]], Program]] = {
+    AS_IT_IS: lambda region, inputs: region,
+    "oneDNN Graph, channels_last": _on_onednn_in_channels_last,
+    "channels_last": in_channels_last,
+    "packed weights": lambda region, inputs: with_packed_weights(region),
+    "packed weights, channels_last": _packed_in_channels_last,
+    "fused kernels": _fused,
+    "fused kernels, channels_last": _fused_in_channels_last,
+    "CUDA graph": CudaGraph,
+}
+
+
+def prepared(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Program | str:
+    """A candidate, ready to run; or why it cannot."""
+    try:
+        return CANDIDATES[name](region, inputs)
+    except Exception as error:  # whatever a backend raises
+        return _in_words(error)
+
+
+def tried(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Program | str:
+    """The same, once it has run: an operator may be missing, or a layout not do."""
+    program = prepared(name, region, inputs)
+    if name == AS_IT_IS or isinstance(program, str):
+        return program
+    try:
+        program(*inputs)
+    except Exception as error:
+        return _in_words(error)
+    return program
+
+
+def verified(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Program | str:
+    """The same, once it has given the region's answers."""
+    program = prepared(name, region, _copies(inputs))
+    if name == AS_IT_IS or isinstance(program, str):
+        return program
+    try:
+        return _wrong(region, program, inputs) or program
+    except Exception as error:  # it may run once, and no more
+        return _in_words(error)
+
+
+def _in_words(error: Exception) -> str:
+    last = str(error).strip().rpartition("\n")[2]
+    return f"{type(error).__name__}: {last[:200]}"
+
+
+def _wrong(region: Program, program: Program, inputs: Sequence[torch.Tensor]) -> str:
+    """What is wrong with a candidate: on the given inputs and on others, and what it overwrites."""
+    given = _copies(inputs)
+    others = [varied(tensor) for tensor in given]
+    calls = [Call(tuple(tensors), {}) for tensors in (given, others)]
+    answers = [[Answer(tuple(each(*c.args)), ()) for each in (region, program)] for c in calls]
+    for call, (expected, actual) in zip(calls, answers, strict=True):
+        found = compare_answers(region, call, expected, actual, exact=False)
+        if found is not None:
+            return str(found)
+    kept = all(map(torch.equal, given, inputs))
+    return "" if kept else "it overwrites its inputs"
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies with the very strides, gaps included."""
+    storages = [each.untyped_storage().clone() for each in tensors]  # type: ignore[no-untyped-call]
+    return list(map(on_storage, tensors, storages))
+
+
+def varied(tensor: torch.Tensor) -> torch.Tensor:
+    """Other values in a tensor that lies as this one; the same where they may be indices."""
+    if not tensor.is_floating_point():
+        return tensor
+    (other,) = _copies([tensor])
+    held = torch.empty(0, dtype=other.dtype, device=other.device).set_(other.untyped_storage())
+    held.copy_(held.roll(1) * 0.5 + 0.25)
+    return other

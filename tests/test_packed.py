@@ -1,0 +1,278 @@
+"""Linear layers on packed weights: the same values, NaN too, in as few calls."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+import optimizer
+from optimizer._inputs import Call
+from optimizer._lowered import LoweredModule
+from optimizer.lowering import _packed
+from optimizer.lowering._candidates import CANDIDATES
+from optimizer.lowering._choose import Chooser
+from optimizer.lowering._onednn import in_channels_last
+from optimizer.lowering._packed import packable_in, with_packed_weights
+from optimizer.lowering._policies import AS_IT_IS
+from optimizer.lowering._straight_line import straight_line
+
+PRODUCT = torch.ops.mkldnn._linear_pointwise.default
+FUSED = {
+    "gelu": F.gelu,
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "hardswish": F.hardswish,
+    "sigmoid": torch.sigmoid,
+    "sigmoid of a tensor": lambda x: x.sigmoid(),
+    "silu": F.silu,
+    "silu in place": lambda x: F.silu(x, inplace=True),
+    "tanh": torch.tanh,
+}
+
+
+@pytest.fixture(autouse=True)
+def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def last_wins(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
+        seconds = {name: 1.0 / place for place, name in enumerate(runs, 1)}
+        return {"plan": 0.1, "portable": 1.0} if "plan" in runs else seconds
+
+    monkeypatch.setattr(Chooser, "race", last_wins)
+
+
+class Then(nn.Module):
+    """A Linear, and a function of what it gives."""
+
+    def __init__(self, function: Any = torch.clone, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.linear = nn.Linear(6, 5, bias=bias)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.linear(x))
+
+
+class Block(nn.Module):
+    """What ConvNeXt is made of, without its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.depthwise = nn.Conv2d(6, 6, 7, padding=3, groups=6)
+        self.wide, self.narrow = nn.Linear(6, 24), nn.Linear(24, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.depthwise(x).permute(0, 2, 3, 1)
+        return x + self.narrow(F.gelu(self.wide(y))).permute(0, 3, 1, 2)
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (3, 6)), generator=torch.Generator().manual_seed(3))
+
+
+def packed(model: nn.Module, x: torch.Tensor) -> tuple[fx.GraphModule, list[Any]]:
+    """The program for a call, and the functions that it calls."""
+    with torch.no_grad():
+        line = straight_line(model, list(model.parameters()), Call((x,), {}))
+        program = with_packed_weights(line.module)
+    return program, [node.target for node in program.graph.nodes if node.op.startswith("call")]
+
+
+def lowered(model: nn.Module, x: torch.Tensor) -> LoweredModule:
+    fast = optimizer.optimize(model.eval(), (x,), level=2)
+    assert isinstance(fast, LoweredModule)
+    return fast
+
+
+def chosen(fast: LoweredModule) -> list[str]:
+    return [choice.chosen for choice in fast.report.choices]
+
+
+@pytest.mark.parametrize("function", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_activation_is_part_of_the_product(function: Any, bias: bool) -> None:
+    model, x = Then(function, bias), 3 * values()
+    x[0, 0], x[1, 0] = torch.nan, torch.inf
+    program, called = packed(model, x)
+
+    assert called == [PRODUCT]
+    with torch.no_grad():
+        torch.testing.assert_close(*program(x), model(x), equal_nan=True)
+
+
+@pytest.mark.parametrize("function", [F.relu, F.relu6, F.hardsigmoid])
+def test_what_would_lose_nan_stays_a_call(function: Any) -> None:
+    x = values()
+    x[0, 0] = torch.nan
+    program, called = packed(Then(function), x)
+
+    assert called[0] is PRODUCT
+    assert len(called) == 2
+    assert program(x)[0][0].isnan().all()
+
+
+def test_a_call_with_nan_needs_no_other_code() -> None:
+    model, x = Then(F.relu), values()
+    fast = lowered(model, x)
+    x[0, 0] = torch.nan
+
+    with torch.no_grad():
+        assert fast.plan_for((x,), {}) is not None
+        assert fast(x)[0].isnan().all()
+
+
+def test_an_activation_of_what_others_read_stays_a_call() -> None:
+    _, called = packed(Then(lambda y: F.gelu(y) + y), values())
+
+    assert called[:2] == [PRODUCT, F.gelu]
+    assert len(called) == 3
+
+
+def test_a_weight_of_two_layers_is_packed_once() -> None:
+    linear = nn.Linear(6, 6)
+    program, called = packed(nn.Sequential(linear, nn.Tanh(), linear), values())
+
+    assert called == [PRODUCT, PRODUCT]
+    assert sum(buffer.is_mkldnn for buffer in program.buffers()) == 1
+
+
+def test_weights_that_were_packed_are_not_held_dense() -> None:
+    program, _ = packed(Then(), values())
+
+    assert [buffer.is_mkldnn for buffer in program.buffers()].count(False) == 1  # the bias
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda x: F.linear(x, x), lambda x: F.linear(x, ONES)],
+    ids=["computed", "of one output"],
+)
+def test_other_weights_stay_as_they_are(model: Any) -> None:
+    region = straight_line(model, [ONES], Call((values(),), {})).module
+
+    assert not packable_in(region)
+
+
+ONES = torch.ones(6)
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (0, 6), (2, 3, 4, 6)])
+def test_inputs_of_any_rank(shape: tuple[int, ...]) -> None:
+    model, x = Then(F.gelu), values(*shape)
+    fast = lowered(model, x)
+
+    assert chosen(fast) == ["packed weights"]
+    torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [values(6, 3).t(), values(4, 3, 6).transpose(0, 1), values(1, 6).expand(3, 6)],
+    ids=["transposed", "batch second", "expanded"],
+)
+def test_inputs_of_any_layout(x: torch.Tensor) -> None:
+    model = Then(lambda y: y)
+    program, _ = packed(model, x.contiguous())
+
+    with torch.no_grad():
+        torch.testing.assert_close(*program(x), model(x))
+
+
+def test_a_convolution_beside_the_products_runs_in_channels_last() -> None:
+    model, x = Block().eval(), values(2, 6, 9, 9)
+    fast = lowered(model, x)
+
+    assert chosen(fast) == ["packed weights, channels_last"]
+    torch.testing.assert_close(fast(x), model(x))
+    assert fast(x).stride() == model(x).stride()
+
+
+def test_where_convolutions_are_the_greater_part_onednn_takes_all() -> None:
+    model = nn.Sequential(nn.Conv2d(6, 6, 1), nn.Flatten(), nn.Linear(6, 5))
+
+    assert chosen(lowered(model, values(2, 6, 1, 1))) == ["oneDNN Graph, channels_last"]
+
+
+def test_only_images_and_their_weights_are_laid_out_anew() -> None:
+    class Inner(Block):
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            return self.depthwise(self.wide(y)[..., :6].permute(0, 3, 1, 2))
+
+    model, y = Inner(), values(2, 9, 9, 6)
+    with torch.no_grad():
+        line = straight_line(model, list(model.parameters()), Call((y,), {}))
+        made = in_channels_last(line.module, line.inputs)
+        kept = dict(line.module.named_buffers())
+        shared = [b.dim() for name, b in made.named_buffers() if b is kept[name]]
+
+    assert sorted(shared) == [1, 1, 2]
+    assert not [node for node in made.graph.nodes if node.target == "contiguous"]
+
+
+def test_float64_is_rejected_with_the_reason() -> None:
+    (choice,) = lowered(Then().double(), values().double()).report.choices
+
+    assert choice.chosen == AS_IT_IS
+    assert "itensor" in choice.rejected["packed weights"]
+
+
+def test_bfloat16_is_taken() -> None:
+    model, x = Then(F.gelu).bfloat16(), values().bfloat16()
+    fast = lowered(model, x)
+
+    assert chosen(fast) == ["packed weights"]
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_a_build_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_packed, "_OPERATORS", ("no_such_operator",))
+
+    assert chosen(lowered(Then(), values())) == [AS_IT_IS]
+
+
+def test_untimed_products_stay_as_they_are() -> None:
+    """Of two processors one multiplied faster by oneDNN, the other as eager does."""
+    fast = optimizer.optimize(Then(F.gelu).eval(), (values(),), level=2, tune_seconds=0)
+
+    assert "no region" in str(fast.report.remarks)
+
+
+def test_copies_and_pickles_pack_their_own() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 5), nn.GELU()), values()
+    fast = lowered(model, x)
+
+    with torch.no_grad():
+        for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+            assert other.plan_for((x,), {}) is not None
+            assert torch.equal(other(x), fast(x))
+
+
+def test_a_candidate_of_the_same_kind_is_prepared_but_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs: list[int] = []
+    make = CANDIDATES["packed weights"]
+
+    def counted(region: Any, inputs: Any) -> Any:
+        program, place = make(region, inputs), len(runs)
+        runs.append(0)
+
+        def run(*tensors: torch.Tensor) -> Any:
+            runs[place] += 1
+            return program(*tensors)
+
+        wrapped = fx.GraphModule({}, fx.Graph())
+        wrapped.forward = run  # type: ignore[method-assign,assignment]
+        return wrapped
+
+    monkeypatch.setitem(CANDIDATES, "packed weights", counted)
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6))
+    lowered(model, values())
+
+    # Held to two answers, then run for what follows; then the plan's first call.
+    assert runs == [4, 2]

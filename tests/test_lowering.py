@@ -734,14 +734,16 @@ class TestDecisions:
         assert chosen(lowered(net(), image(), decisions=path)) == ["channels_last"]
         assert json.loads(path.read_text())["other"] == "kept"
 
-    def test_an_unknown_one_is_rejected(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("seconds", [0.0, 1.0])
+    def test_one_of_another_version_is_made_anew(self, tmp_path: Path, seconds: float) -> None:
         path = tmp_path / "decisions.json"
         key = lowered(net(), image()).report.choices[0].key
         path.write_text(json.dumps({key: "magic"}))
-        fast = lowered(net(), image(), decisions=path)
+        fast = lowered(net(), image(), decisions=path, tune_seconds=seconds)
 
-        assert chosen(fast) == [AS_IT_IS]
-        assert fast.report.choices[0].rejected == {"magic": "there is no such candidate"}
+        assert chosen(fast) == ["oneDNN Graph, channels_last"]
+        assert bool(fast.report.choices[0].seconds) == (seconds > 0)
+        assert json.loads(path.read_text()) == {key: "oneDNN Graph, channels_last"}
 
     @pytest.mark.parametrize("text", ["[1]", "{", '{"a": 1}'])
     def test_another_file_is_an_error_and_stays_as_it_is(self, tmp_path: Path, text: str) -> None:

@@ -235,9 +235,11 @@ def test_a_build_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(lowered(Then(), values())) == [AS_IT_IS]
 
 
-def test_untimed_products_stay_as_they_are() -> None:
-    """Of two processors one multiplied faster by oneDNN, the other as eager does."""
-    fast = optimizer.optimize(Then(F.gelu).eval(), (values(),), level=2, tune_seconds=0)
+@pytest.mark.parametrize(
+    ("model", "x"), [(Then(F.gelu), values()), (Block(), values(2, 6, 9, 9))], ids=["all", "most"]
+)
+def test_untimed_products_stay_as_they_are(model: nn.Module, x: torch.Tensor) -> None:
+    fast = optimizer.optimize(model.eval(), (x,), level=2, tune_seconds=0)
 
     assert "no region" in str(fast.report.remarks)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar
 
@@ -74,15 +74,19 @@ class Chooser:
     ) -> Program:
         names: Iterable[str] = [AS_IT_IS, *offered]
         make = verified
-        if self.settled(key, untimed):
+        if self.settled(key, untimed, CANDIDATES):
             names, make = CANDIDATES, prepared if key in self.verified else tried
         self.verified.add(key)
         makers = {name: functools.partial(make, name, program, inputs) for name in names}
         return self.pick(what, key, makers, untimed, inputs)
 
-    def settled(self, key: str, policy: str) -> str:
-        """What needs no timing: an earlier decision, or the policy where nothing is timed."""
-        return self.known.get(key, "" if self.tunes else policy)
+    def settled(self, key: str, policy: str, names: Container[str]) -> str:
+        """What needs no timing: an earlier decision, or the policy where nothing is timed.
+
+        A decision for what is not among `names`, of another version maybe, counts for nothing.
+        """
+        found = self.known.get(key, "")
+        return found if found in names else "" if self.tunes else policy
 
     def pick(
         self,
@@ -96,8 +100,8 @@ class Chooser:
 
         A maker that cannot returns why. What is chosen for `what` is noted.
         """
-        settled = self.settled(key, policy)
-        made = {name: _make(makers, name) for name in ([settled] if settled else makers)}
+        settled = self.settled(key, policy, makers)
+        made = {name: makers[name]() for name in ([settled] if settled else makers)}
         rejected = {name: found for name, found in made.items() if isinstance(found, str)}
         good = {name: found for name, found in made.items() if not isinstance(found, str)}
         seconds = self.race(good, inputs) if len(good) > 1 else {}
@@ -135,10 +139,6 @@ def _seconds(program: Callable[..., Any], inputs: Sequence[Any], wait: Callable[
         wait()
         calls, elapsed = calls + 1, time.perf_counter() - start
     return elapsed / calls
-
-
-def _make(makers: Mapping[str, Callable[[], Made | str]], name: str) -> Made | str:
-    return makers[name]() if name in makers else "there is no such candidate"
 
 
 def _fastest(seconds: Mapping[str, float]) -> str:

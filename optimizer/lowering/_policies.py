@@ -49,8 +49,8 @@ class Policy:
 
 class _Cpu(Policy):
     def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
-        images, products = convolutions_of(region), packable_in(region)
-        if _packed.is_available() and len(products) > len(images):
+        images = convolutions_of(region)
+        if _packed.is_available() and _mostly_multiplies(region):
             return ["packed weights, channels_last" if images else "packed weights"]
         if not images:
             return []
@@ -58,7 +58,8 @@ class _Cpu(Policy):
         return ["oneDNN Graph, channels_last" if graph else "channels_last"]
 
     def untimed(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
-        return super().untimed(region, inputs) if convolutions_of(region) else AS_IT_IS
+        """Products were faster by oneDNN on one processor (AVX-512), and slower on another."""
+        return AS_IT_IS if _mostly_multiplies(region) else super().untimed(region, inputs)
 
     def settings(self) -> Hashable:
         return torch.get_num_threads()
@@ -122,6 +123,10 @@ def require_one_device(tensors: Iterable[torch.Tensor]) -> None:
         raise InputError("such a call is not lowered: its tensors are on several devices.")
     if not POLICIES.keys() >= {device.type for device in devices}:
         raise InputError("such a call is not lowered: nothing is known of its device.")
+
+
+def _mostly_multiplies(region: fx.GraphModule) -> bool:
+    return len(packable_in(region)) > len(convolutions_of(region))
 
 
 def _floating(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:

@@ -133,6 +133,12 @@ def test_an_activation_of_what_others_read_stays_a_call() -> None:
     assert len(called) == 3
 
 
+def test_an_activation_called_by_keyword_stays_a_call() -> None:
+    _, called = packed(Then(lambda y: F.gelu(input=y)), values())
+
+    assert called == [PRODUCT, F.gelu]
+
+
 def test_a_weight_of_two_layers_is_packed_once() -> None:
     linear = nn.Linear(6, 6)
     program, called = packed(nn.Sequential(linear, nn.Tanh(), linear), values())

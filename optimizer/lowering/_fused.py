@@ -15,12 +15,11 @@ import torch
 from torch import fx
 from torch.fx.passes.shape_prop import ShapeProp
 
-from optimizer.lowering._regions import name_of, named_arguments
+from optimizer.lowering._regions import LINEAR, name_of, named_arguments
 
 _CONVOLUTION = {"input": None, "weight": None, "bias": None} | {
     "stride": 1, "padding": 0, "dilation": 1, "groups": 1
 }  # fmt: skip
-_LINEAR = {"input": None, "weight": None, "bias": None}
 _GELU = {"input": None, "approximate": "none"}
 _SUMS = ("add", "__add__", "__radd__")
 
@@ -108,7 +107,7 @@ def _convolution(node: Any, addend: Any = None) -> fx.Node | None:
 
 
 def _linear(node: fx.Node, *, gelu: bool) -> fx.Node | None:
-    value, weight, bias = named_arguments(node, _LINEAR).values()
+    value, weight, bias = named_arguments(node, LINEAR).values()
     if bias is None or len(_shape(value)) < 2:
         return None
     graph = node.graph

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from optimizer._errors import InputError
 from optimizer._graph import attribute_of
-from optimizer.lowering._regions import name_of
+from optimizer.lowering._regions import constant_weight
 from optimizer.lowering._straight_line import NotStraightLineError
 
 
@@ -39,8 +39,7 @@ def in_int8(line: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
     """
     module = fx.GraphModule(line, copy.deepcopy(line.graph))
     for node in list(module.graph.nodes):
-        if name_of(node) == "linear":
-            _quantize(module, node)
+        _quantize(module, node)
     module.graph.lint()
     module.recompile()
     try:
@@ -65,14 +64,11 @@ def int8_linear(
 
 
 def _quantize(module: fx.GraphModule, node: fx.Node) -> None:
-    read = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
-    if not isinstance(read, fx.Node) or read.op != "get_attr":
-        return
-    weight: torch.Tensor = attribute_of(read)
-    if weight.dtype != torch.float32 or weight.dim() != 2:
+    read = constant_weight(node)
+    if read is None or attribute_of(read).dtype != torch.float32:
         return
     name = f"{read.target}_in_8_bits"
-    setattr(module, name, _rounded(weight))
+    setattr(module, name, _rounded(attribute_of(read)))
     with module.graph.inserting_before(node):
         node.replace_input_with(read, module.graph.get_attr(name))
     node.target = int8_linear

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimizer._graph import attribute_of, is_attribute
-from optimizer.lowering._regions import name_of, named_arguments
+from optimizer._graph import attribute_of
+from optimizer.lowering._regions import LINEAR, constant_weight, name_of, named_arguments
 
 _Activation = tuple[str, list[float], str]  # as the operator names it, its numbers, its algorithm
 _OPERATORS = ("_linear_pointwise", "_reorder_linear_weight")
-_LINEAR = {"input": None, "weight": None, "bias": None}
 _NOTHING: _Activation = ("none", [], "")
 _ACTIVATIONS: dict[str, Callable[..., _Activation]] = {
     "gelu": lambda _, approximate="none": ("gelu", [], approximate),
@@ -39,7 +38,7 @@ def is_available() -> bool:
 
 def packable_in(region: fx.GraphModule) -> list[fx.Node]:
     """The Linear layers with weights that can be packed."""
-    return [node for node in region.graph.nodes if _weight(node) is not None]
+    return [node for node in region.graph.nodes if constant_weight(node) is not None]
 
 
 def with_packed_weights(region: fx.GraphModule) -> fx.GraphModule:
@@ -52,7 +51,7 @@ def with_packed_weights(region: fx.GraphModule) -> fx.GraphModule:
     for node in packable_in(module):
         _replace(node, functools.partial(_product, module))
     for node in module.graph.nodes:
-        if name_of(node) in _ACTIVATIONS and _is_private_product(node.args[0]):
+        if name_of(node) in _ACTIVATIONS and _is_private_product(*node.args[:1]):
             _replace(node, _activated)
     module.graph.eliminate_dead_code()
     return fx.GraphModule(module, module.graph)  # without the weights that were packed
@@ -65,7 +64,7 @@ def _replace(node: fx.Node, make: Callable[[fx.Node], fx.Node]) -> None:
 
 
 def _product(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    value, read, bias = named_arguments(node, _LINEAR).values()
+    value, read, bias = named_arguments(node, LINEAR).values()
     name = f"{read.target}_packed"
     if not hasattr(module, name):
         module.register_buffer(name, torch.ops.mkldnn._reorder_linear_weight(attribute_of(read)))
@@ -79,14 +78,6 @@ def _activated(node: fx.Node) -> fx.Node:
     return node.graph.call_function(product.target, (*product.args[:3], *activation))
 
 
-def _is_private_product(value: Any) -> bool:
+def _is_private_product(value: Any = None) -> bool:
     found = isinstance(value, fx.Node) and len(value.users) == 1
     return found and value.target is torch.ops.mkldnn._linear_pointwise.default
-
-
-def _weight(node: fx.Node) -> Any:
-    """The constant weight of a Linear layer."""
-    if name_of(node) != "linear":
-        return None
-    read = named_arguments(node, _LINEAR)["weight"]
-    return read if is_attribute(read) and attribute_of(read).dim() == 2 else None

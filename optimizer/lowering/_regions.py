@@ -13,7 +13,10 @@ from typing import Any
 
 from torch import fx
 
+from optimizer._graph import attribute_of, is_attribute
+
 CONVOLUTIONS = frozenset(("conv2d", "conv3d"))
+LINEAR = {"input": None, "weight": None, "bias": None}
 WEIGHTED = CONVOLUTIONS | {"linear"}
 # Each element of the result is that of one or two values, or the largest of some of one.
 POINTWISE = frozenset((
@@ -38,6 +41,14 @@ def name_of(node: fx.Node) -> str:
 def named_arguments(node: fx.Node, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What a node is called with, by the names of `defaults`."""
     return dict(defaults) | dict(zip(defaults, node.args, strict=False)) | node.kwargs
+
+
+def constant_weight(node: fx.Node) -> fx.Node | None:
+    """What reads the weight of a Linear layer, if that is a constant matrix."""
+    if name_of(node) != "linear":
+        return None
+    read = named_arguments(node, LINEAR)["weight"]
+    return read if is_attribute(read) and attribute_of(read).dim() == 2 else None
 
 
 def convolutions_of(module: fx.GraphModule) -> list[fx.Node]:

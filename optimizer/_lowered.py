@@ -126,9 +126,11 @@ class LoweredModule(OptimizedModule):
         once they rest.
         """
         signature = Signature.of(args, kwargs) if self.meta.get("lowered") else None
-        if signature is None or not self._is_lowered(signature.key):
+        if signature is None:
             return None
         plan = self._plans.get(signature.key)
+        if plan is None and not self._is_lowered(signature.key):
+            return None
         if plan is not None and not plan.weights.are_current():
             self._plans[signature.key] = _Resting(self)
             return None

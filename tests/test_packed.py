@@ -274,8 +274,8 @@ def test_a_candidate_of_the_same_kind_is_prepared_but_not_tried_again(
             runs[place] += 1
             return program(*tensors)
 
-        wrapped = fx.GraphModule({}, fx.Graph())
-        wrapped.forward = run  # type: ignore[method-assign,assignment]
+        wrapped = nn.Module()
+        wrapped.forward = run
         return wrapped
 
     monkeypatch.setitem(CANDIDATES, "packed weights", counted)

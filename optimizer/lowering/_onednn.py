@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from optimizer.lowering._function import as_function
 from optimizer.lowering._regions import name_of
 
 Program = nn.Module  # from the tensors of a region to a tuple of those that it returns
@@ -64,11 +65,12 @@ class _ForStrides(nn.Module):
     ) -> None:
         super().__init__()
         self.program, self.region = program, region
+        self.run, self.run_region = as_function(program), as_function(region)
         self.strides = [tensor.stride() for tensor in inputs]
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        as_prepared = [tensor.stride() for tensor in inputs] == self.strides
-        return self.program(*inputs) if as_prepared else self.region(*inputs)
+        as_prepared = list(map(torch.Tensor.stride, inputs)) == self.strides
+        return self.run(*inputs) if as_prepared else self.run_region(*inputs)
 
 
 @contextmanager

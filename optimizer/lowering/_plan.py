@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,12 @@ from optimizer._inputs import Call
 from optimizer._report import Choice
 from optimizer.lowering._candidates import varied
 from optimizer.lowering._choose import WORTH_IT, Chooser
+from optimizer.lowering._function import as_function
 from optimizer.lowering._key import key_of
 from optimizer.lowering._policies import AS_IT_IS
 from optimizer.lowering._precision import Precision, in_precision
 from optimizer.lowering._regions import with_regions
 from optimizer.lowering._straight_line import NotStraightLineError, StraightLine, straight_line
-from optimizer.lowering._writes import version_of
 
 Judge = Callable[[Precision | None, Answer], Difference | None]
 
@@ -54,6 +55,7 @@ class Plan:
             outputs = _Choosing(program, chooser).run(*line.inputs)
             laid_out = _LaidOut(program, line.outputs)
             self.program = chooser.for_call(laid_out, module, line.inputs)
+            self.run = as_function(self.program)
             if self.program is not laid_out:
                 outputs = self.program(*line.inputs)
             self._require_same(line, line.inputs, line.outputs, outputs)
@@ -111,8 +113,10 @@ class Plan:
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The output for the tensors of a call of this signature. It carries no gradient."""
+        if not torch.is_grad_enabled():
+            return self.rebuild(self.run(*tensors))
         with torch.no_grad():
-            return self.rebuild(self.program(*tensors))
+            return self.rebuild(self.run(*tensors))
 
 
 def make_plan(
@@ -154,38 +158,59 @@ def _require(condition: bool, reason: str) -> None:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Whether there is no NaN or infinity. A sum that overflows counts as one."""
-    return not tensor.is_floating_point() or math.isfinite(tensor.detach().sum().item())
+    return not tensor.is_floating_point() or math.isfinite(tensor.sum().item())
 
 
 class Weights:
-    """The weights of a module as they are now, and whether they still are."""
+    """The weights of a module as they are now, and whether they still are.
+
+    Each call asks. After a forward they are far from the processor, so that it looks at as few
+    as will do, and in loops of C.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self.held = tuple(_held(module))
-        tensors = [value for _, _, value in self.held if isinstance(value, torch.Tensor)]
-        self.seen = [(tensor, version_of(tensor), tensor.data_ptr()) for tensor in tensors]
+        held = list(_held(module))
+        self.holders = [holder for holder, _, _ in held]
+        self.names = [name for _, name, _ in held]
+        self.values = [value for _, _, value in held]
+        self.seen = [value for value in self.values if isinstance(value, torch.Tensor)]
+        # Of one made in inference mode, nobody knows how often it was written.
+        self.counted = [tensor for tensor in self.seen if not tensor.is_inference()]
+        self.versions = self._versions()
+        self.addresses = self._addresses()
 
     def tensors(self) -> list[torch.Tensor]:
         """All parameters and buffers."""
-        return [tensor for tensor, _, _ in self.seen]
+        return self.seen
 
     def are_current(self) -> bool:
         """Whether nobody replaced, moved or wrote one, or put another module in its place."""
-        return all(holder.get(name) is value for holder, name, value in self.held) and all(
-            version_of(tensor) == before and tensor.data_ptr() == address
-            for tensor, before, address in self.seen
+        found = map(_GET, self.holders, self.names)
+        return (
+            all(map(operator.is_, found, self.values))
+            and self._versions() == self.versions
+            and self._addresses() == self.addresses
         )
+
+    def _versions(self) -> list[int]:
+        return list(map(_VERSION, self.counted))
+
+    def _addresses(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self.seen))
+
+
+_GET: Callable[[dict[str, Any], str], Any] = dict.get
+_VERSION: Callable[[torch.Tensor], int] = vars(torch._C.TensorBase)["_version"].__get__
 
 
 def _held(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Where a module keeps its parameters, buffers and submodules, and what is there."""
     for part in module.modules():
         for kind in ("_parameters", "_buffers", "_modules"):
-            holder = vars(part)[kind]
-            yield vars(part), kind, holder
-            yield from (
-                (holder, name, value) for name, value in holder.items() if value is not None
-            )
+            held = {name: each for name, each in vars(part)[kind].items() if each is not None}
+            if held:
+                yield vars(part), kind, vars(part)[kind]
+            yield from ((vars(part)[kind], name, value) for name, value in held.items())
 
 
 class _Choosing(fx.Interpreter):
@@ -208,10 +233,11 @@ class _LaidOut(nn.Module):
 
     def __init__(self, program: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.program, self.strides = program, [tensor.stride() for tensor in outputs]
+        self.program, self.run = program, as_function(program)
+        self.strides = [tensor.stride() for tensor in outputs]
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(map(_laid_out, self.program(*inputs), self.strides))
+        return tuple(map(_laid_out, self.run(*inputs), self.strides))
 
 
 def _laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

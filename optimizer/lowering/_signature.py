@@ -81,9 +81,7 @@ def _is_watched() -> bool:
     return bool(
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
-        or torch.is_autocast_enabled("cpu")
-        or torch.is_autocast_enabled("cuda")
-        or torch.is_autocast_enabled("mps")
+        or torch._C._is_any_autocast_enabled()
         or torch._C._len_torch_dispatch_stack()
         or _functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0

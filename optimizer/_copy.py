@@ -86,7 +86,7 @@ def _memo(
     """What deepcopy takes for the tensors of a model instead of copying them."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        if not (only_ordinary or _is_ordinary(parameter)):
+        if not (only_ordinary or is_ordinary(parameter)):
             memo[id(parameter)] = _clone_of_another_kind(parameter)
             continue
         _require_ordinary(parameter)
@@ -95,7 +95,7 @@ def _memo(
         memo[id(parameter)] = nn.Parameter(_clone(parameter, storages), parameter.requires_grad)
     for value in held_tensors(model):
         if id(value) not in memo:
-            whole = only_ordinary or _is_ordinary(value)
+            whole = only_ordinary or is_ordinary(value)
             memo[id(value)] = _clone(value, storages) if whole else _clone_of_another_kind(value)
     return memo
 
@@ -117,14 +117,14 @@ def _clone(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
     return tensor.data if shared else on_storage(tensor, storages[storage._cdata])
 
 
-def _is_ordinary(tensor: torch.Tensor) -> bool:
+def is_ordinary(tensor: torch.Tensor) -> bool:
     """Whether storage, dtype, shape and strides tell all of a tensor."""
     ordinary = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return ordinary and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def _require_ordinary(tensor: torch.Tensor) -> None:
-    if not _is_ordinary(tensor):
+    if not is_ordinary(tensor):
         raise TypeError(
             f"it holds a tensor of class {type(tensor).__name__}, {tensor.dtype}, {tensor.layout},"
             " which is more than its storage and shape"

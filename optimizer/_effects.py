@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer._trees import storages_in
+
+
+class Effect(NamedTuple):
+    """What a call did besides yielding a value."""
+
+    writes: set[int]
+    random: bool = False
+    counts: bool = False
+
+
+NOTHING = Effect(set())
 
 
 class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]

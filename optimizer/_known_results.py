@@ -9,26 +9,43 @@ import torch
 from torch import nn
 from torch.fx.experimental import _config
 
+from optimizer._effects import NOTHING, Effect
+from optimizer._trees import storages_in
+
 # Without data, `v[mask]` has as many rows as under a mask of True: an example as good as any.
 EVERY_MASK_IS_FULL = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
 
-def known_result(module: Any, *args: Any) -> torch.Tensor | None:
-    """The result of a call of `module` on meta tensors, or None where no rule is certain of it.
+def known_outcome(called: Any, *args: Any) -> tuple[torch.Tensor, Effect] | None:
+    """What a call on meta tensors yields and does, or None where no rule is certain of it.
 
     A call that is not certain to be accepted, or to be laid out densely, is left to the layer.
     """
+    rule = _known_result if isinstance(called, nn.Module) else _known_sum
+    result = rule(called, *args)
+    if result is None:
+        return None
+    return result, Effect(storages_in(result)) if result is args[0] else NOTHING
+
+
+def _known_result(module: Any, *args: Any) -> torch.Tensor | None:
     value = args[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else None
     if value is None or value.dim() < 2 or not value.is_contiguous():
         return None
     if _is_linear(module):
         fits = (module.in_features, module.weight.dtype) == (value.shape[-1], value.dtype)
         return value.new_empty((*value.shape[:-1], module.out_features)) if fits else None
-    return value.new_empty(value.shape) if _keeps_shape(module, value) else None
+    if not _keeps_shape(module, value):
+        return None
+    return value if getattr(module, "inplace", False) else value.new_empty(value.shape)
 
 
-def known_sum(function: Any, *args: Any) -> torch.Tensor | None:
-    """The same for a sum, difference or product of two tensors that are alike."""
+def has_known_result(module: Any) -> bool:
+    """Whether there is a rule for most calls of such a layer, or its meta kernel is fast."""
+    return type(module) in (*_ACTIVATIONS, *_RANKS, *CONVOLUTIONS) or _is_linear(module)
+
+
+def _known_sum(function: Any, *args: Any) -> torch.Tensor | None:
     if function not in _ARITHMETIC or len(args) != 2:
         return None
     one, other = args
@@ -40,14 +57,9 @@ def known_sum(function: Any, *args: Any) -> torch.Tensor | None:
     return one.new_empty(one.shape) if alike and dense and numbers else None
 
 
-def writes_its_input(module: Any) -> bool:
-    """Whether a layer is an activation that computes in place."""
-    return type(module) in _ACTIVATIONS and getattr(module, "inplace", False)
-
-
 def _keeps_shape(module: Any, value: torch.Tensor) -> bool:
     if type(module) in _ACTIVATIONS:
-        return value.is_floating_point() and not getattr(module, "inplace", False)
+        return value.is_floating_point()
     if type(module) is nn.LayerNorm:
         normalized = value.shape[value.dim() - len(module.normalized_shape) :]
         kept = module.weight is None or module.weight.dtype == value.dtype
@@ -68,6 +80,7 @@ _ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh,
 )  # fmt: skip
 _ARITHMETIC = frozenset((operator.add, operator.sub, operator.mul, torch.add, torch.mul))
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _RANKS: dict[type, tuple[int, ...]] = {
     nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
 }  # fmt: skip

@@ -7,7 +7,7 @@ off the schemas of the ATen operators that each node runs. Nothing is guessed fr
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,12 +16,21 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from optimizer._alike import Given, Outcome, is_slow
 from optimizer._copy import on_storage
-from optimizer._effects import Effects, is_empty, may_draw
+from optimizer._effects import NOTHING, Effect, Effects, is_empty, may_draw
 from optimizer._graph import attribute_of, is_plain, module_of, tensors_of
-from optimizer._known_results import EVERY_MASK_IS_FULL, known_result, known_sum, writes_its_input
+from optimizer._known_results import CONVOLUTIONS, EVERY_MASK_IS_FULL, known_outcome
+from optimizer._origin import (
+    devices_named_by,
+    is_torchvisions,
+    is_users_code,
+    is_users_module,
+    may_vary_rank,
+    name_of_call,
+)
 from optimizer._trees import hides_tensors, map_tensors, storages_in
-from optimizer._vocabulary import FACTORIES, MAY_COPY
+from optimizer._vocabulary import MAY_COPY
 
 
 class Unobserved(Exception):  # noqa: N818 - becomes the `error` of a Fact, is never seen
@@ -58,6 +67,7 @@ class Facts:
         self._meta: dict[int, Any] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._alive: list[torch.Tensor] = []
+        self._seen: dict[Hashable, Outcome] = {}
 
     def any_written(self, storages: Iterable[int]) -> bool:
         """Whether a node of the graph writes one of some storages."""
@@ -95,24 +105,21 @@ class Facts:
 
     def evaluate(self, node: fx.Node) -> None:
         """Run one node on meta tensors and record what it yields and does."""
-        self.devices |= _devices_named_by(node)
-        self._effects = Effects()
+        self.devices |= devices_named_by(node)
         try:
-            with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, self._effects:
-                value = self._call(node)
+            value, effect = self._outcome(node)
         except Exception as error:  # an operator that needs data, or a bug of the model
             self.failures.append(node)
             reason = str(error).split("\n")[0] or type(error).__name__
             # It may write all that it is given and, if it is a user's own code, all that it holds.
-            held = list(tensors_of(module_of(node))) if _is_users_module(node) else []
+            held = list(tensors_of(module_of(node))) if is_users_module(node) else []
             writes = _given(node) | frozenset(storages_in(self.to_meta(held)))
             self._record(node, Fact(writes=writes, error=reason))
             return
-        lasting = (self.holders, self.external)
-        lasting_writes = {w for w in self._effects.writes if any(w in kept for kept in lasting)}
+        lasting_writes = set(filter(self._lasts, effect.writes))
         given: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
-        varies = _may_vary_rank(node) or any(each.rank_varies for each in given)
-        counted = self._effects.counts or any(each.size_varies for each in given)
+        varies = may_vary_rank(node) or any(each.rank_varies for each in given)
+        counted = effect.counts or any(each.size_varies for each in given)
         inputs = frozenset[fx.Node]().union(*(each.inputs for each in given))
         kept, storages = _snapshot(value)
         storages |= _given(node) if hides_tensors(value) else frozenset()
@@ -120,50 +127,67 @@ class Facts:
         self._shared |= dict.fromkeys(storages - sources, sources) if sources else {}
         storages, writes = self._with_shared(storages), self._with_shared(lasting_writes)
         training = node.op == "call_module" and module_of(node).training
-        hidden = any(is_empty(each.value) for each in given) and may_draw(_name(node), training)
-        drawn = self._effects.random or hidden
+        hidden = any(is_empty(each.value) for each in given) and may_draw(
+            name_of_call(node), training
+        )
+        drawn = effect.random or hidden
         self._record(node, Fact(kept, storages, writes, drawn, varies, counted, inputs))
 
     def _may_be_part_of_result(self, node: fx.Node, given: list[Fact]) -> frozenset[int]:
         """What a call that made a copy may share in another call, which needs none."""
-        torchvisions = str(getattr(node.target, "__module__", "")).startswith("torchvision.")
-        if _is_users_code(node) and not torchvisions:  # it may reshape what it is given or holds
+        if is_users_code(node) and not is_torchvisions(
+            node
+        ):  # it may reshape what it is given or holds
             held = list(tensors_of(module_of(node))) if node.op == "call_module" else []
             return _given(node) | frozenset(storages_in(self.to_meta(held)))
-        return given[0].storages if given and _name(node) in MAY_COPY else frozenset()
+        return given[0].storages if given and name_of_call(node) in MAY_COPY else frozenset()
 
     def _with_shared(self, storages: Iterable[int]) -> frozenset[int]:
         """Some storages and those that they are in calls which need no copy."""
         return frozenset(storages).union(*(self._shared.get(each, ()) for each in storages))
 
-    def _call(self, node: fx.Node) -> Any:
+    def _lasts(self, storage: int) -> bool:
+        return storage in self.holders or storage in self.external
+
+    def _outcome(self, node: fx.Node) -> tuple[Any, Effect]:
+        """What a node yields and does: by a rule, as a call alike did, or by running it."""
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
+        if node.op in ("get_attr", "output"):
+            return self.to_meta(attribute_of(node)) if node.op == "get_attr" else args, NOTHING
+        called = _called_by(node)
+        ruled = None if kwargs else known_outcome(called, *args)
+        if ruled is not None:
+            return ruled
+        given = self._given_to(node, called, args, kwargs)
+        if given is not None and given.key in self._seen:
+            return self._seen[given.key].again(given)
+        with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, Effects() as effects:
+            value = self._call(node, args, kwargs)
+        effect = Effect(effects.writes, effects.random, effects.counts)
+        after = given and self._given_to(node, called, args, kwargs)
+        if given is not None and after is not None and after.key == given.key:
+            with suppress(TypeError):
+                self._seen[given.key] = Outcome(given, value, effect, self._lasts)
+        return value, effect
+
+    def _given_to(self, node: fx.Node, called: Any, args: Any, kwargs: Any) -> Given | None:
+        """What the outcome of a call depends on; None if that cannot be told."""
+        if not is_slow(called) or (is_users_code(node) and not is_torchvisions(node)):
+            return None
+        try:
+            return Given((called, args, kwargs), self.to_meta)
+        except TypeError:
+            return None
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": "meta"}
-        if node.op == "get_attr":
-            return self.to_meta(attribute_of(node))
-        if node.op == "call_module":
-            module = module_of(node)
-            if not all(map(is_plain, module.modules())):
-                raise Unobserved("it has hooks or parametrizations, which are left alone")
-            return self._call_module(module, args, kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        if not callable(node.target):
-            return args
-        known = None if kwargs else known_sum(node.target, *args)
-        return node.target(*args, **kwargs) if known is None else known
-
-    def _call_module(self, module: Any, args: Any, kwargs: Any) -> Any:
-        known = known_result(module, *args) if not kwargs else None
-        if known is not None:
-            return known
-        if writes_its_input(module) and len(args) == 1 and not kwargs:
-            self._effects.writes |= storages_in(args)  # its meta kernel is slow
-            return args[0]
-        if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and len(args) == 1 and not kwargs:
-            return module._conv_forward(args[0], *self.to_meta((module.weight, module.bias)))
-        return self.to_meta(module)(*args, **kwargs)
+        called: Any = _called_by(node)
+        if type(called) in CONVOLUTIONS and len(args) == 1 and not kwargs:
+            return called._conv_forward(args[0], *self.to_meta((called.weight, called.bias)))
+        return (self.to_meta(called) if node.op == "call_module" else called)(*args, **kwargs)
 
     def copy(self, node: fx.Node, other: fx.Node) -> None:
         """Record for another node what is known of this one."""
@@ -190,36 +214,20 @@ class Facts:
             self.holders.setdefault(storage, []).append(node)
 
 
-def _name(node: fx.Node) -> str:
-    """The name of a function, an overload, a method or, in small letters, a module's class."""
-    if node.op == "call_module":
-        return type(module_of(node)).__name__.lower()
-    target: Any = node.target
-    return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
+def _called_by(node: fx.Node) -> Any:
+    """The function, the module or the name of the method that a node calls."""
+    if node.op != "call_module":
+        return node.target
+    module = module_of(node)
+    if not all(map(is_plain, module.modules())):
+        raise Unobserved("it has hooks or parametrizations, which are left alone")
+    return module
 
 
 def _given(node: fx.Node) -> frozenset[int]:
     """The storages of everything that a node is given."""
     facts: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
     return frozenset[int]().union(*(fact.storages | fact.writes for fact in facts))
-
-
-def _is_users_module(node: fx.Node) -> bool:
-    torchs = ("torch.", "optimizer.")
-    return node.op == "call_module" and not type(module_of(node)).__module__.startswith(torchs)
-
-
-def _may_vary_rank(node: fx.Node) -> bool:
-    """Whether a result's rank may depend on sizes: a squeeze, or code that is not torch's."""
-    return _is_users_code(node) or "squeeze" in _name(node).split("_")
-
-
-def _is_users_code(node: fx.Node) -> bool:
-    if _is_users_module(node):
-        return True
-    home = str(getattr(node.target, "__module__", None) or "torch")
-    ours = home.split(".")[0] in ("torch", "_operator", "builtins", "math", "optimizer")
-    return node.op == "call_function" and not ours
 
 
 def _value(node: fx.Node) -> Any:
@@ -233,17 +241,3 @@ def _snapshot(value: Any) -> tuple[Any, frozenset[int]]:
     """A result as it is now: later in-place changes of its shape are not seen through it."""
     kept = map_tensors(lambda tensor: tensor.detach().to("meta"), value)
     return kept, frozenset(storages_in(value))
-
-
-def _devices_named_by(node: fx.Node) -> set[torch.device]:
-    """Devices that a call names, or takes by default because it makes a tensor of nothing."""
-    named = set[torch.device]()
-    for leaf in (*node.args, *node.kwargs.values()):
-        if isinstance(leaf, str | torch.device):
-            with suppress(RuntimeError):  # another word
-                named.add(torch.device(leaf))
-    if node.op == "call_method" and node.target in ("cpu", "cuda"):
-        named.add(torch.device(str(node.target)))
-    if node.op == "call_function" and node.target in FACTORIES and "device" not in node.kwargs:
-        named.add(torch.get_default_device())
-    return named

@@ -9,8 +9,6 @@ error. A failure is answered by its `reason`, and ends the process.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import importlib
 import json
 import math
@@ -22,6 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks._memory import give_freed_memory_back
 
 from ._preparations import PREPARATIONS, Task
 
@@ -160,11 +160,9 @@ class _Memory:
         self.before = self.peak() or 0
 
     def restart(self) -> None:
-        gc.collect()
+        give_freed_memory_back()
         if self.device == "cuda":
             return importlib.import_module("torch").cuda.reset_peak_memory_stats()
-        with contextlib.suppress(AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
         try:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:  # another system

@@ -24,7 +24,7 @@ from optimizer import _device
 from optimizer._device import Cpu, Cuda
 from optimizer._lowered import LoweredModule
 from optimizer._trees import storages_in, tensors_in
-from optimizer.lowering import _choose, _cuda_graph
+from optimizer.lowering import _cuda_graph, _times
 from optimizer.lowering._candidates import CANDIDATES
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._policies import AS_IT_IS, POLICIES
@@ -96,7 +96,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setitem(POLICIES, "cpu", POLICIES["cuda"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(Cuda, "is_capturing", fake.is_capturing)
-    monkeypatch.setattr(_choose, "device_of", lambda tensors: fake)
+    monkeypatch.setattr(_times, "device_of", lambda tensors: fake)
     monkeypatch.setattr(_cuda_graph, "device_of", lambda tensors: fake)
     monkeypatch.setattr(Chooser, "race", lambda self, runs, *rest, **more: _last_wins(runs))
     monkeypatch.setattr(torch, "cudnn_convolution_relu", lambda *args: F.conv2d(*args).relu())

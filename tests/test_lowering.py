@@ -291,6 +291,7 @@ class TestWhatOnlyPortableCodeCanDo:
     def test_autocast(self) -> None:
         fast, x = lowered(net(), image()), image()
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            assert fast.plan_for((x,), {}) is None
             assert fast(x).dtype == torch.bfloat16
 
     @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -343,7 +344,7 @@ class TestItsWeights:
         assert plan_of(fast, x) is not None
         torch.testing.assert_close(fast(x), expected)
 
-    @pytest.mark.parametrize("how", ["replaced", "data", "loaded"])
+    @pytest.mark.parametrize("how", ["replaced", "data", "loaded", "made again"])
     def test_a_weight_that_changes_otherwise_is_seen(self, how: str) -> None:
         fast, x = lowered(net(), image()), image()
         head: Any = fast.head
@@ -351,11 +352,21 @@ class TestItsWeights:
             head.weight = nn.Parameter(head.weight.detach() * 2)
         elif how == "data":
             head.weight.data = head.weight.data * 2
+        elif how == "made again":
+            head.__init__(head.in_features, head.out_features)
         else:
             fast.load_state_dict({k: v * 2 for k, v in fast.state_dict().items()})
 
         torch.testing.assert_close(fast(x), fast.run_portable(x))
         torch.testing.assert_close(fast(x), fast.run_portable(x))
+
+    def test_those_of_inference_mode_are_not_counted(self) -> None:
+        with torch.inference_mode():
+            model, x = net(), image()
+            fast = lowered(model, x)
+
+            assert plan_of(fast, x) is not None
+            torch.testing.assert_close(fast(x), model(x))
 
     def test_weights_that_never_rest_are_never_packed(self) -> None:
         fast, x = lowered(net(), image()), image()
@@ -690,7 +701,7 @@ class TestACandidateThatIsNoGood:
         def race(self: Any, runs: Any, given: Any, **more: Any) -> dict[str, float]:
             if "plan" in runs:
                 found.clear()
-                runs["plan"](*given)
+                runs["plan"](*given.inputs)
             return _last_wins(runs)
 
         monkeypatch.setattr(LoweredModule, "plan_for", counted)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+from optimizer._check import relative_error
 from optimizer.testing import (
     Optimize,
     Spec,
@@ -166,6 +168,13 @@ def test_what_cancels_to_nothing_has_no_relative_error() -> None:
     inputs = (torch.full((3,), 0.1, dtype=torch.float64),)
 
     assert_equivalent(Of(lambda x: x - 0.1), Of(lambda x: x - 0.1 + 1e-17), inputs)
+
+
+def test_infinities_of_another_sign_are_far_apart() -> None:
+    above, below = torch.tensor([1.0, math.inf]), torch.tensor([1.0, -math.inf])
+
+    assert relative_error(above, below) == relative_error(below, above) == math.inf
+    assert relative_error(above, above * 1) == 0
 
 
 def test_the_statistics_are_put_back() -> None:

@@ -12,10 +12,11 @@ from torch import nn
 import optimizer
 from optimizer._device import Cpu
 from optimizer._lowered import LoweredModule
-from optimizer.lowering import _choose, _policies
+from optimizer.lowering import _choose, _policies, _times
 from optimizer.lowering._candidates import CANDIDATES
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._policies import AS_IT_IS, POLICIES, require_one_device
+from optimizer.lowering._times import Times
 
 
 class Clock(Cpu):
@@ -150,8 +151,8 @@ def test_a_number_on_the_cpu_goes_with_any_device(monkeypatch: pytest.MonkeyPatc
 
 def test_a_race_ends_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Clock()
-    monkeypatch.setattr(_choose, "device_of", lambda tensors: device)
+    monkeypatch.setattr(_times, "device_of", lambda tensors: device)
     runs = {"one": lambda x: device.events.append("run")}
-    Chooser(0, {}).race(runs, (torch.ones(1),), fewest=1)
+    Chooser(0, {}).race(runs, Times((torch.ones(1),)), fewest=1)
 
     assert device.events[:3] == ["wait", "run", "wait"]

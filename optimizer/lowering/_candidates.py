@@ -18,6 +18,8 @@ from optimizer.lowering._onednn import Program, in_channels_last, on_onednn
 from optimizer.lowering._packed import with_packed_weights
 from optimizer.lowering._policies import AS_IT_IS
 
+Run = Callable[[str, Program, Sequence[Any]], Any]  # of a name, a program and its inputs
+
 
 def _on_onednn_in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
     return on_onednn(in_channels_last(region, inputs, weights=False), inputs)
@@ -72,13 +74,13 @@ def tried(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Program
     return program
 
 
-def verified(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Program | str:
-    """The same, once it has given the region's answers."""
+def verified(name: str, region: Program, inputs: Sequence[torch.Tensor], run: Run) -> Program | str:
+    """The same, once it has given the region's answers; `run` calls either, by its name."""
     program = prepared(name, region, _copies(inputs))
     if name == AS_IT_IS or isinstance(program, str):
         return program
     try:
-        return _wrong(region, program, inputs) or program
+        return _wrong(region, name, program, inputs, run) or program
     except Exception as error:  # it may run once, and no more
         return _in_words(error)
 
@@ -88,12 +90,15 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {last[:200]}"
 
 
-def _wrong(region: Program, program: Program, inputs: Sequence[torch.Tensor]) -> str:
+def _wrong(
+    region: Program, name: str, program: Program, inputs: Sequence[torch.Tensor], run: Run
+) -> str:
     """What is wrong with a candidate: on the given inputs and on others, and what it overwrites."""
     given = _copies(inputs)
     others = [varied(tensor) for tensor in given]
     calls = [Call(tuple(tensors), {}) for tensors in (given, others)]
-    answers = [[Answer(tuple(each(*c.args)), ()) for each in (region, program)] for c in calls]
+    both = {AS_IT_IS: region, name: program}
+    answers = [[Answer(tuple(run(*each, c.args)), ()) for each in both.items()] for c in calls]
     for call, (expected, actual) in zip(calls, answers, strict=True):
         found = compare_answers(region, call, expected, actual, exact=False)
         if found is not None:

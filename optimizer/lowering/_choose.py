@@ -6,25 +6,22 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
-from optimizer._device import device_of
 from optimizer._report import Choice
-from optimizer._trees import tensors_in
 from optimizer.lowering._candidates import CANDIDATES, prepared, tried, verified
 from optimizer.lowering._key import key_of
 from optimizer.lowering._onednn import Program
 from optimizer.lowering._policies import AS_IT_IS, Policy, policy_of
 from optimizer.lowering._regions import WEIGHTED, name_of
+from optimizer.lowering._times import Times
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 7
 _SHORT = 0.05  # seconds that a race may take in any case
-_MOMENT = 1e-3  # seconds: shorter ones say more of the clock and the machine
 WORTH_IT = 0.98  # of the time of the region as it is, at most
 
 
@@ -73,12 +70,13 @@ class Chooser:
         untimed: str,
     ) -> Program:
         names: Iterable[str] = [AS_IT_IS, *offered]
-        make = verified
+        times = Times(inputs)
+        make: Callable[..., Program | str] = functools.partial(verified, run=times.run)
         if self.settled(key, untimed, CANDIDATES):
             names, make = CANDIDATES, prepared if key in self.verified else tried
         self.verified.add(key)
         makers = {name: functools.partial(make, name, program, inputs) for name in names}
-        return self.pick(what, key, makers, untimed, inputs)
+        return self.pick(what, key, makers, untimed, times)
 
     def settled(self, key: str, policy: str, names: Container[str]) -> str:
         """What needs no timing: an earlier decision, or the policy where nothing is timed.
@@ -94,7 +92,7 @@ class Chooser:
         key: str,
         makers: Mapping[str, Callable[[], Made | str]],
         policy: str,
-        inputs: Sequence[Any],
+        times: Times,
     ) -> Made:
         """The fastest of what can be made, or what is settled; `AS_IT_IS` where that is no good.
 
@@ -104,7 +102,7 @@ class Chooser:
         made = {name: makers[name]() for name in ([settled] if settled else makers)}
         rejected = {name: found for name, found in made.items() if isinstance(found, str)}
         good = {name: found for name, found in made.items() if not isinstance(found, str)}
-        seconds = self.race(good, inputs) if len(good) > 1 else {}
+        seconds = self.race(good, times) if len(good) > 1 else {}
         best = settled if settled in good else _fastest(seconds)
         self.known[key] = best
         self.choices.append(Choice(what, key, best, seconds, rejected))
@@ -115,30 +113,20 @@ class Chooser:
     def race(
         self,
         programs: Mapping[str, Callable[..., Any]],
-        inputs: Sequence[Any],
+        times: Times,
         fewest: int = _FEWEST_ROUNDS,
     ) -> dict[str, float]:
-        """The median time of each until the device is done, in turn until the budget is spent."""
-        wait = device_of(tensors_in(inputs)).synchronize
+        """The median time of each until the device is done.
+
+        They take turns until one is faster beyond doubt, or the budget is spent.
+        """
         deadline = max(self.deadline, time.perf_counter() + _SHORT)
-        times: dict[str, list[float]] = {name: [] for name in programs}
-        for done in range(_MOST_ROUNDS):
-            if done >= fewest and time.perf_counter() > deadline:
+        while (done := times.rounds(programs)) < _MOST_ROUNDS:
+            if done >= fewest and (times.are_clear(programs) or time.perf_counter() > deadline):
                 break
             for name, program in programs.items():
-                times[name].append(_seconds(program, inputs, wait))
-        return {name: median(each) for name, each in times.items()}
-
-
-def _seconds(program: Callable[..., Any], inputs: Sequence[Any], wait: Callable[[], None]) -> float:
-    """What a call takes, on average over as many as fill a moment."""
-    wait()
-    calls, start, elapsed = 0, time.perf_counter(), 0.0
-    while elapsed < _MOMENT:
-        program(*inputs)
-        wait()
-        calls, elapsed = calls + 1, time.perf_counter() - start
-    return elapsed / calls
+                times.add(name, program)
+        return times.medians(programs)
 
 
 def _fastest(seconds: Mapping[str, float]) -> str:

@@ -22,6 +22,7 @@ from optimizer.lowering._policies import AS_IT_IS
 from optimizer.lowering._precision import Precision, in_precision
 from optimizer.lowering._regions import with_regions
 from optimizer.lowering._straight_line import NotStraightLineError, StraightLine, straight_line
+from optimizer.lowering._times import Times
 
 Judge = Callable[[Precision | None, Answer], Difference | None]
 
@@ -104,7 +105,7 @@ class Plan:
         if not chooser.tunes:
             lowered = any(choice.chosen != AS_IT_IS for choice in self.choices)
             return _require(lowered, "no region of it can be")
-        seconds = chooser.race(runs, (call,), fewest=1)
+        seconds = chooser.race(runs, Times((call,)), fewest=1)
         return _require(seconds["plan"] <= WORTH_IT * seconds["portable"], "it is not faster so")
 
     def takes(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -139,7 +140,7 @@ def make_plan(
     key = f"{precision.name} {key_of(line.module, line.inputs)}"
     makers: dict[str, Callable[[], Plan | str]] = {AS_IT_IS: make}
     makers |= {precision.name: functools.partial(_or_why_not, make, precision)}
-    found = chooser.pick("its precision", key, makers, precision.name, (line.inputs,))
+    found = chooser.pick("its precision", key, makers, precision.name, Times((line.inputs,)))
     found.choices = (chooser.choices[-1], *found.choices)
     return found
 

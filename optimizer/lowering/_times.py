@@ -1,0 +1,56 @@
+"""What programs took that do the same, side by side."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from optimizer._device import device_of
+from optimizer._trees import tensors_in
+
+_MOMENT = 1e-3  # seconds: shorter ones say more of the clock and the machine
+_CLEARLY = 0.9  # of the time of any other, at most
+
+
+class Times:
+    """What calls with some inputs took, by the name of the program."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self.inputs = inputs
+        self.wait = device_of(tensors_in(inputs)).synchronize
+        self.seconds = defaultdict[str, list[float]](list)
+
+    def run(self, name: str, program: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        """A call with inputs like these; it counts where it fills a moment."""
+        self.wait()
+        start = time.perf_counter()
+        result = program(*inputs)
+        self.wait()
+        elapsed = time.perf_counter() - start
+        if elapsed >= _MOMENT:
+            self.seconds[name].append(elapsed)
+        return result
+
+    def add(self, name: str, program: Callable[..., Any]) -> None:
+        """What a call takes, on average over as many as fill a moment."""
+        self.wait()
+        calls, start, elapsed = 0, time.perf_counter(), 0.0
+        while elapsed < _MOMENT:
+            program(*self.inputs)
+            self.wait()
+            calls, elapsed = calls + 1, time.perf_counter() - start
+        self.seconds[name].append(elapsed / calls)
+
+    def rounds(self, names: Iterable[str]) -> int:
+        return min(len(self.seconds[name]) for name in names)
+
+    def medians(self, names: Iterable[str]) -> dict[str, float]:
+        return {name: median(self.seconds[name]) for name in names}
+
+    def are_clear(self, names: Iterable[str]) -> bool:
+        """Whether no time of the fastest comes near to any of another."""
+        best, *others = sorted((self.seconds[name] for name in names), key=median)
+        return all(max(best) <= _CLEARLY * min(other) for other in others)

@@ -1,0 +1,92 @@
+"""How long programs are timed before one of them is chosen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from optimizer.lowering import _times
+from optimizer.lowering._candidates import verified
+from optimizer.lowering._choose import Chooser
+from optimizer.lowering._policies import AS_IT_IS
+from optimizer.lowering._times import Times
+
+
+class Slept:
+    """A clock that only programs move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.runs: list[str] = []
+        monkeypatch.setattr(_times.time, "perf_counter", lambda: self.now)
+
+    def program(self, name: str, *seconds: float) -> Callable[..., Any]:
+        """One whose calls take so long, in turn and over again."""
+        each = itertools.cycle(seconds)
+
+        def run(*inputs: Any) -> str:
+            self.now += next(each)
+            self.runs.append(name)
+            return name
+
+        return run
+
+
+def test_a_race_is_over_once_no_time_of_the_fastest_comes_near(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Slept(monkeypatch)
+    runs = {"slow": clock.program("slow", 0.3), "fast": clock.program("fast", 0.2)}
+
+    assert Chooser(100, {}).race(runs, Times(())) == pytest.approx({"slow": 0.3, "fast": 0.2})
+    assert clock.runs == ["slow", "fast"] * 2
+
+
+@pytest.mark.parametrize(("other", "rounds"), [((0.2, 0.31), 7), ((0.29,), 7), ((0.26,), 2)])
+def test_a_race_goes_on_while_it_is_close(
+    monkeypatch: pytest.MonkeyPatch, other: tuple[float, ...], rounds: int
+) -> None:
+    clock = Slept(monkeypatch)
+    runs = {"one": clock.program("one", 0.3), "other": clock.program("other", *other)}
+    Chooser(100, {}).race(runs, Times(()))
+
+    assert len(clock.runs) == 2 * rounds
+
+
+def test_what_was_verified_is_timed_unless_it_is_over_in_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, times = Slept(monkeypatch), Times(())
+    runs = {"slow": clock.program("slow", 0.3), "fast": clock.program("fast", 0.2)}
+    for name in ("slow", "fast", "slow", "fast"):
+        assert times.run(name, runs[name], ()) == name
+    times.run("short", clock.program("short", 0.0005), ())
+    clock.runs.clear()
+
+    assert Chooser(100, {}).race(runs, times) == pytest.approx({"slow": 0.3, "fast": 0.2})
+    assert not clock.runs
+    assert times.rounds(["short"]) == 0
+
+
+def test_a_candidate_is_timed_while_it_is_verified() -> None:
+    calls: list[str] = []
+
+    def run(name: str, program: Any, inputs: Any) -> Any:
+        calls.append(name)
+        return program(*inputs)
+
+    region = fx.symbolic_trace(Tupled())
+    assert not isinstance(verified("channels_last", region, [torch.randn(2, 3, 4, 4)], run), str)
+    assert calls == [AS_IT_IS, "channels_last"] * 2
+
+
+class Tupled(nn.Module):
+    """A region: it returns a tuple."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x.relu(),)

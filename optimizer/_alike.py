@@ -37,6 +37,7 @@ class Given:
 
     Raises:
         TypeError: the outcome may depend on more.
+        RecursionError: what is given holds itself.
     """
 
     def __init__(self, value: Any, to_meta: ToMeta) -> None:
@@ -49,7 +50,7 @@ class Given:
     def _described(self, value: Any) -> Hashable:
         if isinstance(value, torch.Tensor):
             return self._geometry(value)
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) and _is_known(type(value)):
             return type(value), self._described(vars(value))
         if isinstance(value, dict):
             return dict, *((name, self._described(each)) for name, each in value.items())
@@ -59,8 +60,8 @@ class Given:
             return slice, *map(self._described, (value.start, value.stop, value.step))
         if isinstance(value, set):
             return set, frozenset(value)
-        if type(value).__module__.partition(".")[0] not in ("builtins", "torch"):
-            raise TypeError("it is of a class of the user's")
+        if not _is_known(value):
+            raise TypeError("it is the user's, and may do anything")
         hash(value)
         return type(value), value
 
@@ -74,6 +75,12 @@ class Given:
         self.storages[place] = storage
         lies = (place, tensor.storage_offset(), tensor.shape, tensor.stride(), storage.nbytes())
         return kind, which, tensor.dtype, tensor.requires_grad, *lies
+
+
+def _is_known(value: Any) -> bool:
+    """Whether it is of torch or Python: a class, a function, or an instance of a class."""
+    home = str(getattr(value, "__module__", None) or type(value).__module__)
+    return home.partition(".")[0] in ("builtins", "optimizer", "torch", "torchvision")
 
 
 class Outcome:

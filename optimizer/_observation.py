@@ -176,7 +176,7 @@ class Facts:
             return None
         try:
             return Given((called, args, kwargs), self.to_meta)
-        except TypeError:
+        except (TypeError, RecursionError):
             return None
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:

@@ -163,6 +163,42 @@ def test_layers_with_other_settings_are_not_alike() -> None:
     assert keys[0] != keys[2]
 
 
+class Noted(nn.Module):
+    """A layer of the user's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append("noted")
+        return x.exp()
+
+
+def of_the_users(member: Any) -> nn.Module:
+    layer = nn.MultiheadAttention(4, 1)
+    layer.member = member
+    return layer
+
+
+@pytest.mark.parametrize("member", [Noted(), [Noted()], own, Noted, Size(1)])
+def test_layers_that_hold_what_is_the_users_are_like_no_others(member: Any) -> None:
+    with pytest.raises(TypeError, match="the user's"):
+        Given(of_the_users(member), Facts().to_meta)
+
+
+@pytest.mark.parametrize("member", [nn.ReLU(), [nn.ReLU()], F.relu, nn.ReLU, 1, torch.relu])
+def test_layers_that_hold_what_is_torchs_may_be_alike(member: Any) -> None:
+    keys = [Given(of_the_users(member), Facts().to_meta).key for _ in range(2)]
+
+    assert keys[0] == keys[1]
+
+
+def test_a_layer_that_holds_itself_is_run() -> None:
+    model = Calls(lambda m, x: m.layer(x, x, x)[0])
+    model.layer = nn.MultiheadAttention(4, 1).eval()
+    model.layer.holders = [model.layer]
+    found = optimizer.capture(model, ROWS[0])
+
+    assert not any(node.meta["fact"].error for node in found.graph.nodes)
+
+
 def test_layers_that_share_a_weight_are_not_like_others() -> None:
     tied = nn.MultiheadAttention(4, 1)
     tied.in_proj_bias = nn.Parameter(tied.in_proj_weight.detach()[:, 0])

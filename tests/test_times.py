@@ -58,6 +58,14 @@ def test_a_race_goes_on_while_it_is_close(
     assert len(clock.runs) == 2 * rounds
 
 
+def test_a_race_of_moments_takes_all_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Slept(monkeypatch)
+    runs = {"one": clock.program("one", 0.003), "other": clock.program("other", 0.0015)}
+    Chooser(100, {}).race(runs, Times(()), fewest=1)
+
+    assert len(clock.runs) == 2 * 7
+
+
 def test_what_was_verified_is_timed_unless_it_is_over_in_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

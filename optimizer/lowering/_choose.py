@@ -17,11 +17,10 @@ from optimizer.lowering._key import key_of
 from optimizer.lowering._onednn import Program
 from optimizer.lowering._policies import AS_IT_IS, Policy, policy_of
 from optimizer.lowering._regions import WEIGHTED, name_of
-from optimizer.lowering._times import Times
+from optimizer.lowering._times import SHORT, Times
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 7
-_SHORT = 0.05  # seconds that a race may take in any case
 WORTH_IT = 0.98  # of the time of the region as it is, at most
 
 
@@ -120,7 +119,7 @@ class Chooser:
 
         They take turns until one is faster beyond doubt, or the budget is spent.
         """
-        deadline = max(self.deadline, time.perf_counter() + _SHORT)
+        deadline = max(self.deadline, time.perf_counter() + SHORT)
         while (done := times.rounds(programs)) < _MOST_ROUNDS:
             if done >= fewest and (times.are_clear(programs) or time.perf_counter() > deadline):
                 break

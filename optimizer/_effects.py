@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,12 @@ from optimizer._trees import storages_in
 class Effect(NamedTuple):
     """What a call did besides yielding a value."""
 
-    writes: set[int]
+    writes: Set[int]
     random: bool = False
     counts: bool = False
 
 
-NOTHING = Effect(set())
+NOTHING = Effect(frozenset())
 
 
 class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]

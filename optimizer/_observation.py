@@ -23,9 +23,8 @@ from optimizer._graph import attribute_of, is_plain, module_of, tensors_of
 from optimizer._known_results import CONVOLUTIONS, EVERY_MASK_IS_FULL, known_outcome
 from optimizer._origin import (
     devices_named_by,
-    is_torchvisions,
-    is_users_code,
     is_users_module,
+    may_do_anything,
     may_vary_rank,
     name_of_call,
 )
@@ -127,17 +126,13 @@ class Facts:
         self._shared |= dict.fromkeys(storages - sources, sources) if sources else {}
         storages, writes = self._with_shared(storages), self._with_shared(lasting_writes)
         training = node.op == "call_module" and module_of(node).training
-        hidden = any(is_empty(each.value) for each in given) and may_draw(
-            name_of_call(node), training
-        )
-        drawn = effect.random or hidden
+        hides = any(is_empty(each.value) for each in given)
+        drawn = effect.random or (hides and may_draw(name_of_call(node), training))
         self._record(node, Fact(kept, storages, writes, drawn, varies, counted, inputs))
 
     def _may_be_part_of_result(self, node: fx.Node, given: list[Fact]) -> frozenset[int]:
         """What a call that made a copy may share in another call, which needs none."""
-        if is_users_code(node) and not is_torchvisions(
-            node
-        ):  # it may reshape what it is given or holds
+        if may_do_anything(node):  # it may reshape what it is given or holds
             held = list(tensors_of(module_of(node))) if node.op == "call_module" else []
             return _given(node) | frozenset(storages_in(self.to_meta(held)))
         return given[0].storages if given and name_of_call(node) in MAY_COPY else frozenset()
@@ -158,21 +153,21 @@ class Facts:
         ruled = None if kwargs else known_outcome(called, *args)
         if ruled is not None:
             return ruled
-        given = self._given_to(node, called, args, kwargs)
+        given = self._given_to(called, args, kwargs)
         if given is not None and given.key in self._seen:
             return self._seen[given.key].again(given)
         with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, Effects() as effects:
             value = self._call(node, args, kwargs)
         effect = Effect(effects.writes, effects.random, effects.counts)
-        after = given and self._given_to(node, called, args, kwargs)
+        after = given and self._given_to(called, args, kwargs)
         if given is not None and after is not None and after.key == given.key:
             with suppress(TypeError):
                 self._seen[given.key] = Outcome(given, value, effect, self._lasts)
         return value, effect
 
-    def _given_to(self, node: fx.Node, called: Any, args: Any, kwargs: Any) -> Given | None:
+    def _given_to(self, called: Any, args: Any, kwargs: Any) -> Given | None:
         """What the outcome of a call depends on; None if that cannot be told."""
-        if not is_slow(called) or (is_users_code(node) and not is_torchvisions(node)):
+        if not is_slow(called):
             return None
         try:
             return Given((called, args, kwargs), self.to_meta)

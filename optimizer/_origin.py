@@ -21,6 +21,7 @@ def name_of_call(node: fx.Node) -> str:
 
 
 def is_users_module(node: fx.Node) -> bool:
+    """Whether it calls a module of a class that is not torch's."""
     torchs = ("torch.", "optimizer.")
     return node.op == "call_module" and not type(module_of(node)).__module__.startswith(torchs)
 
@@ -31,6 +32,7 @@ def may_vary_rank(node: fx.Node) -> bool:
 
 
 def is_users_code(node: fx.Node) -> bool:
+    """Whether it runs code that is neither torch's nor Python's."""
     if is_users_module(node):
         return True
     home = str(getattr(node.target, "__module__", None) or "torch")
@@ -38,9 +40,10 @@ def is_users_code(node: fx.Node) -> bool:
     return node.op == "call_function" and not ours
 
 
-def is_torchvisions(node: fx.Node) -> bool:
-    """Whether it calls a function of torchvision, of which none keeps anything."""
-    return str(getattr(node.target, "__module__", "")).startswith("torchvision.")
+def may_do_anything(node: fx.Node) -> bool:
+    """Whether it runs a user's code. No function of torchvision keeps what it is given."""
+    torchvisions = str(getattr(node.target, "__module__", "")).startswith("torchvision.")
+    return is_users_code(node) and not torchvisions
 
 
 def devices_named_by(node: fx.Node) -> set[torch.device]:

@@ -226,4 +226,3 @@ def test_an_activation_that_is_repeated() -> None:
     one, other = (node for node in nodes if node.target is F.gelu)
 
     assert one.meta["fact"].storages.isdisjoint(other.meta["fact"].storages)
-    assert isinstance(one, fx.Node)

@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,27 @@ def test_each_cost_benchmark_runs(name, first, tools):
     done = [run_once(name, index) for index in cells(name, first)]
 
     assert len(done) == tools
+
+
+def test_a_model_is_optimized_in_memory_that_no_earlier_result_left(monkeypatch):
+    module = importlib.import_module("benchmarks.optimize_cost")
+    given_back = []
+    monkeypatch.setattr(module, "give_freed_memory_back", lambda: given_back.append(1))
+    module.Models().setup(SMALL, "fx_fuse")
+
+    assert given_back
+
+
+def test_what_nobody_holds_is_gone_when_memory_is_given_back():
+    class Ring:
+        def __init__(self):
+            self.ring = self
+
+    left = weakref.ref(Ring())
+    assert left() is not None
+    importlib.import_module("benchmarks._memory").give_freed_memory_back()
+
+    assert left() is None
 
 
 def test_the_graphs_are_counted(monkeypatch):

@@ -114,10 +114,10 @@ class Plan:
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The output for the tensors of a call of this signature. It carries no gradient."""
-        if not torch.is_grad_enabled():
-            return self.rebuild(self.run(*tensors))
-        with torch.no_grad():
-            return self.rebuild(self.run(*tensors))
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self(tensors)
+        return self.rebuild(self.run(*tensors))
 
 
 def make_plan(

@@ -51,9 +51,11 @@ class Times:
         self.spent += elapsed
 
     def rounds(self, names: Iterable[str]) -> int:
+        """How often each of them was timed, at least."""
         return min(len(self.seconds[name]) for name in names)
 
     def medians(self, names: Iterable[str]) -> dict[str, float]:
+        """Seconds of a call."""
         return {name: median(self.seconds[name]) for name in names}
 
     def are_clear(self, names: Iterable[str]) -> bool:

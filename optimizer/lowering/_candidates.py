@@ -12,6 +12,7 @@ from torch import fx
 from optimizer._check import Answer, compare_answers
 from optimizer._copy import on_storage
 from optimizer._inputs import Call
+from optimizer.lowering._attention import as_one_call
 from optimizer.lowering._cuda_graph import CudaGraph
 from optimizer.lowering._fused import with_fused_kernels
 from optimizer.lowering._onednn import Program, in_channels_last, on_onednn
@@ -50,8 +51,11 @@ CANDIDATES: dict[str, Callable[[Any, Sequence[torch.Tensor]], Program]] = {
     "packed weights, channels_last": _packed_in_channels_last,
     "fused kernels": _fused,
     "fused kernels, channels_last": _fused_in_channels_last,
+    "attention in one call": as_one_call,
     "CUDA graph": CudaGraph,
 }
+# oneDNN's ReLU makes 0 of NaN, and so may the maximum of scores that torch's attention takes.
+ONLY_FINITE = ("oneDNN Graph, channels_last", "attention in one call")
 
 
 def prepared(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Program | str:

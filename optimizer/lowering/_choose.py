@@ -135,4 +135,4 @@ def _fastest(seconds: Mapping[str, float]) -> str:
 
 def _described(region: fx.GraphModule) -> str:
     counts = Counter(name for n in region.graph.nodes if (name := name_of(n)) in WEIGHTED)
-    return ", ".join(f"{count} x {name}" for name, count in counts.items())
+    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "attention"

@@ -14,7 +14,8 @@ from torch import fx, nn
 from optimizer._check import Answer, Difference, compare_answers, relative_error
 from optimizer._inputs import Call
 from optimizer._report import Choice
-from optimizer.lowering._candidates import varied
+from optimizer.lowering._attention import with_attention
+from optimizer.lowering._candidates import ONLY_FINITE, varied
 from optimizer.lowering._choose import WORTH_IT, Chooser
 from optimizer.lowering._function import as_function
 from optimizer.lowering._key import key_of
@@ -51,7 +52,7 @@ class Plan:
         module, others = line.module, list(map(varied, line.inputs))
         if precision:
             module = in_precision(line.module, (line.inputs, others), precision.dtype)
-        program, start = with_regions(module), len(chooser.choices)
+        program, start = with_regions(with_attention(module)), len(chooser.choices)
         with torch.no_grad():
             outputs = _Choosing(program, chooser).run(*line.inputs)
             laid_out = _LaidOut(program, line.outputs)
@@ -63,8 +64,7 @@ class Plan:
             if precision:
                 self._require_same(line, others, line.module(*others), self.program(*others))
         self.choices: tuple[Choice, ...] = tuple(chooser.choices[start:])
-        # oneDNN's ReLU makes 0 of NaN.
-        self.only_finite = any("oneDNN" in choice.chosen for choice in self.choices)
+        self.only_finite = any(choice.chosen in ONLY_FINITE for choice in self.choices)
 
     def _require_same(
         self,

@@ -16,6 +16,7 @@ from torch import fx
 from optimizer._device import Cuda
 from optimizer._errors import InputError
 from optimizer.lowering import _onednn, _packed
+from optimizer.lowering._attention import holds_attention
 from optimizer.lowering._fused import arguments_of, can_fuse
 from optimizer.lowering._packed import packable_in
 from optimizer.lowering._regions import convolutions_of
@@ -49,6 +50,8 @@ class Policy:
 
 class _Cpu(Policy):
     def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
+        if holds_attention(region):
+            return ["attention in one call"]
         images = convolutions_of(region)
         if _packed.is_available() and _mostly_multiplies(region):
             return ["packed weights, channels_last" if images else "packed weights"]
@@ -70,6 +73,8 @@ class _Cpu(Policy):
 
 class _Cuda(Policy):
     def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
+        if holds_attention(region):
+            return ["attention in one call"]
         fused = ["fused kernels"] if can_fuse(region) else []
         if not convolutions_of(region):
             return fused

@@ -7,7 +7,7 @@ between them, and holds at least one with weights. Everything else stays as it i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -60,7 +60,7 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
     """The same code, with each region a GraphModule that it calls."""
     outer = fx.GraphModule(module, copy.deepcopy(module.graph))
     for place, nodes in enumerate(list(_regions(outer.graph))):
-        _extract(outer, nodes, f"region_{place}")
+        extract(outer, nodes, f"region_{place}", (arg for node in nodes for arg in _weights(node)))
     outer.graph.lint()
     outer.recompile()
     return outer
@@ -96,21 +96,21 @@ def _trimmed(run: list[fx.Node]) -> Iterator[list[fx.Node]]:
         yield run[kept[0] : kept[-1] + 1]
 
 
-def _extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
-    """Put nodes into a module of their own.
+def extract(
+    outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str, held: Iterable[fx.Node]
+) -> None:
+    """Put nodes into a module of their own, with the constants that it is to hold.
 
-    Weights go with it. Other constants are arguments: oneDNN Graph rejects a constant that is
-    added to a product of matrices.
+    Other constants are arguments.
     """
-    inside = dict.fromkeys(nodes)
-    weights = dict.fromkeys(arg for node in nodes for arg in _weights(node))
+    inside, constants = dict.fromkeys(nodes), dict.fromkeys(held)
     inputs = list(dict.fromkeys(
-        arg for n in nodes for arg in n.all_input_nodes if arg not in inside and arg not in weights
+        arg for n in nodes for arg in n.all_input_nodes if arg not in inside | constants
     ))  # fmt: skip
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{place}") for place, node in enumerate(inputs)}
-    copies |= {node: graph.get_attr(str(node.target)) for node in weights}
+    copies |= {node: graph.get_attr(str(node.target)) for node in constants}
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
@@ -126,5 +126,6 @@ def _extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None
 
 
 def _weights(node: fx.Node) -> Iterator[fx.Node]:
+    """Those of a layer; oneDNN Graph rejects a constant that is added to a product of matrices."""
     if name_of(node) in WEIGHTED | {"batch_norm"}:
         yield from (arg for arg in node.all_input_nodes[1:] if arg.op == "get_attr")

@@ -25,6 +25,7 @@ from optimizer._effects import Effects
 from optimizer._guards import GUARDS
 from optimizer._inputs import Call
 from optimizer._trees import storages_in, tensors_in
+from optimizer.lowering._idle import skip_idle
 from optimizer.lowering._writes import returning_new, version_of, written_tensor
 
 
@@ -86,8 +87,7 @@ def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
 
 
 def _require_dense(call: Call, copies: Sequence[torch.Tensor]) -> None:
-    pairs = zip(tensors_in(call), copies, strict=True)
-    same = all(one.stride() == copy.stride() for one, copy in pairs)
+    same = all(a.stride() == b.stride() for a, b in zip(tensors_in(call), copies, strict=True))
     _require(same, "an input has gaps or overlaps in memory")
 
 
@@ -104,6 +104,7 @@ class _Recorder(TorchFunctionMode):
         self.nodes = WeakIdKeyDictionary()
         self.constants = WeakIdKeyDictionary()
         self.used: list[tuple[torch.Tensor, int]] = []
+        self.made: dict[fx.Node, set[int]] = {}  # where the result of each lies
         self.inputs = storages_in(inputs)
         for place, tensor in enumerate(inputs):
             self.nodes[tensor] = self.graph.placeholder(f"input_{place}")
@@ -163,7 +164,7 @@ class _Recorder(TorchFunctionMode):
         _require(bool(sequence), f"what '{name}' returns depends on values")
         node = self._call(func, args, kwargs)
         if tensors[0] is result:
-            self.nodes[result] = node
+            self.nodes[result], self.made[node] = node, storages_in(result)
             return result
         for place, tensor in enumerate(tensors):
             _require(isinstance(tensor, torch.Tensor), f"'{name}' returns no tensors only")
@@ -216,6 +217,7 @@ class _Recorder(TorchFunctionMode):
         # Else every call would return the very same tensor, and a caller may write it.
         _require(all(each in self.nodes for each in outputs), "an output depends on no input")
         self.graph.output(tuple(map(self._node, outputs)))
+        skip_idle(self.made, storages_in(outputs))
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.root, self.graph)
 

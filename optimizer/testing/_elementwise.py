@@ -63,6 +63,18 @@ def broadcast(text: str, *before: str) -> Emit:
     return lambda machine: emit(machine) if prod(machine.top.shape) else None
 
 
+def in_four(text: str) -> Emit:
+    """`text` of the top in four dimensions, of which it has two at least."""
+
+    def emit(machine: Machine) -> None:
+        missing = 4 - len(machine.top.shape)
+        if missing in (0, 1, 2):
+            given = "{v}" + "[None]" * missing
+            machine.replace(f"({text.replace('{v}', given)})" + "[0]" * missing)
+
+    return emit
+
+
 def residual(machine: Machine) -> None:
     """Add the oldest value of the top's shape."""
     oldest = next(value for value in machine.history if value.shape == machine.top.shape)
@@ -118,6 +130,13 @@ ARITHMETIC: dict[str, Emit] = {
     "attention_maps": ranked(2, expression("(w := ({v} @ {v}.mT).softmax(-1)) @ {v} + w.mean()")),
     "attention_masked": ranked(2, expression("({v} @ {v}.mT + {v}.mean()).softmax(-1) @ {v}")),
     "attention_columns": ranked(2, expression("({v} @ {v}.mT).softmax(-2) @ {v}")),
+    "attention_biased": in_four(
+        "(({v} @ {v}.mT) / 2 - torch.arange({v}.shape[-2])).softmax(-1) @ {v}"
+    ),
+    "attention_causal": in_four(
+        "({v} @ {v}.mT).masked_fill(torch.ones({v}.shape[-2:-1] * 2).triu(1) > 0, -torch.inf)"
+        ".softmax(-1) @ {v}"
+    ),
     # The clone is for a view of what is written: torch refuses to read and write it at once.
     "iadd": binary("{w}.add_({v}.clone())"),
     "iadd_alpha": binary("{w}.add_({v}.clone(), alpha=0.5)"),

@@ -16,7 +16,7 @@ from optimizer._inputs import Call
 from optimizer._lowered import LoweredModule
 from optimizer._report import Choice
 from optimizer._trees import tensors_in
-from optimizer.lowering._attention import as_one_call, with_attention
+from optimizer.lowering._attention import as_one_call, extract_attention
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._policies import AS_IT_IS
 from optimizer.lowering._straight_line import straight_line
@@ -161,7 +161,9 @@ def qkv(*shape: int) -> tuple[torch.Tensor, ...]:
 def regions(run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[Any]:
     """The attentions that can be one call."""
     held = [*C.parameters(), *C.buffers()]
-    return list(with_attention(straight_line(run, held, Call(tuple(inputs), {})).module).children())
+    module = straight_line(run, held, Call(tuple(inputs), {})).module
+    extract_attention(module)
+    return list(module.children())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -194,8 +196,9 @@ def test_however_it_is_spelled(how: dict[str, Any]) -> None:
     ids=["scaled by a tensor", "moved by keyword"],
 )
 def test_what_is_not_part_of_it_stays_beside_it(run: Callable[..., Any]) -> None:
-    module = straight_line(run, [*C.parameters(), *C.buffers()], Call(qkv(), {})).module
-    outer = with_attention(module)
+    outer = straight_line(run, [*C.parameters(), *C.buffers()], Call(qkv(), {})).module
+    extract_attention(outer)
+    outer.recompile()
     (region,) = outer.children()
     inputs: list[Any] = []
     region.register_forward_pre_hook(lambda _, given: inputs.extend(given))

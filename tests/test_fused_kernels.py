@@ -185,7 +185,7 @@ def chooser(monkeypatch: pytest.MonkeyPatch) -> Chooser:
 
 def test_the_fastest_of_layouts_and_kernels_is_chosen(chooser: Chooser) -> None:
     region, x = region_of(lambda m, x: m.conv(x).relu()), image()
-    program = chooser(region, [x])
+    program, _ = chooser(region, [x])
     [choice] = chooser.choices
 
     assert choice.chosen == "fused kernels, channels_last"

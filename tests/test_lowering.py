@@ -26,7 +26,7 @@ from optimizer.lowering import _choose, _onednn, _signature
 from optimizer.lowering._candidates import CANDIDATES, varied
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._policies import AS_IT_IS
-from optimizer.lowering._regions import with_regions
+from optimizer.lowering._regions import extract_layers
 from optimizer.lowering._signature import Signature
 from optimizer.lowering._straight_line import NotStraightLineError, straight_line
 
@@ -840,7 +840,8 @@ def test_a_gelu_by_tanh_is_not_taken_for_one_by_erf(layer: nn.Module) -> None:
 
 def test_a_batch_norm_of_what_others_read_is_in_no_region() -> None:
     """One in a region had oneDNN Graph take all the memory that there is."""
-    module = with_regions(fx.symbolic_trace(NormedBeside()))
+    module = fx.symbolic_trace(NormedBeside())
+    extract_layers(module)
     regions = [each for each in module.children() if isinstance(each, fx.GraphModule)]
 
     assert ["batch_norm" in region.code for region in regions] == [False]

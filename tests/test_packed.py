@@ -282,5 +282,62 @@ def test_a_candidate_of_the_same_kind_is_prepared_but_not_tried_again(
     model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6))
     lowered(model, values())
 
-    # Held to two answers, then run for what follows; then the plan's first call.
-    assert runs == [4, 2]
+    # Held to two answers, of which the first is what follows reads; then the plan's first call.
+    assert runs == [3, 2]
+
+
+class Between(nn.Module):
+    """A function before and one after a Linear."""
+
+    def __init__(self, before: Any = None, after: Any = None) -> None:
+        super().__init__()
+        self.before, self.linear, self.after = before, nn.Linear(6, 6), after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(self.before(x) if self.before else x)
+        return self.after(y) if self.after else y
+
+
+@pytest.mark.parametrize(
+    ("model", "saved", "again"),
+    [
+        (Between(), 2e-3, False),
+        (Between(after=nn.Tanh()), 2e-3, False),
+        (Between(), 0.5e-3, True),
+        (Between(before=nn.Softmax(-1)), 2e-3, True),
+        (Between(after=nn.Softmax(-1)), 2e-3, True),
+        (nn.Sequential(Between(), nn.Softmax(-1), Between()), 2e-3, True),
+    ],
+    ids=["one region", "with an activation", "saves little", "a call before", "after", "two"],
+)
+def test_what_is_all_of_a_call_is_raced_once(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, saved: float, again: bool
+) -> None:
+    raced: list[list[str]] = []
+
+    def race(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
+        raced.append(list(runs))
+        if "plan" in runs:
+            return {"plan": 0.1, "portable": 1.0}
+        return {name: 1 - saved * place for place, name in enumerate(runs)}
+
+    monkeypatch.setattr(Chooser, "race", race)
+    monkeypatch.setattr("optimizer.lowering._choose.WORTH_IT", 1)
+    lowered(model, values())
+
+    assert ("plan" in raced[-1]) == again
+
+
+def test_in_a_precision_of_its_own_it_is_raced_against_the_portable_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raced: list[list[str]] = []
+
+    def race(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
+        raced.append(list(runs))
+        return {name: 0.1 if name in ("plan", "bf16") else 1.0 / len(name) for name in runs}
+
+    monkeypatch.setattr(Chooser, "race", race)
+    optimizer.optimize(Then().eval(), (values(),), level=3, precision="bf16")
+
+    assert raced[-1] == ["plan", "portable"]

@@ -51,14 +51,11 @@ class _Attention:
         return [node for node in self.root.graph.nodes if node in own]
 
 
-def with_attention(module: fx.GraphModule) -> fx.GraphModule:
-    """The same code, with each attention that can be one call a GraphModule that it calls."""
-    outer = fx.GraphModule(module, copy.deepcopy(module.graph))
+def extract_attention(outer: fx.GraphModule) -> None:
+    """Make of each attention that can be one call a GraphModule that the code calls."""
     for place, found in enumerate(list(_attentions(outer.graph))):
         constants = [arg for node in found.nodes() for arg in node.all_input_nodes]
         extract(outer, found.nodes(), f"attention_{place}", filter(is_attribute, constants))
-    outer.recompile()
-    return outer
 
 
 def holds_attention(region: fx.GraphModule) -> bool:

@@ -17,7 +17,7 @@ from optimizer.lowering._key import key_of
 from optimizer.lowering._onednn import Program
 from optimizer.lowering._policies import AS_IT_IS, Policy, policy_of
 from optimizer.lowering._regions import WEIGHTED, name_of
-from optimizer.lowering._times import SHORT, Times
+from optimizer.lowering._times import BRIEF, Times
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 7
@@ -41,13 +41,21 @@ class Chooser:
         self.verified: set[str] = set()  # keys of regions, of which another has been prepared here
         self.in_graphs = True  # on a device that has them
 
-    def __call__(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
-        """The program to run a region with inputs like these, which it leaves as they are."""
+    def __call__(
+        self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]
+    ) -> tuple[Program, Sequence[torch.Tensor]]:
+        """The program to run a region with inputs like these, and what it makes of them.
+
+        It leaves the inputs as they are.
+        """
         device = policy_of(inputs) or Policy()
         untimed = device.untimed(region, inputs)
         offered = device.offered(region, inputs)
         what, key = _described(region), key_of(region, inputs)
-        return self._run_by(offered, what, key, region, inputs, untimed)
+        times = Times(inputs, BRIEF)
+        program = self._run_by(offered, what, key, region, times, untimed)
+        made = times.first.get(self.known[key])
+        return program, program(*inputs) if made is None else made
 
     def for_call(
         self, program: Program, line: fx.GraphModule, inputs: Sequence[torch.Tensor]
@@ -57,7 +65,7 @@ class Chooser:
         if not offered:
             return program
         key = f"call {key_of(line, inputs)}"
-        return self._run_by(offered, "the whole call", key, program, inputs, offered[0])
+        return self._run_by(offered, "the whole call", key, program, Times(inputs), offered[0])
 
     def _run_by(
         self,
@@ -65,16 +73,15 @@ class Chooser:
         what: str,
         key: str,
         program: Program,
-        inputs: Sequence[torch.Tensor],
+        times: Times,
         untimed: str,
     ) -> Program:
         names: Iterable[str] = [AS_IT_IS, *offered]
-        times = Times(inputs)
         make: Callable[..., Program | str] = functools.partial(verified, run=times.run)
         if self.settled(key, untimed, CANDIDATES):
             names, make = CANDIDATES, prepared if key in self.verified else tried
         self.verified.add(key)
-        makers = {name: functools.partial(make, name, program, inputs) for name in names}
+        makers = {name: functools.partial(make, name, program, times.inputs) for name in names}
         return self.pick(what, key, makers, untimed, times)
 
     def settled(self, key: str, policy: str, names: Container[str]) -> str:
@@ -119,7 +126,7 @@ class Chooser:
 
         They take turns until one is faster beyond doubt, or the budget is spent.
         """
-        deadline = max(self.deadline, time.perf_counter() + SHORT)
+        deadline = max(self.deadline, time.perf_counter() + times.enough)
         while (done := times.rounds(programs)) < _MOST_ROUNDS:
             if done >= fewest and (times.are_clear(programs) or time.perf_counter() > deadline):
                 break

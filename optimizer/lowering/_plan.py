@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import operator
@@ -14,17 +15,19 @@ from torch import fx, nn
 from optimizer._check import Answer, Difference, compare_answers, relative_error
 from optimizer._inputs import Call
 from optimizer._report import Choice
-from optimizer.lowering._attention import with_attention
+from optimizer.lowering._attention import extract_attention
 from optimizer.lowering._candidates import ONLY_FINITE, varied
 from optimizer.lowering._choose import WORTH_IT, Chooser
 from optimizer.lowering._function import as_function
 from optimizer.lowering._key import key_of
+from optimizer.lowering._laid_out import LaidOut
 from optimizer.lowering._policies import AS_IT_IS
 from optimizer.lowering._precision import Precision, in_precision
-from optimizer.lowering._regions import with_regions
+from optimizer.lowering._regions import extract_layers, is_one_region
 from optimizer.lowering._straight_line import NotStraightLineError, StraightLine, straight_line
 from optimizer.lowering._times import Times
 
+_FAR_MORE = 1e-3  # seconds
 Judge = Callable[[Precision | None, Answer], Difference | None]
 
 
@@ -52,10 +55,10 @@ class Plan:
         module, others = line.module, list(map(varied, line.inputs))
         if precision:
             module = in_precision(line.module, (line.inputs, others), precision.dtype)
-        program, start = with_regions(with_attention(module)), len(chooser.choices)
+        program, start = _with_regions(module), len(chooser.choices)
         with torch.no_grad():
             outputs = _Choosing(program, chooser).run(*line.inputs)
-            laid_out = _LaidOut(program, line.outputs)
+            laid_out = LaidOut(program, line.outputs)
             self.program = chooser.for_call(laid_out, module, line.inputs)
             self.run = as_function(self.program)
             if self.program is not laid_out:
@@ -65,6 +68,7 @@ class Plan:
                 self._require_same(line, others, line.module(*others), self.program(*others))
         self.choices: tuple[Choice, ...] = tuple(chooser.choices[start:])
         self.only_finite = any(choice.chosen in ONLY_FINITE for choice in self.choices)
+        self.was_raced = is_one_region(program) and _saves_time(self.choices)
 
     def _require_same(
         self,
@@ -102,6 +106,8 @@ class Plan:
         Raises:
             NotStraightLineError: it is not.
         """
+        if self.was_raced:
+            return None
         if not chooser.tunes:
             lowered = any(choice.chosen != AS_IT_IS for choice in self.choices)
             return _require(lowered, "no region of it can be")
@@ -118,6 +124,20 @@ class Plan:
             with torch.no_grad():
                 return self(tensors)
         return self.rebuild(self.run(*tensors))
+
+
+def _with_regions(module: fx.GraphModule) -> fx.GraphModule:
+    """The same code, with each region a GraphModule that it calls."""
+    outer = fx.GraphModule(module, copy.deepcopy(module.graph))
+    extract_attention(outer)
+    extract_layers(outer)
+    return fx.GraphModule(outer, outer.graph)
+
+
+def _saves_time(choices: Sequence[Choice]) -> bool:
+    """Whether the first of them was seen to save far more than it takes to find a plan."""
+    seconds = choices[0].seconds
+    return bool(seconds) and seconds[choices[0].chosen] < seconds[AS_IT_IS] - _FAR_MORE
 
 
 def make_plan(
@@ -224,27 +244,6 @@ class _Choosing(fx.Interpreter):
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         region = self.module.get_submodule(target)
         assert isinstance(region, fx.GraphModule)
-        chosen = self.chooser(region, args)
+        chosen, outputs = self.chooser(region, args)
         self.module.set_submodule(target, chosen)
-        return chosen(*args)
-
-
-class _LaidOut(nn.Module):
-    """A program whose outputs get the strides that they have in eager."""
-
-    def __init__(self, program: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.program, self.run = program, as_function(program)
-        self.strides = [tensor.stride() for tensor in outputs]
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(map(_laid_out, self.run(*inputs), self.strides))
-
-
-def _laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """The same values with these strides; where one is 0, elements are read again and again."""
-    if tensor.stride() == strides:
-        return tensor
-    held = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
-    made = torch.empty_strided(held.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(held).expand(tensor.shape)
+        return outputs

@@ -6,7 +6,6 @@ between them, and holds at least one with weights. Everything else stays as it i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
@@ -56,14 +55,18 @@ def convolutions_of(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if name_of(node) in CONVOLUTIONS]
 
 
-def with_regions(module: fx.GraphModule) -> fx.GraphModule:
-    """The same code, with each region a GraphModule that it calls."""
-    outer = fx.GraphModule(module, copy.deepcopy(module.graph))
+def extract_layers(outer: fx.GraphModule) -> None:
+    """Make of each run of layers and what is between them a GraphModule that the code calls."""
     for place, nodes in enumerate(list(_regions(outer.graph))):
         extract(outer, nodes, f"region_{place}", (arg for node in nodes for arg in _weights(node)))
-    outer.graph.lint()
-    outer.recompile()
-    return outer
+
+
+def is_one_region(module: fx.GraphModule) -> bool:
+    """Whether code with its regions does nothing but call one."""
+    called = [node for node in module.graph.nodes if node.op.startswith("call")]
+    return all(node.op == "call_module" or node.target is getitem for node in called) and (
+        len(list(module.children())) == 1
+    )
 
 
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:

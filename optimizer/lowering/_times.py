@@ -12,17 +12,22 @@ from optimizer._device import device_of
 from optimizer._trees import tensors_in
 
 _MOMENT = 1e-3  # seconds: shorter ones say more of the clock and the machine
-SHORT = 0.05  # seconds that a race may take in any case
+SHORT = 0.05  # seconds that a race may take in any case, and takes before it is clear
+BRIEF = 0.02  # the same for one region of several
 _CLEARLY = 0.9  # of the time of any other, at most
 
 
 class Times:
-    """What calls with some inputs took, by the name of the program."""
+    """What calls with some inputs took, by the name of the program.
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
-        self.inputs = inputs
+    What disturbs the machine lasts longer than a moment: before `enough` seconds, nothing is clear.
+    """
+
+    def __init__(self, inputs: Sequence[Any], enough: float = SHORT) -> None:
+        self.inputs, self.enough = inputs, enough
         self.wait = device_of(tensors_in(inputs)).synchronize
         self.seconds = defaultdict[str, list[float]](list)
+        self.first: dict[str, Any] = {}  # what the first call of each returned
         self.spent = 0.0
 
     def run(self, name: str, program: Callable[..., Any], inputs: Sequence[Any]) -> Any:
@@ -34,6 +39,7 @@ class Times:
         elapsed = time.perf_counter() - start
         if elapsed >= _MOMENT:
             self._note(name, elapsed, 1)
+        self.first.setdefault(name, result)
         return result
 
     def add(self, name: str, program: Callable[..., Any]) -> None:
@@ -59,11 +65,8 @@ class Times:
         return {name: median(self.seconds[name]) for name in names}
 
     def are_clear(self, names: Iterable[str]) -> bool:
-        """Whether no time of the fastest comes near to any of another.
-
-        A few moments are not: what disturbs the machine lasts longer.
-        """
-        if self.spent < SHORT:
+        """Whether no time of the fastest comes near to any of another."""
+        if self.spent < self.enough:
             return False
         best, *others = sorted((self.seconds[name] for name in names), key=median)
         return all(max(best) <= _CLEARLY * min(other) for other in others)

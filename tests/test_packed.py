@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -341,3 +342,25 @@ def test_in_a_precision_of_its_own_it_is_raced_against_the_portable_code(
     optimizer.optimize(Then().eval(), (values(),), level=3, precision="bf16")
 
     assert raced[-1] == ["plan", "portable"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="other systems do not tell")
+def test_dense_weights_may_stay_in_the_file_that_they_are_loaded_from(tmp_path: Path) -> None:
+    """Only what is packed takes memory then: the dense ones can be read again."""
+    model, x, path = nn.Sequential(nn.Linear(64, 64), nn.GELU()), values(3, 64), tmp_path / "fast"
+    fast = lowered(model, x)
+    torch.save(fast, path)
+    loaded = torch.load(path, mmap=True, weights_only=False)
+
+    with torch.no_grad():
+        assert loaded.plan_for((x,), {}) is not None
+        assert torch.equal(loaded(x), fast(x))
+    assert all(is_mapped(weight, path) for weight in loaded.parameters())
+    assert not any(is_mapped(weight, path) for weight in fast.parameters())
+
+
+def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
+    """Whether a tensor lies in what the process maps from a file."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if line.endswith(str(path))]
+    return any(int(a, 16) <= tensor.data_ptr() < int(b, 16) for a, b in spans)

@@ -357,6 +357,8 @@ def test_dense_weights_may_stay_in_the_file_that_they_are_loaded_from(tmp_path: 
         assert torch.equal(loaded(x), fast(x))
     assert all(is_mapped(weight, path) for weight in loaded.parameters())
     assert not any(is_mapped(weight, path) for weight in fast.parameters())
+    again = optimizer.optimize(loaded, (x,), level=1)
+    assert all(is_mapped(weight, path) for weight in again.parameters())
 
 
 def is_mapped(tensor: torch.Tensor, path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import operator
@@ -10,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from optimizer._check import Answer, Difference, compare_answers, relative_error
 from optimizer._inputs import Call
 from optimizer._report import Choice
-from optimizer.lowering._attention import extract_attention
+from optimizer.lowering._by_region import by_region
 from optimizer.lowering._candidates import ONLY_FINITE, varied
 from optimizer.lowering._choose import WORTH_IT, Chooser
 from optimizer.lowering._function import as_function
@@ -23,11 +22,11 @@ from optimizer.lowering._key import key_of
 from optimizer.lowering._laid_out import LaidOut
 from optimizer.lowering._policies import AS_IT_IS
 from optimizer.lowering._precision import Precision, in_precision
-from optimizer.lowering._regions import extract_layers, is_one_region
+from optimizer.lowering._regions import is_one_region
 from optimizer.lowering._straight_line import NotStraightLineError, StraightLine, straight_line
 from optimizer.lowering._times import Times
 
-_FAR_MORE = 1e-3  # seconds
+_FINDING = 1e-3  # seconds, at most
 Judge = Callable[[Precision | None, Answer], Difference | None]
 
 
@@ -55,9 +54,9 @@ class Plan:
         module, others = line.module, list(map(varied, line.inputs))
         if precision:
             module = in_precision(line.module, (line.inputs, others), precision.dtype)
-        program, start = _with_regions(module), len(chooser.choices)
+        start = len(chooser.choices)
         with torch.no_grad():
-            outputs = _Choosing(program, chooser).run(*line.inputs)
+            program, outputs = by_region(module, line.inputs, chooser)
             laid_out = LaidOut(program, line.outputs)
             self.program = chooser.for_call(laid_out, module, line.inputs)
             self.run = as_function(self.program)
@@ -126,18 +125,13 @@ class Plan:
         return self.rebuild(self.run(*tensors))
 
 
-def _with_regions(module: fx.GraphModule) -> fx.GraphModule:
-    """The same code, with each region a GraphModule that it calls."""
-    outer = fx.GraphModule(module, copy.deepcopy(module.graph))
-    extract_attention(outer)
-    extract_layers(outer)
-    return fx.GraphModule(outer, outer.graph)
-
-
 def _saves_time(choices: Sequence[Choice]) -> bool:
-    """Whether the first of them was seen to save far more than it takes to find a plan."""
+    """Whether the first of them was seen to save far more than it takes to find a plan.
+
+    That looks at the weights, and at the values of the inputs.
+    """
     seconds = choices[0].seconds
-    return bool(seconds) and seconds[choices[0].chosen] < seconds[AS_IT_IS] - _FAR_MORE
+    return bool(seconds) and seconds[choices[0].chosen] < 0.9 * seconds[AS_IT_IS] - _FINDING
 
 
 def make_plan(
@@ -232,18 +226,3 @@ def _held(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
             if held:
                 yield vars(part), kind, vars(part)[kind]
             yield from ((vars(part)[kind], name, value) for name, value in held.items())
-
-
-class _Choosing(fx.Interpreter):
-    """Runs a program once and puts, for each region that it comes to, the best in its place."""
-
-    def __init__(self, program: fx.GraphModule, chooser: Chooser) -> None:
-        super().__init__(program)
-        self.chooser = chooser
-
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region = self.module.get_submodule(target)
-        assert isinstance(region, fx.GraphModule)
-        chosen, outputs = self.chooser(region, args)
-        self.module.set_submodule(target, chosen)
-        return outputs

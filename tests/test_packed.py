@@ -22,6 +22,7 @@ from optimizer.lowering._onednn import in_channels_last
 from optimizer.lowering._packed import packable_in, with_packed_weights
 from optimizer.lowering._policies import AS_IT_IS
 from optimizer.lowering._straight_line import straight_line
+from optimizer.lowering._times import BRIEF, SHORT, Times
 
 PRODUCT = torch.ops.mkldnn._linear_pointwise.default
 FUSED = {
@@ -299,6 +300,18 @@ class Between(nn.Module):
         return self.after(y) if self.after else y
 
 
+class Attended(nn.Module):
+    """An attention to constants, which is a region of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", values(1, 1, 6, 3))
+        self.register_buffer("mask", values(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.keys + self.mask).softmax(-1) @ self.keys.transpose(-2, -1)
+
+
 @pytest.mark.parametrize(
     ("model", "seconds", "again"),
     [
@@ -309,6 +322,7 @@ class Between(nn.Module):
         (Between(before=nn.Softmax(-1)), (0.1, 0.08), True),
         (Between(after=nn.Softmax(-1)), (0.1, 0.08), True),
         (nn.Sequential(Between(), nn.Softmax(-1), Between()), (0.1, 0.08), True),
+        (Between(before=Attended()), (0.1, 0.08), True),
     ],
     ids=[
         "one region",
@@ -318,6 +332,7 @@ class Between(nn.Module):
         "a call before",
         "a call after",
         "two regions",
+        "two without a call between",
     ],
 )
 def test_what_is_all_of_a_call_is_raced_once(
@@ -332,7 +347,7 @@ def test_what_is_all_of_a_call_is_raced_once(
         return dict(zip(runs, seconds, strict=True))
 
     monkeypatch.setattr(Chooser, "race", race)
-    lowered(model, values())
+    lowered(model, values(1, 1, 3, 6))
 
     assert ("plan" in raced[-1]) == again
 
@@ -374,3 +389,16 @@ def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
     lines = Path("/proc/self/maps").read_text().splitlines()
     spans = [line.split()[0].split("-") for line in lines if line.endswith(str(path))]
     return any(int(a, 16) <= tensor.data_ptr() < int(b, 16) for a, b in spans)
+
+
+def test_one_region_of_several_may_be_raced_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    enough: list[float] = []
+
+    def race(self: Any, runs: Any, times: Times, **more: Any) -> dict[str, float]:
+        enough.append(times.enough)
+        return {name: 1.0 / place for place, name in enumerate(reversed(list(runs)), 1)}
+
+    monkeypatch.setattr(Chooser, "race", race)
+    optimizer.optimize(Between(after=nn.Softmax(-1)).eval(), (values(),), level=2)
+
+    assert enough == [BRIEF, SHORT]

@@ -63,10 +63,8 @@ def extract_layers(outer: fx.GraphModule) -> None:
 
 def is_one_region(module: fx.GraphModule) -> bool:
     """Whether code with its regions does nothing but call one."""
-    called = [node for node in module.graph.nodes if node.op.startswith("call")]
-    return all(node.op == "call_module" or node.target is getitem for node in called) and (
-        len(list(module.children())) == 1
-    )
+    called = [n for n in module.graph.nodes if n.op.startswith("call") and n.target is not getitem]
+    return [node.op for node in called] == ["call_module"]
 
 
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:

@@ -30,11 +30,13 @@ def known_outcome(called: Any, *args: Any) -> tuple[torch.Tensor, Effect] | None
 
 def _known_result(module: Any, *args: Any) -> torch.Tensor | None:
     value = args[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else None
-    if value is None or value.dim() < 2 or not value.is_contiguous():
+    if value is None or value.dim() < 2 or not _is_dense(value):
         return None
     if _is_linear(module):
         fits = (module.in_features, module.weight.dtype) == (value.shape[-1], value.dtype)
         return value.new_empty((*value.shape[:-1], module.out_features)) if fits else None
+    if type(module) in CONVOLUTIONS:
+        return _convolved(module, value) if _takes(module, value) else None
     if not _keeps_shape(module, value):
         return None
     return value if getattr(module, "inplace", False) else value.new_empty(value.shape)
@@ -52,9 +54,14 @@ def _known_sum(function: Any, *args: Any) -> torch.Tensor | None:
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return None
     alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-    dense = one.is_contiguous() and other.is_contiguous() and one.dim() > 0
+    dense = _is_dense(one) and _is_dense(other) and one.dim() > 0
     numbers = one.is_floating_point()
     return one.new_empty(one.shape) if alike and dense and numbers else None
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether it is contiguous in its strides of single elements too, which results inherit."""
+    return value.is_contiguous() and value.stride() == value.new_empty(value.shape).stride()
 
 
 def _keeps_shape(module: Any, value: torch.Tensor) -> bool:
@@ -69,6 +76,31 @@ def _keeps_shape(module: Any, value: torch.Tensor) -> bool:
     if module.running_var is None or module.running_var.dtype != value.dtype:
         return False
     return bool(module.num_features == value.shape[1])
+
+
+def _takes(convolution: Any, value: torch.Tensor) -> bool:
+    """Whether it is certain to accept a value, and to lay out its result as that."""
+    weight, bias, groups = convolution.weight, convolution.bias, convolution.groups
+    if convolution.padding_mode != "zeros" or isinstance(convolution.padding, str):
+        return False
+    channels = value.dim() == weight.dim() and value.shape[1] == weight.shape[1] * groups
+    biased = bias is None or (bias.shape, bias.dtype) == (weight.shape[:1], weight.dtype)
+    numbers = value.is_floating_point() and value.dtype == weight.dtype
+    steps = min(convolution.stride) > 0 and min(convolution.dilation) > 0
+    steps = steps and min(convolution.padding) >= 0 and weight.shape[0] % groups == 0
+    return channels and biased and numbers and steps and weight.is_contiguous()
+
+
+def _convolved(convolution: Any, value: torch.Tensor) -> torch.Tensor | None:
+    """The formula of `nn.Conv2d`'s documentation, where it leaves something."""
+    kernel = convolution.weight.shape[2:]
+    stride, padding, dilation = convolution.stride, convolution.padding, convolution.dilation
+    sizes = [
+        (size + 2 * p - d * (k - 1) - 1) // s + 1
+        for size, k, s, p, d in zip(value.shape[2:], kernel, stride, padding, dilation, strict=True)
+    ]
+    shape = (value.shape[0], convolution.weight.shape[0], *sizes)
+    return value.new_empty(shape) if value.numel() and min(sizes) > 0 else None
 
 
 def _is_linear(module: Any) -> bool:

@@ -18,7 +18,7 @@ from optimizer._report import Choice
 from optimizer._trees import tensors_in
 from optimizer.lowering._attention import as_one_call, extract_attention
 from optimizer.lowering._choose import Chooser
-from optimizer.lowering._policies import AS_IT_IS
+from optimizer.lowering._policies import AS_IT_IS, POLICIES
 from optimizer.lowering._straight_line import straight_line
 
 BATCH, HEADS, TOKENS, SIZE = 4, 2, 5, 8
@@ -375,3 +375,18 @@ def test_no_images_at_all() -> None:
 
     assert fast(values(0)).shape == (0, HEADS, TOKENS, SIZE)
     torch.testing.assert_close(fast(values()), model(values()))
+
+
+@pytest.mark.parametrize(("kind", "offered"), [("cpu", [NAME]), ("cuda", [NAME]), ("mps", [])])
+def test_where_it_is_offered(kind: str, offered: list[str]) -> None:
+    (region,) = regions(attention, qkv())
+
+    assert POLICIES[kind].offered(region, qkv()) == offered
+
+
+def test_untimed_it_is_one_call() -> None:
+    model, x = Attends(), values()
+    fast = optimizer.optimize(model.eval(), (x,), level=2, tune_seconds=0)
+
+    assert chosen(fast) == [NAME]
+    torch.testing.assert_close(fast(x), model(x))

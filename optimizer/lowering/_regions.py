@@ -105,9 +105,8 @@ def extract(
     Other constants are arguments.
     """
     inside, constants = dict.fromkeys(nodes), dict.fromkeys(held)
-    inputs = list(dict.fromkeys(
-        arg for n in nodes for arg in n.all_input_nodes if arg not in inside | constants
-    ))  # fmt: skip
+    own = inside | constants
+    inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in own))
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{place}") for place, node in enumerate(inputs)}

@@ -30,8 +30,10 @@ def known_outcome(called: Any, *args: Any) -> tuple[torch.Tensor, Effect] | None
 
 def _known_result(module: Any, *args: Any) -> torch.Tensor | None:
     value = args[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else None
-    if value is None or value.dim() < 2 or not _is_dense(value):
+    if value is None or value.dim() < 2:
         return None
+    if not (value.is_contiguous() if type(module) in _RANKS else _is_dense(value)):
+        return None  # of single elements, a BatchNorm alone does not keep the strides
     if _is_linear(module):
         fits = (module.in_features, module.weight.dtype) == (value.shape[-1], value.dtype)
         return value.new_empty((*value.shape[:-1], module.out_features)) if fits else None
@@ -60,8 +62,8 @@ def _known_sum(function: Any, *args: Any) -> torch.Tensor | None:
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Whether it is contiguous in its strides of single elements too, which results inherit."""
-    return value.is_contiguous() and value.stride() == value.new_empty(value.shape).stride()
+    """Whether it is contiguous, in the strides of single elements too: results inherit them."""
+    return value.stride() == value.new_empty(value.shape).stride()
 
 
 def _keeps_shape(module: Any, value: torch.Tensor) -> bool:

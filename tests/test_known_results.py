@@ -35,6 +35,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "Conv2d in channels last": lambda: nn.Conv2d(3, 6, 3).to(memory_format=torch.channels_last),
     "Conv2d, same": lambda: nn.Conv2d(3, 6, 3, padding="same"),
     "Conv2d, circular": lambda: nn.Conv2d(3, 6, 3, padding=1, padding_mode="circular"),
+    "Conv2d, circular by too much": lambda: nn.Conv2d(3, 6, 3, padding=9, padding_mode="circular"),
     "Conv2d in float64": lambda: nn.Conv2d(3, 6, 3).double(),
     "Conv2d with another bias": lambda: with_other(nn.Conv2d(3, 6, 3), bias=torch.ones(6).double()),
     "Conv2d with a long bias": lambda: with_other(nn.Conv2d(3, 6, 3), bias=torch.ones(7)),
@@ -44,13 +45,14 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "Conv2d with groups that leave some": lambda: with_other(
         nn.Conv2d(3, 6, 3, groups=3), weight=torch.ones(5, 1, 3, 3)
     ),
-    "Conv2d that steps back": lambda: with_setting(nn.Conv2d(3, 6, 3), stride=(-1, 1)),
+    "Conv2d that steps back": lambda: with_setting(nn.Conv2d(3, 6, (5, 4)), stride=(-1, 1)),
     "Conv2d that stretches by nothing": lambda: with_setting(nn.Conv2d(3, 6, 3), dilation=(0, 1)),
     "Conv2d that crops": lambda: with_setting(nn.Conv2d(3, 6, 3), padding=(-1, 0)),
     "Conv2d of one channel": lambda: nn.Conv2d(1, 1, 1),
     "Conv3d": lambda: nn.Conv3d(3, 5, 2, padding=1),
     "BatchNorm1d": lambda: nn.BatchNorm1d(3).eval(),
     "BatchNorm2d": lambda: nn.BatchNorm2d(3).eval(),
+    "BatchNorm2d of one channel": lambda: nn.BatchNorm2d(1).eval(),
     "BatchNorm1d in training": lambda: nn.BatchNorm1d(3),
     "BatchNorm1d without statistics": lambda: nn.BatchNorm1d(3, track_running_stats=False).eval(),
 }
@@ -101,6 +103,7 @@ RULED = {
     "Conv2d with another weight": "an image",
     "Conv2d of one channel": "one channel",
     "Conv3d": "a volume",
+    "BatchNorm2d of one channel": "one channel last",
     **{kind.__name__: "three axes" for kind in ACTIVATIONS},
 }
 

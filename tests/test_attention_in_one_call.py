@@ -17,22 +17,13 @@ from optimizer._lowered import LoweredModule
 from optimizer._report import Choice
 from optimizer._trees import tensors_in
 from optimizer.lowering._attention import as_one_call, extract_attention
-from optimizer.lowering._choose import Chooser
 from optimizer.lowering._policies import AS_IT_IS, POLICIES
 from optimizer.lowering._straight_line import straight_line
 
 BATCH, HEADS, TOKENS, SIZE = 4, 2, 5, 8
 NAME = "attention in one call"
 INFINITY = math.inf
-
-
-@pytest.fixture(autouse=True)
-def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def last_wins(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
-        seconds = {name: 1.0 / place for place, name in enumerate(runs, 1)}
-        return {"plan": 0.1, "portable": 1.0} if "plan" in runs else seconds
-
-    monkeypatch.setattr(Chooser, "race", last_wins)
+pytestmark = pytest.mark.usefixtures("last_candidate_wins")
 
 
 def drawn(*shape: int) -> torch.Tensor:

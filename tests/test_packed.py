@@ -24,6 +24,7 @@ from optimizer.lowering._policies import AS_IT_IS
 from optimizer.lowering._straight_line import straight_line
 from optimizer.lowering._times import BRIEF, SHORT, Times
 
+pytestmark = pytest.mark.usefixtures("last_candidate_wins")
 PRODUCT = torch.ops.mkldnn._linear_pointwise.default
 FUSED = {
     "gelu": F.gelu,
@@ -35,15 +36,6 @@ FUSED = {
     "silu in place": lambda x: F.silu(x, inplace=True),
     "tanh": torch.tanh,
 }
-
-
-@pytest.fixture(autouse=True)
-def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def last_wins(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
-        seconds = {name: 1.0 / place for place, name in enumerate(runs, 1)}
-        return {"plan": 0.1, "portable": 1.0} if "plan" in runs else seconds
-
-    monkeypatch.setattr(Chooser, "race", last_wins)
 
 
 class Then(nn.Module):

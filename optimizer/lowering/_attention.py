@@ -54,8 +54,9 @@ class _Attention:
 def extract_attention(outer: fx.GraphModule) -> None:
     """Make of each attention that can be one call a GraphModule that the code calls."""
     for place, found in enumerate(list(_attentions(outer.graph))):
-        constants = [arg for node in found.nodes() for arg in node.all_input_nodes]
-        extract(outer, found.nodes(), f"attention_{place}", filter(is_attribute, constants))
+        nodes = found.nodes()
+        constants = (arg for node in nodes for arg in node.all_input_nodes if is_attribute(arg))
+        extract(outer, nodes, f"attention_{place}", constants)
 
 
 def holds_attention(region: fx.GraphModule) -> bool:

@@ -32,6 +32,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "Conv2d": lambda: nn.Conv2d(3, 6, (3, 1), stride=2, padding=(1, 0), dilation=(1, 2), groups=3),
     "Conv2d of one pixel": lambda: nn.Conv2d(3, 6, (5, 4), bias=False),
     "Conv2d of more than there is": lambda: nn.Conv2d(3, 6, 5),
+    "Conv2d of a border": lambda: nn.Conv2d(3, 6, 1, padding=1),
     "Conv2d in channels last": lambda: nn.Conv2d(3, 6, 3).to(memory_format=torch.channels_last),
     "Conv2d, same": lambda: nn.Conv2d(3, 6, 3, padding="same"),
     "Conv2d, circular": lambda: nn.Conv2d(3, 6, 3, padding=1, padding_mode="circular"),
@@ -43,7 +44,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         nn.Conv2d(9, 6, 3), weight=torch.ones(6, 3, 1, 1)
     ),
     "Conv2d with groups that leave some": lambda: with_other(
-        nn.Conv2d(3, 6, 3, groups=3), weight=torch.ones(5, 1, 3, 3)
+        nn.Conv2d(3, 6, 3, groups=3, bias=False), weight=torch.ones(5, 1, 3, 3)
     ),
     "Conv2d that steps back": lambda: with_setting(nn.Conv2d(3, 6, (5, 4)), stride=(-1, 1)),
     "Conv2d that stretches by nothing": lambda: with_setting(nn.Conv2d(3, 6, 3), dilation=(0, 1)),
@@ -69,6 +70,7 @@ INPUTS: dict[str, Callable[[], Tensor]] = {
     "an image of one pixel": lambda: torch.randn(2, 3, 1, 1),
     "one channel": lambda: torch.randn(2, 1, 5, 4),
     "one channel last": lambda: torch.randn(2, 1, 5, 4).to(memory_format=torch.channels_last),
+    "an image of no rows": lambda: torch.randn(2, 3, 0, 4),
     "no images": lambda: torch.randn(0, 3, 5, 4),
     "an image in float64": lambda: torch.randn(2, 3, 5, 4, dtype=torch.float64),
     "an image of integers": lambda: torch.ones(2, 3, 5, 4, dtype=torch.int64),

@@ -29,6 +29,7 @@ from optimizer.lowering._plan import Judge, Plan, Weights, make_plan
 from optimizer.lowering._policies import require_one_device
 from optimizer.lowering._signature import Key, Signature
 from optimizer.lowering._straight_line import NotStraightLineError
+from optimizer.lowering._times import Times
 
 Decisions: TypeAlias = Mapping[str, str]
 NO_DECISIONS: Decisions = MappingProxyType({})
@@ -96,9 +97,10 @@ class LoweredModule(OptimizedModule):
                 known = self._decisions(signature.key)
                 self._install(signature.key, plan)
                 if known is None:
-                    plan.require_right(self._run_lowered(call), judge)
+                    times = Times((call,))
+                    plan.require_right(times.run("plan", self._run_lowered, (call,)), judge)
                     runs = {"plan": self._run_lowered, "portable": self._run_portable}
-                    plan.require_worth_it(runs, call, chooser)
+                    plan.require_worth_it(runs, times, chooser)
         except NotStraightLineError as error:
             self.forget(call)
             raise InputError(f"such a call is not lowered: {error}.") from error

@@ -22,11 +22,11 @@ from optimizer.lowering._key import key_of
 from optimizer.lowering._laid_out import LaidOut
 from optimizer.lowering._policies import AS_IT_IS
 from optimizer.lowering._precision import Precision, in_precision
-from optimizer.lowering._regions import is_one_region
 from optimizer.lowering._straight_line import NotStraightLineError, StraightLine, straight_line
 from optimizer.lowering._times import Times
 
-_FINDING = 1e-3  # seconds, at most
+_FINDING = 1e-3  # seconds that it takes to find a plan, at most
+_CLEARLY = 0.1  # of a call's time, at least
 Judge = Callable[[Precision | None, Answer], Difference | None]
 
 
@@ -37,6 +37,7 @@ class Plan:
         choices: which program runs each region.
         precision: that of its products, where it is not the module's own.
         error: the largest that was seen, relative to the largest value of an output.
+        saves: the seconds of a call that its regions were seen to save.
 
     Raises:
         NotStraightLineError: the code that was chosen gives another answer.
@@ -67,7 +68,7 @@ class Plan:
                 self._require_same(line, others, line.module(*others), self.program(*others))
         self.choices: tuple[Choice, ...] = tuple(chooser.choices[start:])
         self.only_finite = any(choice.chosen in ONLY_FINITE for choice in self.choices)
-        self.was_raced = is_one_region(program) and _saves_time(self.choices)
+        self.saves = 0.0 if precision else _saved(self.choices)
 
     def _require_same(
         self,
@@ -96,21 +97,22 @@ class Plan:
         _require(found is None, f"its answer differs ({found})")
 
     def require_worth_it(
-        self, runs: Mapping[str, Callable[..., Any]], call: Call, chooser: Chooser
+        self, runs: Mapping[str, Callable[..., Any]], times: Times, chooser: Chooser
     ) -> None:
         """Require that calls run faster by the plan; untimed, that something of it is lowered.
 
         `runs` makes a call by the "plan", with what it takes to find it, and by "portable" code.
+        `times` has one call by the plan: where its regions saved far more, that is enough.
 
         Raises:
             NotStraightLineError: it is not.
         """
-        if self.was_raced:
-            return None
         if not chooser.tunes:
             lowered = any(choice.chosen != AS_IT_IS for choice in self.choices)
             return _require(lowered, "no region of it can be")
-        seconds = chooser.race(runs, Times((call,)), fewest=1)
+        if self.saves > _CLEARLY * times.spent + _FINDING:
+            return None
+        seconds = chooser.race(runs, times, fewest=1)
         return _require(seconds["plan"] <= WORTH_IT * seconds["portable"], "it is not faster so")
 
     def takes(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -125,13 +127,11 @@ class Plan:
         return self.rebuild(self.run(*tensors))
 
 
-def _saves_time(choices: Sequence[Choice]) -> bool:
-    """Whether the first of them was seen to save far more than it takes to find a plan.
-
-    That looks at the weights, and at the values of the inputs.
-    """
-    seconds = choices[0].seconds
-    return bool(seconds) and seconds[choices[0].chosen] < 0.9 * seconds[AS_IT_IS] - _FINDING
+def _saved(choices: Sequence[Choice]) -> float:
+    """Seconds, of all regions; one that is like another was timed with it."""
+    seconds = {choice.key: choice.seconds for choice in choices if choice.seconds}
+    timed = [(seconds[choice.key], choice.chosen) for choice in choices if choice.key in seconds]
+    return sum(found[AS_IT_IS] - found[chosen] for found, chosen in timed)
 
 
 def make_plan(

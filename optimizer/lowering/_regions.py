@@ -61,12 +61,6 @@ def extract_layers(outer: fx.GraphModule) -> None:
         extract(outer, nodes, f"region_{place}", (arg for node in nodes for arg in _weights(node)))
 
 
-def is_one_region(module: fx.GraphModule) -> bool:
-    """Whether code with its regions does nothing but call one."""
-    called = [n for n in module.graph.nodes if n.op.startswith("call") and n.target is not getitem]
-    return [node.op for node in called] == ["call_module"]
-
-
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     run: list[fx.Node] = []
     for node in graph.nodes:

@@ -384,6 +384,23 @@ def test_the_interval_of_a_median_is_read_off_the_ordered_samples():
     assert Spread.of(range(20)) == (9.5, 5, 14)
 
 
+@pytest.mark.parametrize(
+    ("information", "name"),
+    [
+        (
+            "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n",
+            "AMD EPYC, cpu family 26, model 2",
+        ),
+        ("model name\t: Sheep: 2 GHz\n", "Sheep: 2 GHz"),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\n", ""),
+        ("", ""),
+    ],
+    ids=["x86", "a name alone", "no name", "another system"],
+)
+def test_generations_of_a_processor_are_told_apart(information: str, name: str) -> None:
+    assert command._named(information) == name
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_ours_and_eager_are_among_the_usual_peers(device):
     usual = _preparations.usual(device)

@@ -137,9 +137,15 @@ def _commit() -> str:
 
 def _processor() -> str:
     information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    return _named(information.read_text() if information.exists() else "") or platform.processor()
+
+
+def _named(information: str) -> str:
+    """The processor's name with its family and model: a virtual machine may name all alike."""
+    lines = (line.partition(":") for line in information.splitlines())
+    found = {key.strip(): value.strip() for key, _, value in lines}
+    numbers = [f"{key} {found[key]}" for key in ("cpu family", "model") if key in found]
+    return ", ".join([found["model name"], *numbers]) if "model name" in found else ""
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -22,7 +22,6 @@ from optimizer._inputs import Call, ExampleInputs, as_call
 from optimizer._module import OptimizedModule
 from optimizer._report import Choice
 from optimizer._undisturbed import undisturbed
-from optimizer.lowering._allocator import keep_freed_memory
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._eligible import obstacle
 from optimizer.lowering._plan import Judge, Plan, Weights, make_plan
@@ -89,7 +88,6 @@ class LoweredModule(OptimizedModule):
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
         require_one_device([*signature.tensors, *Weights(self).tensors()])
         chooser.in_graphs = self.meta.get("cuda_graph", True)
-        keep_freed_memory()
         try:
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 precision = self.meta.get("precision")

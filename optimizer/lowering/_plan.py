@@ -14,6 +14,7 @@ from torch import nn
 from optimizer._check import Answer, Difference, compare_answers, relative_error
 from optimizer._inputs import Call
 from optimizer._report import Choice
+from optimizer.lowering._allocator import keep_freed_memory
 from optimizer.lowering._by_region import by_region
 from optimizer.lowering._candidates import ONLY_FINITE, varied
 from optimizer.lowering._choose import WORTH_IT, Chooser
@@ -148,6 +149,7 @@ def make_plan(
     """
     weights = Weights(module)
     line = straight_line(run, weights.tensors(), call)
+    keep_freed_memory(line.taken)
     make = functools.partial(Plan, weights, line, chooser)
     if precision is None:
         return make()

@@ -9,7 +9,6 @@ nobody else holds is written down as the function that returns a new tensor.
 from __future__ import annotations
 
 import operator
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +20,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from optimizer._effects import Effects
 from optimizer._guards import GUARDS
 from optimizer._inputs import Call
 from optimizer._trees import storages_in, tensors_in
+from optimizer.lowering._allocator import Allocations
 from optimizer.lowering._idle import skip_idle
+from optimizer.lowering._opened import opened
 from optimizer.lowering._writes import returning_new, version_of, written_tensor
 
 
@@ -42,12 +42,14 @@ class StraightLine:
         inputs: copies of the call's tensors.
         outputs: what it returned for them.
         rebuild: makes the call's output of the tensors that `module` returns.
+        taken: the memory that it took.
     """
 
     module: fx.GraphModule
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     rebuild: Callable[[Sequence[torch.Tensor]], Any]
+    taken: Allocations
 
 
 def straight_line(
@@ -61,13 +63,14 @@ def straight_line(
     own = call.copied()
     inputs = tuple(tensors_in(own))
     _require_dense(call, inputs)
-    recorder, effects = _Recorder(inputs, held), Effects()
+    recorder, effects = _Recorder(inputs, held), Allocations()
     with torch.no_grad(), effects, recorder:
         output = run(*own.args, **own.kwargs)
     _require(not effects.counts, "a size depends on values")
     outputs = tensors_in(output)
     _require_own_storages(outputs, inputs)
-    return StraightLine(recorder.finished(outputs), inputs, tuple(outputs), _rebuild(output))
+    module = recorder.finished(outputs)
+    return StraightLine(module, inputs, tuple(outputs), _rebuild(output), effects)
 
 
 def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
@@ -127,7 +130,7 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward or _is_ours(func):
             with self:
-                return _opened(func)(*args, **kwargs)
+                return opened(func)(*args, **kwargs)
         if name == "__get__":
             return self._attribute(func, args[0])
         if name in _OF_GEOMETRY:
@@ -224,15 +227,6 @@ class _Recorder(TorchFunctionMode):
 
 def _is_ours(func: Any) -> bool:
     return str(getattr(func, "__module__", "")).startswith("optimizer.")
-
-
-def _opened(function: Any) -> Any:
-    """A function written in Python, so that a mode sees what it calls and not the function."""
-    names = {**function.__globals__, "has_torch_function": lambda _: False}
-    code, closure = function.__code__, function.__closure__
-    opened = types.FunctionType(code, names, function.__name__, function.__defaults__, closure)
-    opened.__kwdefaults__ = function.__kwdefaults__
-    return opened
 
 
 def _require(condition: bool, reason: str) -> None:

@@ -128,7 +128,9 @@ def test_thresholds_only_rise_to_what_the_library_takes(told: list[tuple[int, in
 def test_another_c_library_is_left_alone(
     told: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    asked: list[None] = []
+    monkeypatch.setattr(ctypes, "CDLL", asked.append)  # of None, there is no mallopt
     keep_freed_memory(taken(2**26, 2**28))
 
+    assert asked == [None, None]
     assert not told

@@ -25,7 +25,7 @@ from optimizer._inputs import Call
 from optimizer._trees import storages_in, tensors_in
 from optimizer.lowering._allocator import Allocations
 from optimizer.lowering._idle import skip_idle
-from optimizer.lowering._opened import opened
+from optimizer.lowering._see_through import see_through
 from optimizer.lowering._writes import returning_new, version_of, written_tensor
 
 
@@ -130,7 +130,7 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward or _is_ours(func):
             with self:
-                return opened(func)(*args, **kwargs)
+                return see_through(func)(*args, **kwargs)
         if name == "__get__":
             return self._attribute(func, args[0])
         if name in _OF_GEOMETRY:

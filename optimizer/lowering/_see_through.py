@@ -6,7 +6,7 @@ import types
 from typing import Any
 
 
-def opened(function: Any) -> Any:
+def see_through(function: Any) -> Any:
     """A function written in Python, so that a mode sees what it calls and not the function."""
     names = {**function.__globals__, "has_torch_function": lambda _: False}
     code, closure = function.__code__, function.__closure__

@@ -19,8 +19,8 @@ from torch import fx
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional as F
 
-from optimizer._graph import attribute_of, is_attribute
-from optimizer.lowering._regions import extract, name_of, named_arguments
+from optimizer._graph import is_attribute
+from optimizer.lowering._regions import extract, name_of, named_arguments, result_of
 
 _MATMULS = ("matmul", "__matmul__")
 _SUMS = ("add", "__add__", "__radd__", "sub", "__sub__", "masked_fill")
@@ -175,10 +175,10 @@ def _on_scores(found: _Attention, device: torch.device) -> tuple[torch.Tensor, t
     factor = torch.ones(made.shape, dtype=made.dtype, device=device)
     bias = torch.zeros_like(factor)
     for step in found.steps:
-        bias = _result(step, bias)
-        factor = factor if name_of(step) in _SUMS else _result(step, factor)
+        bias = result_of(step, bias)
+        factor = factor if name_of(step) in _SUMS else result_of(step, factor)
     for step in found.factors:
-        factor = _result(step, factor)
+        factor = result_of(step, factor)
     if bias.shape != made.shape or bias.dtype != made.dtype:
         raise ValueError("its scores change their shape or dtype")
     if not bias.amax(-1).isfinite().all():
@@ -187,16 +187,6 @@ def _on_scores(found: _Attention, device: torch.device) -> tuple[torch.Tensor, t
     if factor.shape[2:].numel() > 1:
         raise ValueError("its scores have factors of their own")
     return factor, bias
-
-
-def _result(step: fx.Node, value: torch.Tensor) -> torch.Tensor:
-    """What a step makes of another value."""
-    target: Any = step.target
-    read = {node: attribute_of(node) for node in step.all_input_nodes if is_attribute(node)}
-    args: Any = fx.map_arg(step.args, lambda node: read.get(node, value))
-    method = step.op == "call_method"
-    result: torch.Tensor = getattr(args[0], target)(*args[1:]) if method else target(*args)
-    return result
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from optimizer.lowering._function import as_function
+from optimizer.lowering._interleave import with_interleaved_channels
 from optimizer.lowering._regions import name_of
 
 Program = nn.Module  # from the tensors of a region to a tuple of those that it returns
@@ -109,7 +110,7 @@ def in_channels_last(
             if weight.dim() in _MEMORY_FORMATS:
                 laid_out = weight.clone(memory_format=_MEMORY_FORMATS[weight.dim()])
                 setattr(module, str(node.target), laid_out)
-    return fx.GraphModule(module, graph)
+    return with_interleaved_channels(fx.GraphModule(module, graph), inputs)
 
 
 def _is_multiplied(node: fx.Node) -> bool:

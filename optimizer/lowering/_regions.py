@@ -7,9 +7,11 @@ between them, and holds at least one with weights. Everything else stays as it i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx
 
 from optimizer._graph import attribute_of, is_attribute
@@ -29,6 +31,7 @@ _COMPUTED = POINTWISE | {
 MOVED = frozenset((
     "cat", "chunk", "split", "getitem", "__getitem__", "reshape", "view", "flatten", "squeeze",
     "unsqueeze", "transpose", "permute", "contiguous", "dropout", "getattr", "interpolate",
+    "swapaxes", "swapdims", "movedim", "channel_shuffle",
 ))  # fmt: skip
 
 
@@ -40,6 +43,17 @@ def name_of(node: fx.Node) -> str:
 def named_arguments(node: fx.Node, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What a node is called with, by the names of `defaults`."""
     return dict(defaults) | dict(zip(defaults, node.args, strict=False)) | node.kwargs
+
+
+def result_of(step: fx.Node, value: torch.Tensor) -> torch.Tensor:
+    """What a step makes of another value."""
+    target: Any = step.target
+    read = {node: attribute_of(node) for node in step.all_input_nodes if is_attribute(node)}
+    both: Any = fx.map_arg((step.args, step.kwargs), lambda node: read.get(node, value))
+    (first, *others), options = both
+    run = getattr(first, target) if step.op == "call_method" else partial(target, first)
+    result: torch.Tensor = run(*others, **options)
+    return result
 
 
 def constant_weight(node: fx.Node) -> fx.Node | None:

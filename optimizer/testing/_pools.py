@@ -99,6 +99,7 @@ POOLS: dict[str, Emit] = {
     ),
     "avg_pool": pool("Avg"),
     "avg_pool_padded": pool("Avg", stride=1, padding=1),
+    "avg_pool_zeros": pool("Avg", padding=1),
     "avg_pool_inside": pool("Avg", stride=1, padding=1, options=", count_include_pad=False"),
     "avg_pool_ceil": pool("Avg", options=", ceil_mode=True"),
     "avg_pool_F": pool("Avg", stride=1, spelling="{F}({v}, {options})"),

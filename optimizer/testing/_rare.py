@@ -13,15 +13,15 @@ from optimizer.testing._norms import batchnorm
 MATRIX_PRODUCT = "{v} @ self.{m}.weight + self.{m}.bias"
 
 
-def written(emit: Emit, text: str) -> Emit:
-    """What `emit` does, after the forward has written a tensor of the new layer `{m}`."""
+def written(emit: Emit, text: str, *, later: bool = False) -> Emit:
+    """What `emit` does, and before or after it the forward writes a tensor of the new layer."""
 
     def emit_written(machine: Machine) -> None:
-        layers, statements = len(machine.layers), len(machine.statements)
+        layers, before = len(machine.layers), len(machine.statements)
         emit(machine)
         if len(machine.layers) > layers:
-            name = machine.layers[-1].name
-            machine.statements.insert(statements, text.replace("{m}", name))
+            place = len(machine.statements) if later else before
+            machine.statements.insert(place, text.replace("{m}", machine.layers[-1].name))
 
     return emit_written
 
@@ -111,6 +111,7 @@ RARE: dict[str, Emit] = {
         2, expression("torch.relu({v}[:1].expand({v}.shape).transpose(0, 1)).transpose(0, 1)")
     ),
     "conv_written": written(conv(), "self.{m}.weight.mul_(2.0)"),
+    "conv_written_later": written(conv(), "self.{m}.weight.mul_(2.0)", later=True),
     "bn_written": written(batchnorm(), "self.{m}.running_mean.add_(1.0)"),
     "scale_written": written(LAYERS["scale_last"], "self.{m}.weight.mul_(2.0)"),
     "matmul_vector": constant("({v} @ {c}).unsqueeze(-1) + {v}", "last"),

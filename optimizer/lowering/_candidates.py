@@ -18,6 +18,7 @@ from optimizer.lowering._fused import with_fused_kernels
 from optimizer.lowering._onednn import Program, in_channels_last, on_onednn
 from optimizer.lowering._packed import with_packed_weights
 from optimizer.lowering._policies import AS_IT_IS
+from optimizer.lowering._products import as_products
 
 Run = Callable[[str, Program, Sequence[Any]], Any]  # of a name, a program and its inputs
 
@@ -52,10 +53,11 @@ CANDIDATES: dict[str, Callable[[Any, Sequence[torch.Tensor]], Program]] = {
     "fused kernels": _fused,
     "fused kernels, channels_last": _fused_in_channels_last,
     "attention in one call": as_one_call,
+    "attention in products": as_products,
     "CUDA graph": CudaGraph,
 }
 # oneDNN's ReLU makes 0 of NaN, and so may the maximum of scores that torch's attention takes.
-ONLY_FINITE = ("oneDNN Graph, channels_last", "attention in one call")
+ONLY_FINITE = ("oneDNN Graph, channels_last", "attention in one call", "attention in products")
 
 
 def prepared(name: str, region: Program, inputs: Sequence[torch.Tensor]) -> Program | str:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from optimizer._graph import is_attribute
 from optimizer._report import Choice
 from optimizer.lowering._candidates import CANDIDATES, prepared, tried, verified
 from optimizer.lowering._key import key_of
@@ -38,6 +39,7 @@ class Chooser:
         self.deadline = time.perf_counter() + seconds
         self.known = dict(known)
         self.choices: list[Choice] = []
+        self.shared: dict[str, Program] = {}  # of regions that hold nothing, by key
         self.verified: set[str] = set()  # keys of regions, of which another has been prepared here
         self.in_graphs = True  # on a device that has them
 
@@ -52,8 +54,13 @@ class Chooser:
         untimed = device.untimed(region, inputs)
         offered = device.offered(region, inputs)
         what, key = _described(region), key_of(region, inputs)
+        if key in self.shared:
+            self.choices.append(Choice(what, key, self.known[key], {}, {}))
+            return self.shared[key], self.shared[key](*inputs)
         times = Times(inputs, BRIEF)
         program = self._run_by(offered, what, key, region, times, untimed)
+        if not any(map(is_attribute, region.graph.nodes)):
+            self.shared[key] = program
         made = times.first.get(self.known[key])
         return program, program(*inputs) if made is None else made
 

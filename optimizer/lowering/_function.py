@@ -20,5 +20,6 @@ def as_function(module: nn.Module) -> Callable[..., Any]:
     if not isinstance(module, fx.GraphModule):
         return module.forward
     held = vars(module) | module._parameters | module._buffers
-    held |= {name: as_function(each) for name, each in module.named_children()}
+    parts = {name: each for name, each in module._modules.items() if each is not None}
+    held |= {name: as_function(each) for name, each in parts.items()}
     return functools.partial(type(module).forward, SimpleNamespace(**held))

@@ -19,13 +19,20 @@ from optimizer.lowering import _onednn, _packed
 from optimizer.lowering._attention import holds_attention
 from optimizer.lowering._fused import arguments_of, can_fuse
 from optimizer.lowering._packed import packable_in
+from optimizer.lowering._products import calls_attention
 from optimizer.lowering._regions import convolutions_of
 
 AS_IT_IS = "as it is"
 
 
 class Policy:
-    """A device on which nothing is known to help but fewer calls."""
+    """A device on which nothing is known to help but fewer calls.
+
+    Attributes:
+        splits_attention: whether a call of attention may be faster as products.
+    """
+
+    splits_attention = False
 
     def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
         """What may run a region, the most promising first."""
@@ -49,20 +56,25 @@ class Policy:
 
 
 class _Cpu(Policy):
+    splits_attention = True
+
     def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
         if holds_attention(region):
             return ["attention in one call"]
+        graph = _onednn.is_available() and _floating(inputs) == {torch.float32}
+        if calls_attention(region):
+            return ["attention in products"] if graph else []
         images = convolutions_of(region)
         if _packed.is_available() and _mostly_multiplies(region):
             return ["packed weights, channels_last" if images else "packed weights"]
         if not images:
             return []
-        graph = _onednn.is_available() and _floating(inputs) == {torch.float32}
         return ["oneDNN Graph, channels_last" if graph else "channels_last"]
 
     def untimed(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
         """Products were faster by oneDNN on one processor (AVX-512), and slower on another."""
-        return AS_IT_IS if _mostly_multiplies(region) else super().untimed(region, inputs)
+        multiplies = _mostly_multiplies(region) or calls_attention(region)
+        return AS_IT_IS if multiplies else super().untimed(region, inputs)
 
     def settings(self) -> Hashable:
         return torch.get_num_threads()

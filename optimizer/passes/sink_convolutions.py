@@ -39,15 +39,17 @@ _AVERAGE = 100
 @rewrite(
     call(*POOLS, *ADAPTIVE, args=(call(*CONVOLUTIONS, name="conv"),), name="pool"),
     numerics="rounding",
-    phase="simplify",
+    phase="fuse",
 )
 def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
     """Move a pointwise convolution behind an average pool, which leaves it fewer places.
 
     The average of W x + b over some places is W times the average of x, plus b: so DenseNet's
     transitions multiply a quarter. A sum that is divided by another number than that of its
-    places has another b. Nobody else may read the convolution. The pool then averages what the
-    convolution reads, which may be more channels: not where that costs more than it saves.
+    places has another b. What scales or shifts the input of the convolution is folded before, and
+    what does so behind the pool after. Nobody else may read the convolution. The pool then
+    averages what the convolution reads, which may be more channels: not where that costs more
+    than it saves.
     """
     layer, source, dimensions = module_of(conv), arg(conv, 0), (POOLS | ADAPTIVE)[callee(pool)]
     pointwise = math.prod(layer.kernel_size) == math.prod(layer.stride) == 1

@@ -1,8 +1,8 @@
 """One call of attention as two products and a softmax, which oneDNN Graph runs head by head.
 
 torch's attention goes through the keys in blocks and multiplies by MKL, which keeps its widest
-instructions to one vendor's processors: on another, oneDNN was twice as fast. While
-it is prepared, all scores are held twice; later those of one head.
+instructions to one vendor's processors: on another, oneDNN was twice as fast. While it is
+prepared, all scores are held twice; later those of one head.
 """
 
 from __future__ import annotations

@@ -108,7 +108,18 @@ def test_torchs_layer_of_attention_calls_it() -> None:
     torch.testing.assert_close(fast(x), model(x))
 
 
-def test_calls_that_are_alike_share_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("call", "programs"),
+    [
+        (CALLS["one value"], 1),
+        (lambda x: CALLS["one value"](CALLS["one value"](x).contiguous()), 2),
+        (lambda x: CALLS["a scale"](CALLS["keywords"](x)), 2),
+    ],
+    ids=["alike", "other strides", "another scale"],
+)
+def test_calls_that_are_alike_share_what_was_compiled(
+    call: Callable[[Tensor], Tensor], programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled: list[Any] = []
     on_onednn = _products.on_onednn
 
@@ -118,11 +129,11 @@ def test_calls_that_are_alike_share_what_was_compiled(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(_products, "on_onednn", counted)
     x = heads(3)
-    fast = lowered(CALLS["one value"], x, times=4)
+    fast = lowered(call, x, times=4)
 
-    assert [choice.chosen for choice in choices(fast)] == [NAME] * 4
-    assert len(compiled) == 1
-    torch.testing.assert_close(fast(x), Attending(CALLS["one value"], 4)(x))
+    assert [choice.chosen for choice in choices(fast)] == [NAME] * (4 * programs)
+    assert len(compiled) == programs
+    torch.testing.assert_close(fast(x), Attending(call, 4)(x))
 
 
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +39,7 @@ class Chooser:
         self.deadline = time.perf_counter() + seconds
         self.known = dict(known)
         self.choices: list[Choice] = []
-        self.shared: dict[str, Program] = {}  # of regions that hold nothing, by key
+        self.shared: dict[Hashable, Program] = {}  # of regions that hold nothing
         self.verified: set[str] = set()  # keys of regions, of which another has been prepared here
         self.in_graphs = True  # on a device that has them
 
@@ -54,13 +54,14 @@ class Chooser:
         untimed = device.untimed(region, inputs)
         offered = device.offered(region, inputs)
         what, key = _described(region), key_of(region, inputs)
-        if key in self.shared:
-            self.choices.append(Choice(what, key, self.known[key], {}, {}))
-            return self.shared[key], self.shared[key](*inputs)
+        alike = (key, *map(torch.Tensor.stride, inputs))  # what is compiled is for these strides
+        if alike in self.shared:
+            self.choices.append(Choice(what, key, self.known[key]))
+            return self.shared[alike], self.shared[alike](*inputs)
         times = Times(inputs, BRIEF)
         program = self._run_by(offered, what, key, region, times, untimed)
         if not any(map(is_attribute, region.graph.nodes)):
-            self.shared[key] = program
+            self.shared[alike] = program
         made = times.first.get(self.known[key])
         return program, program(*inputs) if made is None else made
 

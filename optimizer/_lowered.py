@@ -187,8 +187,8 @@ class LoweredModule(OptimizedModule):
 
     @property
     def _plans(self) -> _Plans:
-        plans: _Plans = self.__dict__.setdefault("_prepared_plans", _Plans())
-        return plans
+        plans: _Plans | None = self.__dict__.get("_prepared_plans")
+        return self.__dict__.setdefault("_prepared_plans", _Plans()) if plans is None else plans
 
     def recompile(self) -> Any:
         """Generate the code again; what was lowered of other code is forgotten."""

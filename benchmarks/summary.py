@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path("results")
+_LATENCY, _MEMORY, _RATIO = (
+    "cpu.Latency.time_forward",
+    "cpu.Memory.track_peak_memory",
+    "cpu.Paired.track_relative_latency",
+)
 _HEAD = (
     "| model | latency, ms | level 1 of eager | level 2 of eager | peak memory, MiB |\n"
     "|---|---|---|---|---|"
@@ -21,38 +26,42 @@ _HEAD = (
 
 
 def main() -> None:
-    files = list(RESULTS.glob("*/[0-9a-f]*-*.json"))
-    if not files:
+    runs = [json.loads(file.read_text()) for file in RESULTS.glob("*/[0-9a-f]*-*.json")]
+    whole = [run for run in runs if run["results"].keys() >= {_LATENCY, _MEMORY, _RATIO}]
+    if not whole:
         sys.exit("There are no results yet: run `python -m tox run -e bench` first.")
-    latest = max((json.loads(file.read_text()) for file in files), key=lambda r: r["date"])
+    latest = max(whole, key=lambda run: run["date"])
     print(f"Commit {latest['commit_hash'][:8]} on {latest['params']['machine']}\n\n{_HEAD}")
     for row in _rows(latest):
         print(row)
 
 
 def _rows(results: dict[str, Any]) -> Iterator[str]:
-    latency = _cells(results, "cpu.Latency.time_forward", "result")
-    memory = _cells(results, "cpu.Memory.track_peak_memory", "result")
-    ratio = _cells(results, "cpu.Paired.track_relative_latency", "result")
-    low = _cells(results, "cpu.Paired.track_relative_latency", "stats_ci_99_a")
-    high = _cells(results, "cpu.Paired.track_relative_latency", "stats_ci_99_b")
+    latency = _cells(results, _LATENCY, "result")
+    memory = _cells(results, _MEMORY, "result")
+    ratio = _cells(results, _RATIO, "result")
+    low = _cells(results, _RATIO, "stats_ci_99_a")
+    high = _cells(results, _RATIO, "stats_ci_99_b")
     for model in dict.fromkeys(model for model, _ in latency):
         rewritten = [(model, variant) for variant in ("optimized-1", "optimized-2")]
         every = [(model, "eager"), *rewritten]
-        cells = [
+        if not (latency.keys() & memory.keys() >= set(every) and high.keys() >= set(rewritten)):
+            continue
+        columns = [
             " → ".join(f"{latency[each] * 1e3:.3g}" for each in every),
             *(f"{ratio[each]:.3f} [{low[each]:.3f}, {high[each]:.3f}]" for each in rewritten),
             " → ".join(f"{memory[each] / 2**20:.3g}" for each in every),
         ]
-        yield f"| {model} | {' | '.join(cells)} |"
+        yield f"| {model} | {' | '.join(columns)} |"
 
 
 def _cells(results: dict[str, Any], name: str, column: str) -> dict[tuple[str, ...], float]:
-    """One column of a benchmark's results, by the names of its parameters."""
+    """One column of a benchmark's results, by the names of its parameters: what was measured."""
     stored = dict(zip(results["result_columns"], results["results"][name], strict=False))
     names = itertools.product(*stored["params"])
     keys = (tuple(part.strip("'") for part in parts) for parts in names)
-    return dict(zip(keys, stored[column], strict=True))
+    found = zip(keys, stored.get(column) or (), strict=False)
+    return {key: value for key, value in found if value is not None}
 
 
 if __name__ == "__main__":

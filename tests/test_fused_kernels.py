@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+import models
+import optimizer
 from optimizer._check import BOUNDS
 from optimizer._inputs import Call
 from optimizer.lowering._candidates import CANDIDATES
@@ -123,6 +126,20 @@ def test_convolutions_of_any_kind(options: dict[str, Any]) -> None:
 
     assert calls(fused) == [RELU]
     torch.testing.assert_close(fused(x), region(x))
+
+
+def test_resnet50_takes_56_kernels() -> None:
+    """Of 53 convolutions, 33 take their ReLU along and 16 the sum of a block and its ReLU."""
+    model, x = models.load("resnet50").module, torch.randn(1, 3, 64, 64)
+    portable = optimizer.optimize(model, x, level=1, check=None)
+    line = straight_line(portable, list(portable.parameters()), Call((x,), {}))
+    found = Counter(calls(with_fused_kernels(line.module, [x])))
+    del found["flatten"]  # a view
+
+    assert found == {RELU: 33, ADD_RELU: 16, "conv2d": 4} | dict.fromkeys(
+        ("max_pool2d", "adaptive_avg_pool2d", "linear"), 1
+    )
+    assert found.total() == 56
 
 
 def _gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:

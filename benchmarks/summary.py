@@ -46,7 +46,7 @@ def _rows(results: dict[str, Any]) -> Iterator[str]:
         rewritten = [(model, variant) for variant in ("optimized-1", "optimized-2")]
         every = [(model, "eager"), *rewritten]
         if not (latency.keys() & memory.keys() >= set(every) and high.keys() >= set(rewritten)):
-            continue
+            continue  # some of it was not measured, or failed
         columns = [
             " → ".join(f"{latency[each] * 1e3:.3g}" for each in every),
             *(f"{ratio[each]:.3f} [{low[each]:.3f}, {high[each]:.3f}]" for each in rewritten),

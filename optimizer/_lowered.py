@@ -187,6 +187,7 @@ class LoweredModule(OptimizedModule):
 
     @property
     def _plans(self) -> _Plans:
+        # Each call asks: setdefault alone would make one each time, to drop it.
         plans: _Plans | None = self.__dict__.get("_prepared_plans")
         return self.__dict__.setdefault("_prepared_plans", _Plans()) if plans is None else plans
 

@@ -4,9 +4,9 @@
 the same bits in every process. torchvision is imported only when one of its models is loaded.
 """
 
-from models import seeds, synthetic, vision
-from models._registry import UnavailableDeviceError, UnknownWorkloadError, load, names
-from models._workload import Workload
+from . import seeds, synthetic, vision
+from ._registry import UnavailableDeviceError, UnknownWorkloadError, load, names
+from ._workload import Workload
 
 __all__ = [
     "UnavailableDeviceError",

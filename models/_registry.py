@@ -11,8 +11,8 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeAlias
 import torch
 from torch import nn
 
-from models._randomize import randomize
-from models._workload import Workload
+from ._randomize import randomize
+from ._workload import Workload
 
 Sizes = ParamSpec("Sizes")
 Built: TypeAlias = tuple[nn.Module, tuple[torch.Tensor, ...]]

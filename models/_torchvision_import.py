@@ -2,49 +2,49 @@
 
 PyPI's Linux wheel of torchvision is linked against the CUDA build of torch. Beside a CPU-only
 torch its operators are missing, and `import torchvision` fails all the same, because it attaches
-meta kernels to two of them unasked. Declaring the two is enough: no classification, segmentation
-or video model calls them. Where the real operators load, nothing is declared.
+meta kernels to some of them unasked. To declare those is enough: no classification, segmentation
+or video model calls them. Only what torch says is missing is declared, after torchvision tried to
+load it: an operator that is registered twice ends the process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import importlib.util
-from collections.abc import Iterable
-from pathlib import Path
+import re
+import sys
 from types import ModuleType
 
 import torch
 
-_OPERATORS = ("nms", "qnms")
-_SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+_MISSING = re.compile(r"operator (torchvision::\w+) does not exist")
 
 
 def import_torchvision() -> ModuleType:
     """The torchvision package.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: it is not installed, or cannot be imported beside this torch.
     """
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None:
-        raise ImportError(
-            'torchvision is not installed: pip install "optimizer[models]" to load its models.'
-        )
-    _load_operators(spec.submodule_search_locations or ())
-    _declare_missing_operators()
-    return importlib.import_module("torchvision")
+    declared = set[str]()
+    while True:
+        try:
+            return importlib.import_module("torchvision")
+        except Exception as error:  # whatever it raises where it meets another torch than its own
+            missing = _MISSING.search(str(error))
+            if missing is None or missing[1] in declared:
+                raise ImportError(_reason(error)) from error
+        torch.library.define(missing[1], "(...) -> ...")
+        declared.add(missing[1])
+        _forget_what_was_imported()
 
 
-def _load_operators(folders: Iterable[str]) -> None:
-    for folder in folders:
-        for library in Path(folder).glob("_C.*"):
-            with contextlib.suppress(OSError):
-                torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+def _reason(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == "torchvision":
+        return 'torchvision is not installed: pip install "optimizer[models]" to load its models.'
+    return f"torchvision cannot be imported beside torch {torch.__version__}: {error}"
 
 
-def _declare_missing_operators() -> None:
-    for name in _OPERATORS:
-        if not hasattr(torch.ops.torchvision, name):
-            torch.library.define(f"torchvision::{name}", _SIGNATURE)
+def _forget_what_was_imported() -> None:
+    """Python keeps the submodules of a package that failed, and would not attach them again."""
+    for name in [name for name in sys.modules if name.startswith("torchvision.")]:
+        del sys.modules[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models._registry import Built, workload
+from ._registry import Built, workload
 
 _FAMILY = "seeds"
 

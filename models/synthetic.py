@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from models._registry import Built, workload
+from ._registry import Built, workload
 
 _FAMILY = "synthetic"
 

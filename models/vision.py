@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from models._registry import Built, workload
-from models._torchvision_import import import_torchvision
+from ._registry import Built, workload
+from ._torchvision_import import import_torchvision
 
 _IMAGE = (1, 3, 224, 224)
 _CLIP = (1, 3, 4, 56, 56)

@@ -10,6 +10,7 @@ from optimizer._errors import (
     EquivalenceError,
     InputError,
     OptimizerError,
+    OptimizerWarning,
     PassError,
 )
 from optimizer._facts import Refused
@@ -30,6 +31,7 @@ __all__ = [
     "Measurement",
     "OptimizedModule",
     "OptimizerError",
+    "OptimizerWarning",
     "Pass",
     "PassError",
     "Refused",

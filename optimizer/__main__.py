@@ -8,14 +8,19 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 import optimizer
-from optimizer import InputError, OptimizerError
+from optimizer import DeviceError, InputError, OptimizerError
+from optimizer._inputs import require_module, require_writable
+from optimizer._lower import Tuning
+from optimizer._registry import select
 from optimizer._report import columns
+from optimizer._source import line_of
+from optimizer._trees import map_tensors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +49,11 @@ def _parser() -> argparse.ArgumentParser:
         ("memory", _memory, "what is alive at each node, and the peak that was measured"),
     ):
         _add_model(_add(commands, name, run, text))
+        if name != "bisect":  # which looks for a rewrite
+            bits = ("bf16", "fp16", "int8")
+            commands.choices[name].add_argument("--precision", choices=bits, help="at level 3")
+        if name in ("optimize", "cost", "memory"):
+            commands.choices[name].add_argument("--json", action="store_true", help="print JSON")
     commands.choices["optimize"].add_argument("--html", help="a file to write the report to")
     return parser
 
@@ -62,10 +72,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     levels = "0 same bits, 1 up to rounding, 2 with kernels of the device, 3 in lower precision"
     parser.add_argument("--level", type=int, default=2, help=levels)
-    parser.add_argument("--precision", choices=("bf16", "fp16", "int8"), help="at level 3")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or mps")
-    parser.add_argument("--disable", nargs="*", default=(), help="passes not to run")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--device", help="cpu, cuda or mps, to move the model there")
+    parser.add_argument(
+        "--disable", nargs="*", action="extend", default=[], help="passes not to run"
+    )
 
 
 def _passes(options: argparse.Namespace) -> str:
@@ -78,9 +88,10 @@ def _explain(options: argparse.Namespace) -> str:
 
 
 def _optimize(options: argparse.Namespace) -> str:
+    page = None if options.html is None else require_writable("--html", options.html)
     _, fast, _ = _optimized(options)
-    if options.html:
-        Path(options.html).write_text(fast.report.to_html(), encoding="utf-8")
+    if page is not None:
+        page.write_text(fast.report.to_html(), encoding="utf-8")
     return json.dumps(fast.report.to_dict(), indent=2) if options.json else str(fast.report)
 
 
@@ -91,7 +102,7 @@ def _check(options: argparse.Namespace) -> str:
 
 
 def _bisect(options: argparse.Namespace) -> str:
-    model, inputs = _load(options.model, options.device)
+    model, inputs = _load(options)
     found = optimizer.bisect(model, inputs, level=options.level, disable=options.disable)
     return f"{options.model}: {found or 'no rewrite changes the answer.'}"
 
@@ -125,27 +136,49 @@ def _memory(options: argparse.Namespace) -> str:
 
 
 def _optimized(options: argparse.Namespace, **settings: Any) -> tuple[nn.Module, Any, Any]:
-    model, inputs = _load(options.model, options.device)
+    Tuning.of(options.level, precision=options.precision)  # raises before any work
+    model, inputs = _load(options)
     settings |= {name: getattr(options, name) for name in ("level", "disable", "precision")}
     return model, optimizer.optimize(model, inputs, **settings), inputs
 
 
-def _load(name: str, device: str) -> tuple[nn.Module, Any]:
-    if ":" not in name:
-        import models
+def _load(options: argparse.Namespace) -> tuple[nn.Module, Any]:
+    from optimizer import workloads
 
-        try:
-            workload = models.load(name, device=device)
-        except (models.UnknownWorkloadError, models.UnavailableDeviceError) as error:
-            raise InputError(str(error)) from error
-        return workload.module, workload.example_inputs
+    select(options.level, None, options.disable)  # raises before any work
+    _require_device(options.device)
+    if ":" in options.model:
+        return _built(options.model, options.device)
+    try:
+        workload = workloads.load(options.model, device=options.device or "cpu")
+    except workloads.UnknownWorkloadError as error:
+        raise InputError(str(error)) from error
+    return workload.module, workload.example_inputs
+
+
+def _require_device(device: str | None) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise DeviceError(f"--device {device} cannot be used here: {error}") from error
+
+
+def _built(name: str, device: str | None) -> tuple[nn.Module, Any]:
+    """What a function of the user's returns, which may be of any kind."""
     path, _, attribute = name.partition(":")
     sys.path.insert(0, "")
-    build = getattr(importlib.import_module(path), attribute, None)
-    if not callable(build):
-        raise InputError(f"'{path}' has no callable '{attribute}': name one that returns a model.")
-    model, inputs = build()
-    return model, inputs
+    try:
+        built = getattr(importlib.import_module(path), attribute)()
+    except (Exception, SystemExit) as error:
+        where = f", at {line}" if (line := line_of(error)) else ""
+        reason = f"{type(error).__name__}: {error}{where}"
+        raise InputError(f"'{name}' gives no model: {reason}") from error
+    if not isinstance(built, tuple | list) or len(built) != 2:
+        raise InputError(f"'{name}' returns {type(built)}: return a module and its example inputs.")
+    model, inputs = built
+    if device is None:
+        return model, inputs
+    return require_module(model).to(device), map_tensors(lambda tensor: tensor.to(device), inputs)
 
 
 if __name__ == "__main__":

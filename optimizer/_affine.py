@@ -137,7 +137,7 @@ def _with_tensors(
     layer: Layer, affine: Affine, bias: torch.Tensor | None, *, over_outputs: bool
 ) -> Layer:
     folded, factor = _shell(layer), _by_group(layer, affine.scale, over_outputs=over_outputs)
-    folded.weight = layer.weight
+    folded.weight = as_parameter(layer.weight)
     if not (factor == 1).all():
         require(_keeps_digits(layer.weight, factor), "the folded weights overflow or underflow")
         folded.weight = _parameter_like(layer.weight, _scaled(layer.weight, factor))
@@ -206,6 +206,13 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _parameter_like(weight: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(value.to(weight.device, weight.dtype), weight.requires_grad)
+
+
+def as_parameter(tensor: torch.Tensor | None) -> Any:
+    """A layer's tensor where a new layer has a parameter: of the original, it may be a buffer."""
+    if tensor is None or isinstance(tensor, nn.Parameter):
+        return tensor
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 def _shell(layer: nn.Module) -> nn.Module:

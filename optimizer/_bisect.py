@@ -79,8 +79,8 @@ def bisect(
         PassError: there is no pass of a given name.
     """
     passes = select(level, only, disable)
-    with undisturbed():
-        return _Bisection(require_module(model), as_call(example_inputs), passes).culprit()
+    model, call = require_module(model), as_call(example_inputs)
+    return undisturbed(lambda: _Bisection(model, call, passes).culprit())
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class _Bisection:
         try:
             pipeline.run(self.passes)
             clean(module)
-            actual = answer(module, self.call)
+            actual = answer(module, self.call, numbers=self.expected.numbers())
         except FaultyPassError as error:
             made = (*pipeline.fired, Rewrite(error.name, "", ""))
             return _failed(made, pipeline.steps + 1, str(error))

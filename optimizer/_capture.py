@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import fx, nn
 
-from optimizer._caches import Place, are_constants, listing, put_entries, take_entries
-from optimizer._copy import structural_copy
-from optimizer._errors import CaptureError
-from optimizer._graph import clean, is_plain, module_of
+from optimizer._arguments import sees_how_it_is_called
+from optimizer._caches import are_constants, listing, put_entries, take_entries
+from optimizer._copy import part, structural_copy
+from optimizer._errors import CaptureError, require
+from optimizer._graph import clean, is_plain
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
 from optimizer._none_tests import tests_for_none
 from optimizer._observation import Fact, Facts
+from optimizer._origin import is_users_module
+from optimizer._outside import Outside
+from optimizer._random import DRAWS, Own, ProcessState, undrawn
 from optimizer._source import line_of, reason_of
 from optimizer._spelling import spell
-from optimizer._state import python_state, random_fingerprint, random_state_kept
+from optimizer._stateful import differing_when_recorded_again, recorded
 from optimizer._tracer import Tracer
 from optimizer._trees import storages_in
+from optimizer._undisturbed import put_back, undisturbed
 
 _LASTING = (
     "source",
@@ -30,18 +36,19 @@ _LASTING = (
 
 
 def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx.GraphModule:
-    """Record a model's forward as a graph over a copy of it; the model is not changed.
+    """Record a model's forward as a graph over a snapshot of it; the model is not changed.
 
-    Parameters are shared with `model`. Submodules whose forward cannot be recorded, that have
-    hooks, or that keep Python state of their own are called as they are. With example inputs,
-    every node carries the facts that passes ask for.
+    Submodules whose forward cannot be recorded, that have hooks, or that keep Python state of
+    their own are called as they are. With example inputs, every node carries the facts that passes
+    ask for.
 
     Raises:
         InputError: `model` is no module, or holds no data, or `example_inputs` has no use.
         CaptureError: the model's own forward cannot be recorded; the message says why.
     """
     call = None if example_inputs is None else as_call(example_inputs)
-    module = capture_call(require_module(model), call)
+    copied = structural_copy(require_module(model), share=False)
+    module = undisturbed(lambda: capture_call(copied, call))
     clean(module)
     return module
 
@@ -49,15 +56,31 @@ def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx
 def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
     """`capture` for arguments that are known to be usable."""
     try:
-        module = _captured(model, call, trusting=True)
-        if call is not None and (_writes_a_constant(module) or not are_constants(module.graph)):
-            module = _captured(model, call, trusting=False)
+        state = ProcessState()
+        module = put_back(state.restore, lambda: _carefully_captured(model, call, state))
         require(not _writes_a_constant(module), "it writes a tensor that it makes itself")
+        part(tensor for _, tensor in _constants(module))
         spell(module)
         module.graph.lint()
     except Exception as error:  # whatever a user's forward does with traced values
         raise CaptureError(_told(error)) from error
     return module
+
+
+def _carefully_captured(model: nn.Module, call: Call | None, state: ProcessState) -> fx.GraphModule:
+    """Record, and again where the first time showed that it took too much for granted."""
+    trusting, watched = True, call is None
+    while True:
+        module = _captured(model, call, state if watched else None, trusting=trusting)
+        unclear = _writes_a_constant(module) or not are_constants(module.graph)
+        if not watched and (state.changed() or may_draw(module)):
+            watched = True  # does it seed what it draws?
+        elif trusting and unclear and call is not None:
+            trusting = False
+        else:
+            unseen = state.alone and not state.touched and state.changed()
+            require(not unseen, DRAWS)
+            return module
 
 
 def _told(error: Exception) -> str:
@@ -66,84 +89,71 @@ def _told(error: Exception) -> str:
     return f"{reason_of(error)}: {way_out}" if line_of(error) else reason_of(error)
 
 
-def called_as_they_are(module: fx.GraphModule) -> list[str]:
-    """What was not recorded, because nothing is known of what it does; and the reasons."""
-    calls = {node.target: node for node in module.graph.nodes if node.op == "call_module"}
-    reasons = {name: _why_opaque(node) for name, node in calls.items()}
-    return [
-        f"'{name}' ({type(module_of(calls[name])).__name__}) is called as it is: {reason}"
-        for name, reason in reasons.items()
-        if reason
-    ]
-
-
-def _why_opaque(node: fx.Node) -> str:
-    """Why a call of a submodule was not recorded; empty for the layers of torch."""
-    module = module_of(node)
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is scripted"
-    hooked = "" if is_plain(module) else "it has hooks, parametrizations or a __call__"
-    return str(node.meta.get("opaque", hooked))
-
-
-def _captured(model: nn.Module, call: Call | None, *, trusting: bool) -> fx.GraphModule:
+def _captured(
+    model: nn.Module, call: Call | None, generators: ProcessState | None, *, trusting: bool
+) -> fx.GraphModule:
     """Trace and observe; if `trusting`, what depends on no input is taken to be a constant."""
-    copied, graph = _trace(model, call, trusting=trusting)
+    tracer = partial(Tracer, call, record_factories=not trusting, generators=generators)
+    copied, graph = _trace(model, call, tracer, trusting=trusting)
     module = fx.GraphModule(copied, graph, type(model).__name__)
+    for name, tensor in _constants(module):  # a global's tensor is an object of the caller's
+        setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
     if call is not None:
-        observe(module, call)
+        with Outside(copied).kept(), Own():  # what is opaque runs on meta tensors, and may draw
+            undrawn(lambda: observe(module, call))
         require(not _hides_none(module, copied), "it may test a value inside it that is None")
         _own_what_is_written(module)
     return module
 
 
-def _trace(model: nn.Module, call: Call | None, *, trusting: bool) -> tuple[nn.Module, fx.Graph]:
+def _trace(
+    model: nn.Module, call: Call | None, tracer_of: Callable[..., Tracer], *, trusting: bool
+) -> tuple[nn.Module, fx.Graph]:
     """Trace a copy; once more around each submodule that turns out not to let it."""
     opaque: dict[str, str] = {}
     while True:
-        tracer = Tracer(call, opaque, record_factories=not trusting)
         copied = structural_copy(model)
+        outside = Outside(copied)
+        opaque |= outside.unknown
+        tracer = tracer_of(opaque=opaque, outside=outside)
         require(is_plain(copied), "the model itself has hooks, parametrizations or a __call__")
         if isinstance(copied, fx.GraphModule) and issubclass(copied._tracer_cls or object, Tracer):
             return copied, _recorded_before(copied)
-        before = python_state(copied)
+        told = call is not None or not sees_how_it_is_called(type(copied).forward)
+        require(told, "its forward is decorated and may see how it is called: pass example inputs")
+        require("" not in opaque, opaque.get("", ""))
         try:
-            graph = _recorded(tracer, copied)
+            graph, stateful = recorded(tracer, copied)
         except CaptureError:
             if tracer.opaque == opaque:
                 raise
+        if tracer.opaque != opaque:  # nothing of what was recorded in vain is to stay
             opaque = dict(tracer.opaque)
             continue
-        stateful = _changed(before, copied)
-        if stateful and trusting and call is not None and (entries := take_entries(copied)):
-            again = Tracer(call, opaque, record_factories=False)
-            if _finds(entries, model, again, graph):
-                return copied, graph
-        if not stateful:
+        if not stateful and outside.keeps_state:
+            stateful = differing_when_recorded_again(model, tracer, graph)
+        again = partial(tracer_of, opaque=opaque)
+        if not stateful or (trusting and call and _finds(copied, model, again, graph)):
             return copied, graph
         known = "" in stateful or stateful <= set(opaque)
-        require(not known, "its forward keeps state in attributes of the model")
-        opaque |= dict.fromkeys(stateful, "its forward keeps state in attributes")
-
-
-def _changed(before: dict[str, Any], model: nn.Module) -> set[str]:
-    """The names of the modules that hold something else than before."""
-    after = python_state(model)
-    return {name for name, state in before.items() if after.get(name) != state}
+        require(not known, "its forward keeps state in Python")
+        opaque |= dict.fromkeys(stateful, "its forward keeps state in Python")
 
 
 def _finds(
-    entries: dict[Place, fx.Node], model: nn.Module, tracer: Tracer, graph: fx.Graph
+    recorded_copy: nn.Module, model: nn.Module, tracer_of: Callable[..., Tracer], graph: fx.Graph
 ) -> bool:
     """Whether a forward that finds entries in its caches does what it did when it made them."""
+    if not (entries := take_entries(recorded_copy)):
+        return False
     filled = structural_copy(model)
+    tracer = tracer_of(outside=Outside(filled))
     names = put_entries(filled, entries)
-    before = python_state(filled)
     try:
-        found = _recorded(tracer, filled)
+        found, stateful = recorded(tracer, filled)
     except CaptureError:  # pragma: no cover - it asks for data once its caches are full
         return False
-    return not _changed(before, filled) and listing(found, {}) == listing(graph, names)
+    return not stateful and listing(found, {}) == listing(graph, names)
 
 
 def _recorded_before(module: fx.GraphModule) -> fx.Graph:
@@ -153,28 +163,12 @@ def _recorded_before(module: fx.GraphModule) -> fx.Graph:
     return module.graph
 
 
-def _recorded(tracer: Tracer, model: nn.Module) -> fx.Graph:
-    with random_state_kept(), torch.enable_grad():
-        drawn = random_fingerprint()
-        graph = tracer.trace(model)
-        require(random_fingerprint() == drawn, "it draws or seeds random numbers in Python")
-    for node in graph.nodes:
-        if node.op == "call_module" and node.target in tracer.opaque:
-            node.meta["opaque"] = tracer.opaque[node.target]
-    return graph
-
-
 def adopt(module: fx.GraphModule, call: Call) -> fx.GraphModule:
     """Bring a graph that was recorded elsewhere to the form of a captured one."""
     observe(module, call)
     spell(module)
     module.graph.lint()
     return module
-
-
-def require(condition: bool, reason: str) -> None:
-    if not condition:
-        raise CaptureError(reason)
 
 
 def _writes_a_constant(module: fx.GraphModule) -> bool:
@@ -196,7 +190,7 @@ def _hides_none(module: fx.GraphModule, model: nn.Module) -> bool:
     """Whether an opaque call gave a None, and the model's code may have looked for one."""
     given = [n for n in module.graph.nodes if n.op == "call_module" or n.target is operator.getitem]
     facts: list[Fact] = [node.meta["fact"] for node in given]
-    return any(f.value is None and not f.error for f in facts) and tests_for_none(model)
+    return any(f.value is None and not f.error for f in facts) and tests_for_none(Outside(model))
 
 
 def _own_what_is_written(module: fx.GraphModule) -> None:
@@ -205,6 +199,12 @@ def _own_what_is_written(module: fx.GraphModule) -> None:
     for parameter in module.parameters():
         if facts.any_written(storages_in(facts.to_meta(parameter))):
             parameter.data = parameter.data.clone()
+
+
+def _constants(module: fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
+    """Tensors that were made while tracing, or that the forward reached outside its module."""
+    buffers = module._buffers.items()
+    return [(k, v) for k, v in buffers if v is not None and k.startswith("_tensor_constant")]
 
 
 def observe(module: fx.GraphModule, call: Call) -> Facts:
@@ -230,6 +230,12 @@ def has_unknown_facts(module: fx.GraphModule) -> bool:
     """Whether a node could not be run on meta tensors."""
     facts: Facts | None = module.meta.get("facts")
     return facts is not None and bool(facts.failures)
+
+
+def may_draw(module: fx.GraphModule) -> bool:
+    """Whether a call may draw random numbers, by operators of torch."""
+    known = [(node, node.meta.get("fact")) for node in module.graph.nodes]
+    return any(not f or f.random or f.error or is_users_module(node) for node, f in known)
 
 
 def writes_nothing_lasting(module: fx.GraphModule) -> bool:

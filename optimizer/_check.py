@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from optimizer._copy import structural_copy
-from optimizer._device import device_of
 from optimizer._errors import CaptureError, DeviceError, EquivalenceError, InputError
 from optimizer._inputs import Call, ExampleInputs, as_call, require_module
-from optimizer._state import random_state_kept
-from optimizer._trees import opened, tensors_in
+from optimizer._outside import Outside
+from optimizer._random import Again, Drawn, Own, Recorded, undrawn
+from optimizer._trees import opened
+from optimizer._undisturbed import undisturbed
 
 # Largest difference, relative to the largest value of the output, that passes without a
 # second look. Rounding in a deep network stays a hundredfold below; a wrong formula does not.
@@ -33,10 +34,15 @@ _WORSE_THAN_EAGER = 4.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call returned and what it left in its inputs."""
+    """What a call returned, what it left in its inputs, and the random numbers that it drew."""
 
     output: Any
     inputs: Any
+    drawn: Drawn = field(default_factory=list)
+
+    def numbers(self) -> Recorded | None:
+        """Where another call draws the same; None where this one drew nothing."""
+        return Own() if self.drawn else None
 
 
 @dataclass(frozen=True)
@@ -51,38 +57,29 @@ class Difference:
         return f"{self.place}: {self.reason}"
 
 
-def answer(module: nn.Module, call: Call, *, share: bool = False) -> Answer:
+def answer(
+    module: nn.Module, call: Call, *, share: bool = False, numbers: Recorded | None = None
+) -> Answer:
     """Call a copy of a module on copies of its inputs; neither is changed.
 
     Parameters are copied as well, for a forward may write them, unless `share` says otherwise.
-
-    Random numbers start from the same seed in every call, so that two modules which draw the
-    same ones can be compared, and the caller's random state is left where it was.
+    Random numbers are drawn from `numbers`, where given. The caller's random state stays as it is.
     """
     copied = structural_copy(module, share=share)
     own = call.copied()
-    with torch.no_grad(), seeded(call):
-        output = copied(*own.args, **own.kwargs)
-    return Answer(output, (own.args, own.kwargs))
+    with torch.no_grad(), Outside(copied).kept(), numbers or nullcontext():
+        output = undrawn(lambda: copied(*own.args, **own.kwargs))
+    return Answer(output, (own.args, own.kwargs), numbers.drawn if numbers else [])
 
 
-@contextmanager
-def seeded(call: Call) -> Iterator[None]:
-    """From the same random state in every block, and back to the caller's."""
-    device = device_of(tensors_in(call))
-    with random_state_kept(), device.keep_random_state():
-        device.seed(0)
-        yield
-
-
-def reference(model: nn.Module, call: Call, *, share: bool = False) -> Answer:
-    """The original's answer.
+def reference(model: nn.Module, call: Call, *, share: bool = False, draws: bool = True) -> Answer:
+    """The original's answer. `draws` is whether it may draw random numbers.
 
     Raises:
         InputError: the model itself rejects the inputs.
     """
     try:
-        return answer(model, call, share=share)
+        return answer(model, call, share=share, numbers=Own() if draws else None)
     except (CaptureError, DeviceError):
         raise
     except Exception as error:  # whatever a user's forward raises
@@ -128,7 +125,8 @@ def _leaf_difference(place: str, old: Any, new: Any, *, exact: bool) -> Differen
             return Difference(place, float("inf"), f"has {name} {other}, not {one}")
     error = relative_error(old, new)
     bound = 0.0 if exact else BOUNDS.get(old.dtype, 0.0)
-    reason = f"relative error {error:.2g}, more than {bound:.2g}"
+    finite = f"relative error {error:.2g}, more than {bound:.2g}"
+    reason = finite if math.isfinite(error) else "NaN or infinities are elsewhere"
     return Difference(place, error, reason) if error > bound else None
 
 
@@ -175,14 +173,16 @@ def compare_answers(
     if not found or next(certain, None):
         return next(iter(found), None)
     if exact:
-        repeats = difference(expected, answer(model, call), exact=True) is None
+        again = answer(model, call, numbers=expected.numbers())
+        repeats = difference(expected, again, exact=True) is None
         return found[0] if repeats else difference(expected, actual)
     return None if _as_good_as(model, call, expected, actual) else found[0]
 
 
 def _as_good_as(model: nn.Module, call: Call, expected: Answer, actual: Answer) -> bool:
     try:
-        truth = answer(structural_copy(model).double(), call.map(_double))
+        double = structural_copy(model).double()
+        truth = answer(double, call.map(_double), numbers=Again(expected.drawn))
     except Exception:  # a forward that names its dtype; then there is no second opinion
         return False
     leaves = (pytree.tree_leaves(opened(each.output)) for each in (truth, expected, actual))
@@ -209,12 +209,16 @@ def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> N
         EquivalenceError: they differ; names the output, the error and the first node at fault.
         InputError: an argument cannot be used, or `model` rejects the inputs.
     """
-    call = as_call(example_inputs)
-    expected = reference(require_module(model), call)
-    actual = answer(require_module(fast), call)
-    found = compare_answers(model, call, expected, actual, exact=False)
-    if found is not None:
-        raise EquivalenceError(f"{found}{_first_divergence(model, fast, call)}.")
+    call, model, fast = as_call(example_inputs), require_module(model), require_module(fast)
+
+    def found() -> str:
+        expected = reference(model, call)
+        actual = answer(fast, call, numbers=expected.numbers())
+        found = compare_answers(model, call, expected, actual, exact=False)
+        return f"{found}{_first_divergence(model, fast, call)}." if found else ""
+
+    if message := undisturbed(found):
+        raise EquivalenceError(message)
 
 
 def _first_divergence(model: nn.Module, fast: nn.Module, call: Call) -> str:
@@ -225,7 +229,9 @@ def _first_divergence(model: nn.Module, fast: nn.Module, call: Call) -> str:
     if not isinstance(fast, fx.GraphModule):
         return ""
     try:
-        found = first_divergence(values(capture(model), call), values(fast, call))
+        found = first_divergence(
+            values(capture(model, call.kwargs or call.args), call), values(fast, call)
+        )
     except CaptureError:
         return ""
     return f"; the first value to differ is {found}" if found else ""

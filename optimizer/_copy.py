@@ -1,20 +1,28 @@
-"""A copy of a module that shares its weights: what is optimized instead of the caller's own."""
+"""A copy of a module, with the same weights or a snapshot of them: what is optimized.
+
+A snapshot has the bytes that its storages had when it was taken, whatever is written to the
+original afterwards. On a CPU that costs no memory: torch copies a storage when it is first
+written (`torch._lazy_clone`).
+"""
 
 from __future__ import annotations
 
 import copy
-import warnings
-from collections import OrderedDict
-from collections.abc import Iterator
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from optimizer._errors import CaptureError
+from optimizer._undisturbed import ignoring
 
 _IMMUTABLE = frozenset((bool, int, float, str, type(None)))
 _PROTOCOL = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
+_LOCK = threading.Lock()  # torch has none: two threads that snapshot one storage would spoil it
 Storages: TypeAlias = dict[int, torch.UntypedStorage]
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
@@ -29,13 +37,13 @@ def structural_copy(
     """Copy all of a model but the data of its parameters.
 
     Every module, hook table and plain attribute is new. Parameters are new objects over the
-    same storage, so that moving or casting the copy leaves the original where it is. Buffers
-    and other tensors, which a forward may write, are cloned; those that share storage with one
-    another still do.
+    same storage, so that moving or casting the copy leaves the original where it is. Of buffers
+    and other tensors, which a forward may write, a snapshot is taken; those that share storage
+    with one another still do.
 
     Args:
         model: the module to copy.
-        share: False clones the data of parameters too, for a forward that writes them.
+        share: False takes a snapshot of parameters too.
         onto: what takes the place of a storage, by the `_cdata` of that one.
         only_ordinary: False clones tensors that are more than storage and shape, such as sparse
             ones, which would else be an error: nothing could be known of them.
@@ -44,12 +52,22 @@ def structural_copy(
         CaptureError: an attribute of the model cannot be copied.
     """
     try:
-        with warnings.catch_warnings():  # torch's own pickling uses what torch has deprecated
-            warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        graphs = [each.graph for each in model.modules() if isinstance(each, fx.GraphModule)]
+        exported = any(hasattr(graph._codegen, "pytree_info") for graph in graphs)
+        # torch has deprecated what its own pickling of such a graph uses.
+        with ignoring(".*LeafSpec", FutureWarning) if exported else nullcontext():
             memo = _memo(model, dict(onto or {}), share=share, only_ordinary=only_ordinary)
             return cast(ModuleType, _copied(model, memo))
     except Exception as error:  # locks, handles, sparse tensors: whatever a model may hold
         raise CaptureError(f"the model cannot be copied: {error}") from error
+
+
+def snapshot(model: nn.Module) -> tuple[nn.Module, bool]:
+    """A snapshot of a model and True; the model itself and False where it cannot be copied."""
+    try:
+        return structural_copy(model, share=False, only_ordinary=False), True
+    except CaptureError:  # to capture it will say so
+        return model, False
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -85,6 +103,7 @@ def _memo(
 ) -> dict[int, Any]:
     """What deepcopy takes for the tensors of a model instead of copying them."""
     memo: dict[int, Any] = {}
+    taken = _Snapshot(model, storages)
     for parameter in model.parameters():
         if not (only_ordinary or is_ordinary(parameter)):
             memo[id(parameter)] = _clone_of_another_kind(parameter)
@@ -92,11 +111,11 @@ def _memo(
         _require_ordinary(parameter)
         if share:
             storages.setdefault(parameter.untyped_storage()._cdata, parameter.untyped_storage())
-        memo[id(parameter)] = nn.Parameter(_clone(parameter, storages), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(taken.of(parameter), parameter.requires_grad)
     for value in held_tensors(model):
         if id(value) not in memo:
             whole = only_ordinary or is_ordinary(value)
-            memo[id(value)] = _clone(value, storages) if whole else _clone_of_another_kind(value)
+            memo[id(value)] = taken.of(value) if whole else _clone_of_another_kind(value)
     return memo
 
 
@@ -108,13 +127,51 @@ def held_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
                 yield value
 
 
-def _clone(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
-    _require_ordinary(tensor)
-    storage = tensor.untyped_storage()
-    if storage._cdata not in storages:
-        storages[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
-    shared = storages[storage._cdata]._cdata == storage._cdata and not tensor.is_inference()
-    return tensor.data if shared else on_storage(tensor, storages[storage._cdata])
+class _Snapshot:
+    """The tensors of a model over other storages, which are made once each.
+
+    Those of parameters are copied on write; at once where the caller would notice that: on other
+    devices, where a graph or a collective may hold addresses; where something besides the model's
+    tensors holds the storage, as a numpy array does, which would part from it; and for an RNN,
+    whose kernel asks for its weights as if to write them: two threads at once end the process.
+    Likewise in a storage that cannot be resized: it has no allocator, as in what `torch.load`
+    makes, and the first write would end the process, or numpy has its address.
+    What is no parameter may be resized, after which torch fails to write what it copies on write.
+    """
+
+    def __init__(self, model: nn.Module, storages: Storages) -> None:
+        self.storages = storages
+        tensors = {id(each): each for each in (*model.parameters(), *held_tensors(model))}
+        places = (each.untyped_storage()._cdata for each in filter(is_ordinary, tensors.values()))
+        self.holders = Counter(places)
+        rnns = (each for each in model.modules() if isinstance(each, nn.RNNBase))
+        asked = {id(each) for rnn in rnns for each in rnn.parameters(recurse=False)}
+        weights = (each for each in model.parameters() if id(each) not in asked)
+        self.free = {each.untyped_storage()._cdata for each in filter(is_ordinary, weights)}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same geometry over the storage that stands for its own."""
+        _require_ordinary(tensor)
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.storages:
+            with _LOCK:
+                self.storages[storage._cdata] = self._copy_of(storage)
+        found = self.storages[storage._cdata]
+        shared = found._cdata == storage._cdata and not tensor.is_inference()
+        return tensor.data if shared else on_storage(tensor, found)
+
+    def _copy_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if self._is_free(storage):
+            whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+            with suppress(RuntimeError):  # memory of a file or of another process
+                return torch._lazy_clone(whole).untyped_storage()
+        return storage.clone()  # type: ignore[no-untyped-call, no-any-return]
+
+    def _is_free(self, storage: torch.UntypedStorage) -> bool:
+        if storage.device.type != "cpu" or storage._cdata not in self.free:
+            return False
+        holders = torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` is one
+        return storage.resizable() and holders == self.holders[storage._cdata]
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
@@ -139,6 +196,19 @@ def _clone_of_another_kind(tensor: torch.Tensor) -> torch.Tensor:
     if type(copied) is not type(tensor) or tensor.is_conj() or tensor.is_neg():
         raise TypeError(f"it holds a tensor of class {type(tensor).__name__}")
     return copied
+
+
+def part(tensors: Iterable[torch.Tensor]) -> None:
+    """Give tensors memory of their own, with the values that they have, and one another's."""
+    own: Storages = {}
+    for tensor in tensors:
+        if is_ordinary(tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                own[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
+            tensor.data = on_storage(tensor, own[storage._cdata])
+        else:
+            tensor.data = tensor.data.clone()
 
 
 def on_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimizer._check import Answer, difference, seeded
+from optimizer._check import Answer, difference
 from optimizer._copy import structural_copy
 from optimizer._graph import describe
 from optimizer._inputs import Call
+from optimizer._random import Own, undrawn
 from optimizer._trees import map_tensors
 
 
@@ -74,21 +75,30 @@ def values(module: fx.GraphModule, call: Call) -> dict[str, Value]:
 
     The key is what a node stands for: the node of the original that it replaced, or its own name.
     """
-    recorder = _Recorder(module)
-    own = call.copied()
-    names = [str(n.target) for n in module.graph.nodes if n.op == "placeholder"][len(own.args) :]
-    rest = [own.kwargs[name] for name in names if name in own.kwargs]
-    with torch.no_grad(), seeded(call):
+    recorder = _Recorder(structural_copy(module), call.copied())
+    with torch.no_grad(), Own():
         try:
-            recorder.run(*own.args, *rest)
+            undrawn(recorder.run)
         except Exception as error:  # a broken graph may raise anything
             recorder.keep(recorder.current, error)
     return recorder.values
 
 
-class _Recorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(structural_copy(module))
+class NodeByNode(fx.Interpreter):
+    """Runs the nodes of a graph for one call, whose keywords go to the inputs of these names."""
+
+    def __init__(self, module: fx.GraphModule, call: Call) -> None:
+        super().__init__(module)
+        names = (str(node.target) for node in module.graph.find_nodes(op="placeholder"))
+        self.given = dict(zip(names, call.args, strict=False)) | call.kwargs
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.given.get(target, args[0] if args else None)
+
+
+class _Recorder(NodeByNode):
+    def __init__(self, module: fx.GraphModule, call: Call) -> None:
+        super().__init__(module, call)
         self.extra_traceback = False  # it would be told as part of the error
         self.values: dict[str, Value] = {}
 

@@ -1,9 +1,11 @@
 """`torch.compile(model, backend="optimizer")`: the same passes on each graph that Dynamo finds.
 
 Dynamo passes parameters and buffers as arguments, so that one graph serves every module that runs
-the same code. Those that the graph does not write become constants, for passes to fold; each call
-looks whether they are still the same tensors, at the same version, and optimizes again if not. A
-write through `.data` raises no version and is not seen.
+the same code. Those that the graph does not write become constants, for passes to fold. A snapshot
+of them is kept, so that torch gives a weight other memory at its first write, by whatever way:
+each call compares addresses, and optimizes again where one differs. Weights of which torch makes
+no such snapshot (on a GPU; memory that something else holds, too) stay arguments, and nothing is
+folded into them unless `options={"freeze": True}` says that they will not change.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
-from optimizer._capture import adopt, observe, require
+from optimizer._capture import adopt, observe
+from optimizer._copy import structural_copy
+from optimizer._errors import InputError, OptimizerWarning, require
 from optimizer._front_ends import FrontEnds
 from optimizer._inputs import Call
 from optimizer._module import OptimizedModule
@@ -27,7 +32,11 @@ from optimizer._source import line_in
 from optimizer._undisturbed import undisturbed
 from optimizer._vocabulary import FACTORIES
 
+_torch: Any = torch._C  # whose stubs lack what tells of copies on write
 log = logging.getLogger("optimizer")
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {"level": 1, "check": "final", "only": None, "disable": (), "freeze": False}
+)
 _MOST = 32  # times that one graph is optimized: then its other weights are run as they are
 
 
@@ -43,23 +52,31 @@ def backend(
     Args:
         module: the graph.
         example_inputs: its first arguments.
-        options: `level`, `check`, `only` and `disable`, as in `optimizer.optimize`.
+        options: `level`, `check`, `only` and `disable`, as in `optimizer.optimize`; and `freeze`,
+            the promise that the weights of the first call stay as they are.
+
+    Raises:
+        InputError: there is no such option. Dynamo wraps it in an error of its own.
     """
+    unknown = set(options or ()) - set(_DEFAULTS)
+    if unknown:
+        raise InputError(f"no option {sorted(unknown)}: there are {sorted(_DEFAULTS)}.")
     tensors = [each for each in example_inputs if isinstance(each, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        graph = "a graph of torch.compile(backend='optimizer')"
         remark = "runs as it is while gradients are recorded: call it under torch.no_grad()"
-        warnings.warn(f"a graph of torch.compile(backend='optimizer') {remark}", stacklevel=2)
+        warnings.warn(f"{graph} {remark}", OptimizerWarning, stacklevel=2)
         return module.forward
     if any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors):
         return module.forward
-    return _Graph(module, example_inputs, dict(options or {}))
+    return _Graph(module, example_inputs, {**_DEFAULTS, **(options or {})})
 
 
 class _Variant(NamedTuple):
-    """A graph optimized for certain weights, whose memory is kept, and with it their addresses."""
+    """A graph optimized for certain weights. While their snapshot lives, nothing writes there."""
 
-    weights: list[torch.Tensor]
-    versions: list[int]
+    addresses: list[int]
+    snapshot: nn.Module
     run: Callable[..., Any]
 
 
@@ -78,18 +95,13 @@ class _Graph:
     def __call__(self, *args: Any) -> Any:
         if not self.made:
             self.held = self._unwritten(args)
-        weights: list[torch.Tensor] = [args[i] for i in self.held]
-        versions = [weight._version for weight in weights]
-        place = tuple([weight.data_ptr() for weight in weights])
-        known = self.variants.get(place)
-        if known is None or known.versions != versions:
+        weights = [args[i] for i in self.held]
+        known = self.variants.get(tuple(map(id, weights)))
+        if known is None or not (self.options["freeze"] or known.addresses == _addresses(weights)):
             if self.made == _MOST:
                 return self.module(*args)
             self.made += 1
-            # A parameter that is given other data lets go of the memory that it had.
-            kept = [weight.detach() for weight in weights]
-            known = _Variant(kept, versions, self._optimized(args))
-            self.variants[place] = known
+            known = self._optimized(args)
         return known.run(*args)
 
     def _unwritten(self, args: tuple[Any, ...]) -> list[int]:
@@ -98,23 +110,36 @@ class _Graph:
         stored = [node.meta["fact"].storages for node in inputs]
         return [i for i in self.held if not facts.any_written(stored[i])]
 
-    def _optimized(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+    def _optimized(self, args: tuple[Any, ...]) -> _Variant:
+        snapshot = self._snapshot(args)
+        weights = [args[i] for i in self.held]
+        variant = _Variant(_addresses(weights), snapshot, self._run(self._bound(snapshot), args))
+        self.variants[tuple(map(id, weights))] = variant
+        return variant
+
+    def _snapshot(self, args: tuple[Any, ...]) -> nn.Module:
+        """The weights whose changes will be seen, or do not count; by their places."""
+        held = nn.Module()  # statistics as parameters too: those are copied on write
+        held._parameters.update({str(i): args[i] for i in self.held})
+        snapshot = undisturbed(lambda: structural_copy(held, share=False))
+        if not self.options["freeze"]:
+            self.held = [i for i in self.held if _torch._is_cow_tensor(args[i])]
+        return snapshot
+
+    def _run(self, bound: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
         free = [i for i in range(len(args)) if i not in self.held]
         call = Call(tuple(args[i] for i in free), {})
-        defaults: dict[str, Any] = {"level": 1, "check": "final", "only": None, "disable": ()}
-        options = defaults | self.options
-        passes = select(options["level"], options["only"], options["disable"])
-        bound = self._bound(args)
+        level, check, only, disable, _ = (self.options[name] for name in _DEFAULTS)
+        passes = select(level, only, disable)
         front_ends: FrontEnds = {"dynamo": _capture}
-        with undisturbed():
-            run = Run(bound, call, front_ends, options["level"], options["check"], passes)
-            fast = run.result()
+        run = Run(bound, call, front_ends, level, check, passes)
+        fast = undisturbed(run.result)
         log.info("%s", fast.report)
         if not isinstance(fast, OptimizedModule):
             return self.module.forward
         return lambda *args: fast(*[args[i] for i in free])
 
-    def _bound(self, args: tuple[Any, ...]) -> fx.GraphModule:
+    def _bound(self, snapshot: nn.Module) -> fx.GraphModule:
         """The graph with its weights as attributes instead of arguments."""
         root = nn.Module()
         for name, child in self.module.named_children():
@@ -122,7 +147,7 @@ class _Graph:
         for name, tensor in (*self.module._parameters.items(), *self.module._buffers.items()):
             _hold(root, name, tensor)
         nodes = self.module.graph.find_nodes(op="placeholder")
-        weights = {nodes[i]: args[i] for i in self.held}
+        weights = {nodes[i]: snapshot.get_parameter(str(i)) for i in self.held}
         for node, weight in weights.items():
             _hold(root, node.name, weight)
         graph, _ = _copied(self.module, weights)
@@ -131,20 +156,24 @@ class _Graph:
         return module
 
 
-def _is_held(node: fx.Node, value: Any) -> bool:
-    """Whether an argument is a parameter or a buffer whose changes can be seen."""
-    if type(value) not in (torch.Tensor, nn.Parameter):
-        return False
-    known = node.meta.get("tensor_dict") or {}
-    static = isinstance(value, nn.Parameter) or "_dynamo_static_input_type" in known
-    return static and value.layout is torch.strided and not value.is_inference()
-
-
 def _hold(root: nn.Module, name: str, tensor: Any) -> None:
     if isinstance(tensor, nn.Parameter):
         root.register_parameter(name, tensor)
     else:
         root.register_buffer(name, tensor)
+
+
+def _is_held(node: fx.Node, value: Any) -> bool:
+    """Whether an argument is a parameter or a buffer."""
+    if type(value) not in (torch.Tensor, nn.Parameter):
+        return False
+    known = node.meta.get("tensor_dict") or {}
+    static = isinstance(value, nn.Parameter) or "_dynamo_static_input_type" in known
+    return static and value.layout is torch.strided
+
+
+def _addresses(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(_torch._data_address, tensors))
 
 
 def _copied(module: fx.GraphModule, weights: Any) -> tuple[fx.Graph, list[fx.Node]]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer._facts import facts_of
+from optimizer._facts import Refused, facts_of
 from optimizer._graph import fresh_name, owner
+from optimizer._literals import literal
 
 
 def insert_function(
@@ -19,7 +20,14 @@ def insert_function(
     """Call a function, or a method by its name, just before a node.
 
     The new node stands for `before` in the report.
+
+    Raises:
+        Refused: code cannot name one of the arguments.
     """
+    try:
+        args, kwargs = literal((args, kwargs))
+    except TypeError as error:
+        raise Refused(str(error)) from error
     kind = "call_method" if isinstance(target, str) else "call_function"
     with before.graph.inserting_before(before):
         return _described(before.graph.create_node(kind, target, args, kwargs), before)

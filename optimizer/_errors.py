@@ -4,7 +4,13 @@ from __future__ import annotations
 
 
 class OptimizerError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    Its message is one line, whatever the arguments and errors that it quotes.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(" ".join(message.split()))
 
 
 class InputError(OptimizerError, ValueError):
@@ -25,3 +31,17 @@ class PassError(OptimizerError):
 
 class DeviceError(OptimizerError, RuntimeError):
     """The device that was asked for is not present on this machine."""
+
+
+class OptimizerWarning(UserWarning):
+    """What a user should know of a result that is right all the same."""
+
+
+def require(condition: bool, reason: str) -> None:
+    """Go on only where a forward can be recorded.
+
+    Raises:
+        CaptureError: it cannot, for this reason.
+    """
+    if not condition:
+        raise CaptureError(reason)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,17 +20,19 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from optimizer._arguments import inputs_as_called, sees_how_it_is_called
 from optimizer._aten import from_aten
-from optimizer._capture import adopt, require
+from optimizer._capture import adopt
 from optimizer._copy import structural_copy
-from optimizer._errors import CaptureError
+from optimizer._errors import CaptureError, require
 from optimizer._graph import attribute, is_plain
 from optimizer._guards import expect_like, expect_structure, expect_value
 from optimizer._inputs import Call
 from optimizer._observation import Facts
+from optimizer._random import ProcessState
 from optimizer._source import line_in
-from optimizer._state import random_fingerprint, random_state_kept
 from optimizer._trees import storages_in
+from optimizer._undisturbed import ignoring, put_back
 from optimizer._watch import watch
 
 # What the ranges of sizes and the equality of symbols say already.
@@ -59,6 +60,13 @@ def _bound(model: nn.Module, call: Call) -> inspect.BoundArguments:
     return inspect.signature(model.forward).bind(*call.args, **call.kwargs)
 
 
+def _passed(model: nn.Module, call: Call) -> Call:
+    """What the forward is called with: as in the example, where it can see that."""
+    bound = _bound(model, call)
+    seen = sees_how_it_is_called(type(model).forward, call)
+    return call if seen else Call(bound.args, bound.kwargs)
+
+
 @contextmanager
 def _as_capture_error() -> Iterator[None]:
     try:
@@ -81,20 +89,19 @@ def _exported(model: nn.Module, call: Call, *, dynamic: bool) -> Any:
     copied = structural_copy(model)
     require(all(map(is_plain, copied.modules())), "export would lose what hooks do")
     require(not torch.is_autocast_enabled("cpu"), "export would bake autocast in")
-    noted = watch(copied)
+    state = ProcessState()
+    noted = watch(copied, state)
     config: Any = torch.fx.experimental._config
     any_batch = config.patch(backed_size_oblivious=True)  # of 1, as well
-    with random_state_kept(), warnings.catch_warnings(), any_batch:
-        warnings.simplefilter("ignore")
-        drawn = random_fingerprint()
-        program = torch.export.export(
-            copied,
-            bound.args,
-            bound.kwargs,
-            dynamic_shapes=batch if dynamic else None,
-            strict=False,
-        )
-        require(random_fingerprint() == drawn, "it draws or seeds random numbers in Python")
+
+    def exported() -> Any:
+        shapes = batch if dynamic else None
+        with any_batch, ignoring("", Warning):
+            return torch.export.export(
+                copied, *_passed(model, call), dynamic_shapes=shapes, strict=False
+            )
+
+    program = put_back(state.restore, exported)
     require(not noted, "; ".join(noted))
     return program
 
@@ -108,12 +115,11 @@ def capture_program(program: Any, model: nn.Module, call: Call) -> fx.GraphModul
     """
     told = all(map(_IMPLIED.fullmatch, program._guards_code))
     require(told, "export found a condition on sizes that cannot be guarded")
-    root = structural_copy(program.module(check_guards=False))
-    bound = _bound(model, call)
+    root = structural_copy(program.module(check_guards=False), share=False)
     inputs = root.graph.find_nodes(op="placeholder")
     graph = fx.Graph()
     values = _Inputs(graph, [node.meta["val"] for node in inputs], program.range_constraints)
-    copies: dict[fx.Node, Any] = dict(zip(inputs, values.leaves(bound), strict=True))
+    copies: dict[fx.Node, Any] = dict(zip(inputs, values.leaves(model, call), strict=True))
     for node in root.graph.nodes:
         if node.op == "output":
             flat = fx.node.map_arg(node.args[0], copies.__getitem__)
@@ -125,7 +131,7 @@ def capture_program(program: Any, model: nn.Module, call: Call) -> fx.GraphModul
     module = fx.GraphModule(root, graph, type(model).__name__)
     module.training = model.training
     from_aten(graph)
-    adopted = adopt(module, Call(bound.args, bound.kwargs))
+    adopted = adopt(module, _passed(model, call))
     constants = program.graph_signature.lifted_tensor_constants  # export itself writes those
     fixed = [*root.parameters(), *(attribute(root, name) for name in constants)]
     require(not _writes(adopted, fixed), "it writes a tensor that is no buffer")
@@ -160,6 +166,10 @@ def _held(graph: fx.Graph, value: Any) -> Any:
     return value
 
 
+def _flat(call: Call) -> list[Any]:
+    return [*call.args, *call.kwargs.values()]
+
+
 class _Inputs:
     """The arguments of a graph, and a check of all that export took from the examples."""
 
@@ -167,11 +177,15 @@ class _Inputs:
         self.graph, self.fakes, self.ranges = graph, iter(fakes), ranges
         self.symbols: dict[Any, tuple[fx.Node, int]] = {}
 
-    def leaves(self, bound: inspect.BoundArguments) -> list[fx.Node]:
+    def leaves(self, model: nn.Module, call: Call) -> list[fx.Node]:
         """What stands for each input of the program, in order."""
+        if sees_how_it_is_called(type(model).forward, call):
+            inputs = inputs_as_called(self.graph, call)
+            pairs = zip(_flat(inputs), _flat(call), strict=True)
+            return [leaf for node, value in pairs for leaf in self._leaves_of(node, value)]
+        bound = _bound(model, call)
         given = bound.arguments
         plain = [p for p in bound.signature.parameters.values() if p.kind not in _VARIADIC]
-        require(given.keys() <= {p.name for p in plain}, "its forward takes any number of inputs")
         nodes = [self.graph.placeholder(p.name, default_value=p.default) for p in plain]
         leaves = []
         for node, parameter in zip(nodes, plain, strict=True):

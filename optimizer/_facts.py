@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._graph import attribute_of, callee, module_of, tensors_of
+from optimizer._graph import attribute_of, callee, has_plain_tensors, module_of, tensors_of
 from optimizer._guards import expect_structure
 from optimizer._inplace import INPLACE_OPERATORS
 from optimizer._observation import Fact, Facts
@@ -169,6 +169,12 @@ def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node) -> bool:
     return not any(since < each < until and not each._erased for each in writers)
 
 
+def _may_be_written(graph: fx.Graph, facts: Facts, storages: set[int] | frozenset[int]) -> bool:
+    """Whether a node writes one of some storages, or a caller may, who gets the model's own."""
+    output: Fact = next(iter(reversed(graph.nodes))).meta["fact"]
+    return facts.any_written(storages) or bool(storages & facts.external & output.storages)
+
+
 def is_returned(node: fx.Node) -> bool:
     """Whether a call returns a node's value, or a view of it."""
     output: Fact = next(iter(reversed(node.graph.nodes))).meta["fact"]
@@ -182,21 +188,29 @@ def on_one_device(graph: fx.Graph) -> bool:
 
 
 def is_written(node: fx.Node) -> bool:
-    """Whether any node writes the tensors of the module that this one calls."""
+    """Whether a node, or who gets them, may write the tensors of the module that this one calls.
+
+    Nothing is known of those that are plain attributes.
+    """
+    if has_plain_tensors(module_of(node)):
+        return True
     facts = facts_of(node.graph)
     tensors = list(tensors_of(module_of(node)))
     if facts is not None:
-        return facts.any_written(storages_in(facts.to_meta(tensors)))
+        return _may_be_written(node.graph, facts, storages_in(facts.to_meta(tensors)))
     read = (n for n in node.graph.nodes if n.op == "get_attr")
     held = {id(attribute_of(n)) for n in read}
     return any(id(tensor) in held for tensor in tensors)
 
 
 def is_read_only(node: fx.Node) -> bool:
-    """Whether no node writes the value of a node, or of one that shares its storage."""
+    """Whether no node writes the value of a node, or of one that shares its storage.
+
+    A caller may write a value of the model, or an input, that is returned.
+    """
     facts = facts_of(node.graph)
     if facts is not None:
-        return not fact(node).error and not facts.any_written(fact(node).storages)
+        return not fact(node).error and not _may_be_written(node.graph, facts, fact(node).storages)
     return all(user.target in _ONLY_READ for user in node.users)
 
 

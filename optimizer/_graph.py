@@ -107,6 +107,11 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
+def has_plain_tensors(module: nn.Module) -> bool:
+    """Whether a module holds a tensor that is neither a parameter nor a buffer."""
+    return any(isinstance(each, torch.Tensor) for each in vars(module).values())
+
+
 def source_of(node: fx.Node) -> str:
     """Where the user's code made this node, as `file.py:line`; empty where unknown."""
     return str(node.meta.get("source", ""))

@@ -123,6 +123,25 @@ def expect_none_given(value: Any, name: str) -> None:
 
 
 @_guard
+def expect_call(
+    more_args: Any, more_kwargs: Any, given: list[Any], count: int, names: tuple[str, ...]
+) -> None:
+    """Require a call that passes by position, and by name, what the example did.
+
+    The forward is decorated, or takes any arguments, and so may tell one from the other.
+
+    Raises:
+        InputError: another number is passed by position, or others are by name.
+    """
+    if more_args or more_kwargs or any(each is ... for each in given):
+        raise InputError(
+            f"this model was optimized for a call with {count} positional arguments and the"
+            f" keyword arguments {', '.join(names) or '(none)'}, which its forward can tell from"
+            " another: optimize it again with example inputs that are passed as you need."
+        )
+
+
+@_guard
 def expect_structure(value: Any, structure: str, name: str) -> list[Any]:
     """The leaves of an argument, which was a tree of this structure when the model was exported.
 
@@ -173,5 +192,5 @@ def chooses_a_branch(value: Any) -> bool:
 
 GUARDS = (
     expect_value, expect_tensor, expect_given, expect_none_given, expect_shape, expect_structure,
-    expect_like,
+    expect_like, expect_call,
 )  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -41,13 +43,13 @@ def as_call(example_inputs: ExampleInputs) -> Call:
     """
     if isinstance(example_inputs, torch.Tensor):
         return _with_data(Call((example_inputs,), {}))
-    if isinstance(example_inputs, Mapping):
+    if isinstance(example_inputs, Mapping) and all(isinstance(key, str) for key in example_inputs):
         return _with_data(Call((), dict(example_inputs)))
     if isinstance(example_inputs, list | tuple):
         return _with_data(Call(tuple(example_inputs), {}))
     raise InputError(
         f"example_inputs is of type {type(example_inputs).__name__}: pass a tensor, a tuple of"
-        " positional arguments, or a mapping of keyword arguments."
+        " positional arguments, or a mapping of keyword arguments by name."
     )
 
 
@@ -81,6 +83,45 @@ def require_module(model: object) -> nn.Module:
                 " onto a real device first."
             )
     return model
+
+
+def require_flags(**flags: object) -> None:
+    """Require arguments that are True or False, by name: a text such as "no" would count as True.
+
+    Raises:
+        InputError: one is neither.
+    """
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InputError(f"{name} is {flag!r}: pass True or False.")
+
+
+def require_seconds(seconds: object) -> float:
+    """`tune_seconds`, if it is a time.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        raise InputError(f"tune_seconds is {seconds!r}: pass a number of seconds, or 0.")
+    return float(seconds)
+
+
+def require_writable(name: str, path: str | os.PathLike[str]) -> Path:
+    """The path of a file that can be written, which is tried; what is there stays as it is.
+
+    Raises:
+        InputError: it cannot; the message calls the argument `name`.
+    """
+    try:
+        file = Path(path)
+        new = not file.exists()
+        file.open("a").close()
+        if new:
+            file.unlink()
+    except (OSError, TypeError, ValueError) as error:
+        raise InputError(f"{name}={path!r} is no file that can be written: {error}.") from error
+    return file
 
 
 def require_graph(module: object) -> fx.Graph:

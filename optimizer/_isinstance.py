@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +20,11 @@ from optimizer._source import NOT_USER_CODE
 _A_TENSOR = torch.empty(0)
 
 
-@contextmanager
-def answering_isinstance(root: nn.Module, is_tensor: Callable[[fx.Node], bool]) -> Iterator[None]:
-    """Answer isinstance() and torch.is_tensor() for traced values in the code of `root`."""
+def answer_isinstance(root: nn.Module, is_tensor: Callable[[fx.Node], bool], patcher: Any) -> None:
+    """Let a patcher of fx answer isinstance() and torch.is_tensor() for traced values.
+
+    In the code of `root`, as long as it patches.
+    """
 
     def answer(value: Any, kinds: Any) -> bool:
         if not isinstance(value, fx.Proxy) or isinstance(value, kinds):
@@ -34,19 +35,11 @@ def answering_isinstance(root: nn.Module, is_tensor: Callable[[fx.Node], bool]) 
             return isinstance(_A_TENSOR, kinds)
         raise value.tracer.fail("it asks for the type of an intermediate value")  # type: ignore[attr-defined]
 
-    overrides.get_overridable_functions()  # torch keeps these lists: not with a shadow in them
-    spaces = {id(space): space for module in root.modules() for space in _namespaces(module)}
-    shadowed = [space for space in spaces.values() if "isinstance" not in space]
-    is_tensor_of_torch = torch.is_tensor
-    for space in shadowed:
-        space["isinstance"] = answer
-    torch.is_tensor = lambda value: answer(value, torch.Tensor)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.is_tensor = is_tensor_of_torch
-        for space in shadowed:
-            del space["isinstance"]
+    overrides._get_tensor_methods()  # torch keeps these lists: not with a shadow in them
+    for space in [space for module in root.modules() for space in _namespaces(module)]:
+        if "isinstance" not in space:
+            patcher.patch(space, "isinstance", answer)
+    patcher.patch_method(torch, "is_tensor", lambda value: answer(value, torch.Tensor))
 
 
 def _namespaces(module: nn.Module) -> Iterator[dict[str, Any]]:

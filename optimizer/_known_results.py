@@ -44,11 +44,6 @@ def _known_result(module: Any, *args: Any) -> torch.Tensor | None:
     return value if getattr(module, "inplace", False) else value.new_empty(value.shape)
 
 
-def has_known_result(module: Any) -> bool:
-    """Whether there is a rule for most calls of such a layer, or its meta kernel is fast."""
-    return type(module) in (*_ACTIVATIONS, *_RANKS, *CONVOLUTIONS) or _is_linear(module)
-
-
 def _known_sum(function: Any, *args: Any) -> torch.Tensor | None:
     if function not in _ARITHMETIC or len(args) != 2:
         return None

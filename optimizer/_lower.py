@@ -11,8 +11,9 @@ from pathlib import Path
 
 from optimizer._check import Answer, Difference, largest_error
 from optimizer._errors import InputError
-from optimizer._inputs import Call
+from optimizer._inputs import Call, require_flags, require_seconds, require_writable
 from optimizer._lowered import Decisions, LoweredModule
+from optimizer._pass import REDUCED
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._precision import Precision
 
@@ -36,8 +37,9 @@ class Tuning:
     @classmethod
     def of(
         cls,
-        seconds: float,
-        path: str | os.PathLike[str] | None,
+        level: int,
+        seconds: float = 1.0,
+        path: str | os.PathLike[str] | None = None,
         precision: str | None = None,
         error_budget: float | None = None,
         cuda_graph: bool = True,
@@ -47,10 +49,15 @@ class Tuning:
         Raises:
             InputError: it cannot be used.
         """
-        if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
-            raise InputError(f"tune_seconds is {seconds!r}: pass a number of seconds, or 0.")
+        require_flags(cuda_graph=cuda_graph)
         reduced = Precision.of(precision, error_budget)
-        tuning = cls(float(seconds), None if path is None else Path(path), reduced, cuda_graph)
+        if (reduced is None) is (level == REDUCED):
+            raise InputError(
+                "level=3 goes with precision='bf16', 'fp16' or 'int8', and each of these with"
+                " level=3."
+            )
+        file = None if path is None else require_writable("decisions", path)
+        tuning = cls(require_seconds(seconds), file, reduced, cuda_graph)
         tuning.known()
         return tuning
 
@@ -99,12 +106,17 @@ def lower(
     if obstacle:
         return f"such a call is not lowered: {obstacle}"
     judge = functools.partial(_judged, expected, difference)
+    chooser = Chooser(tuning.seconds, tuning.known())
     try:
-        plan = module.prepare(call, Chooser(tuning.seconds, tuning.known()), judge)
+        plan = module.prepare(call, chooser, judge)
     except InputError as error:
+        module.meta["report"] = replace(module.report, tried=tuple(chooser.choices))
         return str(error).rstrip(".")
-    tuning.keep({choice.key: choice.chosen for choice in plan.choices})
     module.meta["report"] = replace(module.report, choices=plan.choices)
+    try:
+        tuning.keep({choice.key: choice.chosen for choice in plan.choices})
+    except (InputError, OSError) as error:  # what became of the file meanwhile
+        return f"its decisions were not kept: {error}"
     return _in_precision(plan.precision, plan.error) if plan.precision else ""
 
 

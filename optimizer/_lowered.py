@@ -2,7 +2,8 @@
 
 A call with sizes, strides and dtypes that were lowered runs the program that was chosen for them;
 any other runs the portable code. What was chosen travels with copies and pickles, the packed
-weights do not: they are packed again at the first such call.
+weights do not: they are packed again at the first such call. The weights are constants:
+`load_state_dict`, `refit` and `to` change them and forget what was packed; nothing else may.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from types import MappingProxyType
 from typing import Any, Self, TypeAlias
 
 import torch
+from torch import nn
 
 from optimizer._capture import capture_call
 from optimizer._errors import CaptureError, InputError
+from optimizer._graph import tensors_of
 from optimizer._inputs import Call, ExampleInputs, as_call
 from optimizer._module import OptimizedModule
 from optimizer._report import Choice
 from optimizer._undisturbed import undisturbed
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._eligible import obstacle
-from optimizer.lowering._plan import Judge, Plan, Weights, make_plan
+from optimizer.lowering._plan import Judge, Plan, make_plan
 from optimizer.lowering._policies import require_one_device
 from optimizer.lowering._signature import Key, Signature
 from optimizer.lowering._straight_line import NotStraightLineError
@@ -32,8 +35,6 @@ from optimizer.lowering._times import Times
 
 Decisions: TypeAlias = Mapping[str, str]
 NO_DECISIONS: Decisions = MappingProxyType({})
-# What of `meta` travels.
-_OF_LOWERING = ("lowered", "precision", "cuda_graph", "tune_seconds")
 
 
 class LoweredModule(OptimizedModule):
@@ -42,6 +43,10 @@ class LoweredModule(OptimizedModule):
     Those calls return tensors that carry no gradient, and run no hooks of its submodules; a call
     with an input that requires a gradient runs the portable code, as does any other call.
     """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        super().requires_grad_(False)  # so that no training step reaches them by accident
 
     def lower(
         self,
@@ -68,8 +73,7 @@ class LoweredModule(OptimizedModule):
     def _require_no_obstacle(self, call: Call) -> None:
         """Look at the graph anew: at other sizes, a BatchNorm may train, or a copy be a view."""
         try:
-            with undisturbed():
-                found = obstacle(capture_call(self, call).graph)
+            found = undisturbed(lambda: obstacle(capture_call(self, call).graph))
         except CaptureError as error:  # what was put into it since
             found = str(error)
         if found:
@@ -86,7 +90,7 @@ class LoweredModule(OptimizedModule):
         signature = Signature.of(*call)
         if signature is None:
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
-        require_one_device([*signature.tensors, *Weights(self).tensors()])
+        require_one_device([*signature.tensors, *tensors_of(self)])
         chooser.in_graphs = self.meta.get("cuda_graph", True)
         try:
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
@@ -120,25 +124,16 @@ class LoweredModule(OptimizedModule):
         return type(self).forward.__wrapped__(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        """What runs instead of the portable code for a call; None if nothing does.
-
-        After the weights were changed, one call runs the portable code: they are packed again
-        once they rest.
-        """
+        """What runs instead of the portable code for a call; None if nothing does."""
         signature = Signature.of(args, kwargs) if self.meta.get("lowered") else None
         if signature is None:
             return None
         plan = self._plans.get(signature.key)
         if plan is None and not self._is_lowered(signature.key):
             return None
-        if plan is not None and not plan.weights.are_current():
-            self._plans[signature.key] = _Resting(self)
-            return None
-        if not isinstance(plan, Plan):
+        if plan is None:
             plan = self._prepare_here(signature.key, Call(args, kwargs))
-        if plan is None or not plan.takes(signature.tensors):
-            return None
-        return functools.partial(plan, signature.tensors)
+        return None if plan is None else functools.partial(plan, signature.tensors)
 
     def _decisions(self, key: Key) -> Decisions | None:
         found: Decisions | None = self.meta.get("lowered", {}).get(key)
@@ -178,12 +173,38 @@ class LoweredModule(OptimizedModule):
     ) -> Self:
         """Take a checkpoint of the original model, by optimizing it again; return this module."""
         super().refit(state_dict, example_inputs)
-        self.__dict__.pop("_prepared_plans", None)  # of the weights before
+        self._forget_packed()
         return self
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._forget_packed()
+        super()._load_from_state_dict(*args)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__.pop("_prepared_plans", None)  # of the device or dtype before
+        self._forget_packed()
         return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Refuse to be trained: what was packed would stay as it is.
+
+        Raises:
+            InputError: `requires_grad` is True.
+        """
+        if requires_grad:
+            raise InputError(
+                "the weights of a lowered model are constants: train the original model and refit"
+                " this one, or optimize it with level=1."
+            )
+        return super().requires_grad_(False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor | nn.Module):
+            self._forget_packed()
+        super().__setattr__(name, value)
+
+    def _forget_packed(self) -> None:
+        """Pack anew at the next call: the weights, their device or their dtype will change."""
+        self.__dict__.pop("_prepared_plans", None)
 
     @property
     def _plans(self) -> _Plans:
@@ -196,16 +217,10 @@ class LoweredModule(OptimizedModule):
         before = self.__dict__.get("_code")
         code = super().recompile()
         if code.src != before:
-            self.__dict__.pop("_prepared_plans", None)
+            self._forget_packed()
             self.__dict__.get("meta", {}).pop("lowered", None)
         type(self).forward = _lowered_first(type(self).forward)
         return code
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, (body, *rest) = super().__reduce__()
-        body.pop("_prepared_plans", None)
-        kept = {name: self.meta[name] for name in _OF_LOWERING if name in self.meta}
-        return _rebuild, (rebuild, (body, *rest), kept)
 
 
 def _lowered_first(portable: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,14 +232,7 @@ def _lowered_first(portable: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-class _Resting:
-    """In the place of a plan whose weights were changed: the weights as they were found."""
-
-    def __init__(self, module: LoweredModule) -> None:
-        self.weights = Weights(module)
-
-
-class _Plans(dict[Hashable, Plan | _Resting]):
+class _Plans(dict[Hashable, Plan]):
     """Plans by signature. One thread prepares while others run the portable code."""
 
     def __init__(self) -> None:
@@ -233,12 +241,3 @@ class _Plans(dict[Hashable, Plan | _Resting]):
 
     def __deepcopy__(self, memo: Any) -> _Plans:
         return _Plans()  # a copy has other weights
-
-
-def _rebuild(
-    rebuild: Callable[..., OptimizedModule], arguments: Any, kept: Mapping[str, Any]
-) -> OptimizedModule:
-    portable = rebuild(*arguments)
-    module = LoweredModule.of(portable, portable.report, portable.meta["recipe"])
-    module.meta.update(kept)
-    return module

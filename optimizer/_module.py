@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
-import torch
 from torch import fx, nn
+from torch.fx._symbolic_trace import _patch_function
 from torch.fx.graph_module import reduce_graph_module
 
-from optimizer._copy import structural_copy
+from optimizer._arguments import STARS
+from optimizer._copy import ModuleType, structural_copy
 from optimizer._errors import CaptureError, InputError
 from optimizer._inputs import ExampleInputs
 from optimizer._refit import Recipe, loaded, packed, unpacked
 from optimizer._report import Report, Size, listing
-from optimizer._tracer import Retracer
+from optimizer._tracer import Tracer
 
 
 class _Result(nn.Module):
@@ -100,30 +103,85 @@ class OptimizedModule(_Result, fx.GraphModule):
         del type(self).__call__
         return code
 
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))
+        fx.GraphModule.__init__(copied, self, copy.deepcopy(self.graph), type(self).__name__)
+        copied.meta = dict(self.meta)
+        return _carried(vars(self), copied)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied: Any = super().__deepcopy__(memo)
+        return _carried(copy.deepcopy(vars(self), memo), copied)  # type: ignore[no-any-return]
+
     def __reduce__(self) -> tuple[Any, ...]:
         _, (body, imports) = super().__reduce__()
-        body |= {"meta": {}, "_tracer_cls": Retracer}
-        return _rebuild, (body, imports, self.report, packed(self.meta.get("recipe")))
+        body = {name: each for name, each in body.items() if name not in _OF_THIS_PROCESS}
+        meta = self.meta | {"recipe": packed(self.meta.get("recipe"))}
+        return _rebuild, (type(self)._class(), body | {"_tracer_cls": Retracer}, imports, meta)
+
+    @classmethod
+    def _class(cls) -> type[Self]:
+        """The class itself: fx makes each GraphModule one of its own."""
+        return next(kind for kind in cls.__mro__ if kind.__module__.startswith("optimizer."))
+
+
+_OF_THIS_PROCESS = frozenset(("meta", "_prepared_plans"))
+
+
+def _carried(held: Mapping[str, Any], module: ModuleType) -> ModuleType:
+    """A copy with what the original held besides its graph: hooks, and attributes of a user's."""
+    own = vars(module)
+    for name, value in held.items():
+        if name in ("_parameters", "_buffers", "_modules"):
+            own[name] = dict(value) | own[name]
+        elif name.endswith("_hooks") or not (name in own or name in _OF_THIS_PROCESS):
+            own[name] = value
+    return module
+
+
+class Retracer(Tracer):
+    """Records code that was generated from a graph, where no argument chooses a branch."""
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """As fx does, but with `*args` where the code has it, before what is passed by name."""
+        made = {}
+        for parameter in list(inspect.signature(root_fn).parameters.values())[1:]:
+            default = () if parameter.default is parameter.empty else (parameter.default,)
+            target = STARS.get(parameter.kind, "") + parameter.name
+            made[parameter.name] = self.create_proxy("placeholder", target, default, {})
+        code: Any = root_fn
+        names = code.__code__.co_varnames[1 : len(made) + 1]
+        function: Any = _patch_function(code, len(made) + 1)
+        return function, [self.root, *(made[name] for name in names)]
 
 
 def _rebuild(
-    body: dict[str, Any], imports: str, report: Report, recipe: bytes | None
+    kind: type[OptimizedModule], body: dict[str, Any], imports: str, meta: dict[str, Any]
 ) -> OptimizedModule:
-    with torch.enable_grad():  # as it was recorded: a write under no_grad is refused
-        rebuilt = reduce_graph_module(body, imports)
+    held = dict(body)
+    rebuilt = reduce_graph_module(body | {"meta": {}}, imports)
     assert isinstance(rebuilt, fx.GraphModule)
-    return OptimizedModule.of(rebuilt, report, recipe)
+    module = kind.of(rebuilt, meta["report"])
+    module.meta = meta
+    return _carried(held, module)
 
 
 class Unchanged(_Result):
-    """A model that could not be captured, run as it is; its report says why."""
+    """A model that could not be captured, run as it is; its report says why.
 
-    def __init__(self, model: nn.Module, report: Report) -> None:
+    Args:
+        model: a snapshot of the model, or the model itself where it cannot be copied.
+        owns: whether it is a snapshot. Else it is no submodule of this, and not to be changed.
+    """
+
+    def __init__(self, model: nn.Module, report: Report, *, owns: bool) -> None:
         super().__init__()
         self.report, self.training = report, model.training
-        try:
-            self.model = structural_copy(model, only_ordinary=False)
-        except CaptureError:  # the one that was given, and so no submodule of this
+        if owns:
+            self.model = model
+        else:
             object.__setattr__(self, "model", model)
 
     def train(self, mode: bool = True) -> Self:

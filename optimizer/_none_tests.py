@@ -7,13 +7,9 @@ is right for what was given, and an argument that is None in a later call must n
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
-from typing import Any
 
-from torch import nn
-
-from optimizer._source import NOT_USER_CODE
+from optimizer._names import codes
+from optimizer._outside import Outside
 
 _TESTS = frozenset(
     code
@@ -23,44 +19,11 @@ _TESTS = frozenset(
 _ASK_FOR_A_TYPE = frozenset(("isinstance", "is_tensor"))
 
 
-def tests_for_none(root: nn.Module) -> bool:
-    """Whether a forward of `root`, or a function that one calls by name, asks such a thing."""
-    return any(_asks(module) for module in root.modules())
-
-
-def _asks(module: nn.Module) -> bool:
-    pending: list[Any] = [getattr(type(module), "forward", None)]  # a scripted one has none
-    seen: set[int] = set()
-    while pending:
-        function = pending.pop()
-        if id(function) in seen or not _is_users(function):
-            continue
-        seen.add(id(function))
-        for code in _codes(function.__code__):
-            if _TESTS & set(code.co_code[::2]) or _ASK_FOR_A_TYPE & set(code.co_names):
-                return True
-            pending += _named(code, function, module)
-        pending.append(getattr(function, "__wrapped__", None))
-    return False
-
-
-def _is_users(function: Any) -> bool:
-    file = getattr(getattr(function, "__code__", None), "co_filename", "")
-    return isinstance(function, FunctionType) and not file.startswith(NOT_USER_CODE)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _named(code: CodeType, function: FunctionType, module: nn.Module) -> Iterator[Any]:
-    """What the names in a function may stand for: globals, attributes, members of a namespace."""
-    known = [function.__globals__.get(name) for name in code.co_names]
-    spaces = [type(module), *(value for value in known if isinstance(value, ModuleType))]
-    yield from known
-    yield from (vars(module).get(name) for name in code.co_names)
-    yield from (getattr(space, name, None) for space in spaces for name in code.co_names)
-    yield from (cell.cell_contents for cell in function.__closure__ or ())
+def tests_for_none(outside: Outside) -> bool:
+    """Whether a forward of a model, or a function that one may run, asks such a thing."""
+    functions = (each for reach in outside.reaches.values() for each in reach.functions)
+    return any(
+        not _TESTS.isdisjoint(code.co_code[::2]) or not _ASK_FOR_A_TYPE.isdisjoint(code.co_names)
+        for function in functions
+        for code in codes(function.__code__)
+    )

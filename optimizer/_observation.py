@@ -7,8 +7,7 @@ off the schemas of the ATen operators that each node runs. Nothing is guessed fr
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer._alike import Given, Outcome, is_slow
 from optimizer._copy import on_storage
 from optimizer._effects import NOTHING, Effect, Effects, is_empty, may_draw
 from optimizer._graph import attribute_of, is_plain, module_of, tensors_of
@@ -66,7 +64,6 @@ class Facts:
         self._meta: dict[int, Any] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._alive: list[torch.Tensor] = []
-        self._seen: dict[Hashable, Outcome] = {}
 
     def any_written(self, storages: Iterable[int]) -> bool:
         """Whether a node of the graph writes one of some storages."""
@@ -145,7 +142,7 @@ class Facts:
         return storage in self.holders or storage in self.external
 
     def _outcome(self, node: fx.Node) -> tuple[Any, Effect]:
-        """What a node yields and does: by a rule, as a call alike did, or by running it."""
+        """What a node yields and does: by a rule, or by running it."""
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
         if node.op in ("get_attr", "output"):
             return self.to_meta(attribute_of(node)) if node.op == "get_attr" else args, NOTHING
@@ -153,26 +150,9 @@ class Facts:
         ruled = None if kwargs else known_outcome(called, *args)
         if ruled is not None:
             return ruled
-        given = self._given_to(called, args, kwargs)
-        if given is not None and given.key in self._seen:
-            return self._seen[given.key].again(given)
         with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, Effects() as effects:
             value = self._call(node, args, kwargs)
-        effect = Effect(effects.writes, effects.random, effects.counts)
-        after = given and self._given_to(called, args, kwargs)
-        if given is not None and after is not None and after.key == given.key:
-            with suppress(TypeError):
-                self._seen[given.key] = Outcome(given, value, effect, self._lasts)
-        return value, effect
-
-    def _given_to(self, called: Any, args: Any, kwargs: Any) -> Given | None:
-        """What the outcome of a call depends on; None if that cannot be told."""
-        if not is_slow(called):
-            return None
-        try:
-            return Given((called, args, kwargs), self.to_meta)
-        except (TypeError, RecursionError):
-            return None
+        return value, Effect(effects.writes, effects.random, effects.counts)
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if kwargs.get("device") is not None:

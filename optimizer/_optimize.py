@@ -12,15 +12,17 @@ from typing import Literal, TypeAlias
 import torch
 from torch import fx, nn
 
-from optimizer._capture import called_as_they_are, has_unknown_facts, writes_nothing_lasting
+from optimizer._capture import has_unknown_facts, may_draw, writes_nothing_lasting
 from optimizer._check import Answer, Difference, answer, compare_answers, reference
-from optimizer._errors import CaptureError, InputError
+from optimizer._copy import snapshot
+from optimizer._errors import CaptureError, InputError, OptimizerWarning
 from optimizer._front_ends import FRONT_ENDS, FrontEnds, choose, record
-from optimizer._inputs import Call, ExampleInputs, as_call, require_module
+from optimizer._inputs import Call, ExampleInputs, as_call, require_flags, require_module
 from optimizer._lower import Tuning, lower
 from optimizer._lowered import LoweredModule
 from optimizer._module import OptimizedModule, Unchanged
-from optimizer._pass import LOWERED, REDUCED, Pass
+from optimizer._origin import called_as_they_are
+from optimizer._pass import LOWERED, Pass
 from optimizer._pipeline import FaultyPassError, Pipeline
 from optimizer._refit import Recipe
 from optimizer._registry import all_passes, select
@@ -50,9 +52,10 @@ def optimize(
 ) -> OptimizedModule | Unchanged:
     """A faster module that computes what `model` computes; `model` itself is not changed.
 
-    The result is for inference in the mode that each submodule is in now. It shares the weights
-    that no rewrite replaced. Its `report` lists every rewrite, and every refused one with the
-    reason. A model that cannot be captured is returned as a copy that runs as it is.
+    The result is for inference in the mode that each submodule is in now, with a snapshot of the
+    weights: it computes what `model` computes now, whatever is written to `model` later. Its
+    `report` lists every rewrite, and every refused one with the reason. A model that cannot be
+    captured is returned as a copy that runs as it is.
 
     Args:
         model: any module, or an ExportedProgram, which brings example inputs of its own. In
@@ -88,22 +91,16 @@ def optimize(
         InputError: an argument cannot be used, or the model rejects the example inputs.
         PassError: there is no pass of a given name.
     """
+    require_flags(static_shapes=static_shapes, finite=finite)
     promised = {"specialize_shapes": static_shapes, "merge_convolutions": finite}
     passes = select(level, only, disable, [name for name in promised if promised[name]])
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
-    tuning = Tuning.of(tune_seconds, decisions, precision, error_budget, cuda_graph)
-    if (precision is None) is (level == REDUCED):
-        raise InputError(
-            "level=3 goes with precision='bf16', 'fp16' or 'int8', and each of these with level=3."
-        )
+    tuning = Tuning.of(level, tune_seconds, decisions, precision, error_budget, cuda_graph)
     call = None if example_inputs is None else as_call(example_inputs)
     model, call, front_ends = choose(model, call, capture, static_shapes=static_shapes)
-    run = Run(
-        require_module(model), call, front_ends, level, check if call else None, passes, tuning
-    )
-    with undisturbed():
-        return run.result()
+    arguments = (require_module(model), call, front_ends, level, check if call else None, passes)
+    return undisturbed(lambda: Run(*arguments, tuning).result())
 
 
 class Run:
@@ -121,12 +118,13 @@ class Run:
     ) -> None:
         self.started = time.perf_counter()
         self.tuning = tuning or Tuning()
-        self.model, self.call, self.level, self.check = model, call, level, check
+        self.model, self.is_snapshot = snapshot(model)
+        self.call, self.level, self.check = call, level, check
         self.passes = list(passes)
         self.front_ends, self.front_end = front_ends, ""
         self.remarks = list(_remarks(model, call))
         self.expected: Answer | None = None
-        self.share = False
+        self.share, self.draws = False, True
         self.graph: tuple[Line, ...] = ()
         self.left: list[str] = []  # what is called as it is
 
@@ -142,11 +140,11 @@ class Run:
                     self._reference()  # was it the inputs?
                 self.remarks.append(f"left as it is: {error}")
                 self.front_end = ""
-                return Unchanged(self.model, self._report(Size()))
+                return Unchanged(self.model, self._report(Size()), owns=self.is_snapshot)
 
     def _attempt(self) -> OptimizedModule | Unchanged:
         self.front_end, module = record(self.front_ends, self.model, self.call)
-        self.share = writes_nothing_lasting(module)
+        self.share, self.draws = writes_nothing_lasting(module), may_draw(module)
         if self.call and self.expected is None and (self.check or has_unknown_facts(module)):
             self.expected = self._reference()  # facts are unknown also where inputs are wrong
         before, self.graph = Size.of(module), listing(module)
@@ -200,7 +198,7 @@ class Run:
         """The model's own answer; None where it cannot be copied, and so not be asked."""
         assert self.call is not None
         try:
-            return reference(self.model, self.call, share=self.share)
+            return reference(self.model, self.call, share=self.share, draws=self.draws)
         except CaptureError:
             return None
 
@@ -214,7 +212,8 @@ class Run:
             return None
         exact = all(each.numerics == "exact" for each in self.passes)
         try:
-            actual = answer(module, self.call, share=self.share)
+            numbers = self.expected.numbers()
+            actual = answer(module, self.call, share=self.share, numbers=numbers)
         except Exception as error:  # a broken graph may raise anything
             return Difference("output", float("inf"), f"raised {type(error).__name__}: {error}")
         return compare_answers(self.model, self.call, self.expected, actual, exact=exact)
@@ -222,7 +221,8 @@ class Run:
     def _do_without(self, failure: FaultyPassError) -> None:
         self.passes = [each for each in self.passes if each.name != failure.name]
         self.remarks.append(str(failure))
-        warnings.warn(f"{failure}. Please report it with this model.", stacklevel=4)
+        remark = f"{failure}. Please report it with this model."
+        warnings.warn(remark, OptimizerWarning, stacklevel=8)
 
     def _report(self, before: Size, pipeline: Pipeline | None = None) -> Report:
         return Report(
@@ -244,5 +244,5 @@ def _remarks(model: nn.Module, call: Call | None) -> Iterator[str]:
         yield "no example inputs: rewrites that need a shape were refused, and nothing was checked"
     if model.training:
         remark = "the model is in training mode: what depends on it is left alone; call .eval()"
-        warnings.warn(remark, stacklevel=4)
+        warnings.warn(remark, OptimizerWarning, stacklevel=8)
         yield remark

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimizer._graph import module_of
+from optimizer._graph import is_plain, module_of
 from optimizer._vocabulary import FACTORIES
 
 
@@ -58,3 +58,23 @@ def devices_named_by(node: fx.Node) -> set[torch.device]:
     if node.op == "call_function" and node.target in FACTORIES and "device" not in node.kwargs:
         named.add(torch.get_default_device())
     return named
+
+
+def called_as_they_are(module: fx.GraphModule) -> list[str]:
+    """What was not recorded, because nothing is known of what it does; and the reasons."""
+    calls = {node.target: node for node in module.graph.nodes if node.op == "call_module"}
+    reasons = {name: _why_opaque(node) for name, node in calls.items()}
+    return [
+        f"'{name}' ({type(module_of(calls[name])).__name__}) is called as it is: {reason}"
+        for name, reason in reasons.items()
+        if reason
+    ]
+
+
+def _why_opaque(node: fx.Node) -> str:
+    """Why a call of a submodule was not recorded; empty for the layers of torch."""
+    module = module_of(node)
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is scripted"
+    hooked = "" if is_plain(module) else "it has hooks, parametrizations or a __call__"
+    return str(node.meta.get("opaque", hooked))

@@ -48,7 +48,7 @@ def require(condition: bool, reason: str) -> None:
         raise Refused(reason)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Pass:
     """One rewrite.
 
@@ -66,6 +66,9 @@ class Pass:
     numerics: Numerics
     phase: Phase
     opt_in: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
 
     @property
     def summary(self) -> str:

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from optimizer._facts import Refused, facts_of, forget_asked, is_pure, rely_on_asked
 from optimizer._graph import arg, callee, source_of
-from optimizer._guards import expect_given, expect_shape, expect_tensor
+from optimizer._guards import expect_call, expect_given, expect_shape, expect_tensor
 from optimizer._match import Captured, Pattern, called
 from optimizer._pass import PHASES, Pass, Phase
 from optimizer._report import Refusal, Rewrite
@@ -181,12 +181,13 @@ def _erase(root: fx.Node) -> list[fx.Node]:
 
 def _guard(graph: fx.Graph) -> None:
     """Begin the graph with a check of what a rewrite or a branch of the model relied on."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = graph.find_nodes(op="placeholder")
+    first = [*inputs, *graph.find_nodes(op="call_function", target=expect_call)]
     for node in reversed(inputs):
         for guard in _guards_of(node):
             if any(_covers(user, *guard) for user in node.users):
                 continue  # one of an earlier run
-            with graph.inserting_after(inputs[-1]):
+            with graph.inserting_after(first[-1]):
                 graph.call_function(*guard)
 
 

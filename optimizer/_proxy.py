@@ -18,6 +18,7 @@ class Value(fx.Proxy):
     """A traced value that also records item assignment and in-place operators."""
 
     tracer: Any
+    __array_priority__ = torch.Tensor.__array_priority__  # numpy's numbers leave products to it
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in ("node", "tracer"):

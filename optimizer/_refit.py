@@ -100,9 +100,8 @@ def loaded(model: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
     """
     try:
         getattr(model, "refit", model.load_state_dict)(state_dict)
-    except (RuntimeError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"pass a checkpoint of the original model: {reason}") from error
+    except Exception as error:  # whatever a mapping that is no checkpoint leads to
+        raise InputError(f"pass a checkpoint of the original model: {error}") from error
     return model
 
 

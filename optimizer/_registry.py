@@ -13,9 +13,10 @@ import warnings
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import entry_points
+from typing import Any
 
 from optimizer import passes
-from optimizer._errors import InputError, PassError
+from optimizer._errors import InputError, OptimizerWarning, PassError
 from optimizer._pass import LEVELS, PHASES, Pass
 
 
@@ -44,7 +45,8 @@ def _installed() -> Iterator[Pass]:
         if isinstance(loaded, Pass):
             yield loaded
         else:
-            warnings.warn(f"'{entry.value}' gives no pass, and is left out: {loaded}", stacklevel=2)
+            remark = f"'{entry.value}' gives no pass, and is left out: {loaded}"
+            warnings.warn(remark, OptimizerWarning, stacklevel=2)
 
 
 def explain(name: str) -> str:
@@ -70,21 +72,21 @@ def select(
     """The passes that a call of `optimize` runs. Opt-in ones must be in `only` or `include`.
 
     Raises:
-        InputError: there is no such level.
+        InputError: there is no such level, or names come in no list.
         PassError: there is no pass of one of these names.
     """
-    if level not in LEVELS:
+    if not isinstance(level, int) or level not in LEVELS:
         raise InputError(
             f"level {level!r} does not exist: use 0 (the same bits), 1 (up to rounding), 2"
             " (with kernels of the device) or 3 (in a lower precision)."
         )
-    named = [only] if isinstance(only, str | Pass) else list(only or ())
+    named = _listed("only", [] if only is None else only)
     given = {each.name: each for each in named if isinstance(each, Pass)}
     known = {each.name: each for each in all_passes()} | given
     wanted = (
         None if only is None else _names(n for n in named if not isinstance(n, Pass)) | {*given}
     )
-    unwanted, included = _names(disable), _names(include)
+    unwanted, included = _names(_listed("disable", disable)), _names(include)
     return tuple(
         each
         for each in _in_order(known.values())
@@ -94,13 +96,22 @@ def select(
     )
 
 
-def _names(given: Iterable[str]) -> set[str]:
-    return {_by_name(name).name for name in ((given,) if isinstance(given, str) else given)}
+def _listed(argument: str, given: Any) -> list[Any]:
+    """Several names, or one."""
+    if isinstance(given, str | Pass):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise InputError(f"{argument} is {given!r}: pass a list of names of passes.")
+    return list(given)
 
 
-def _by_name(name: str) -> Pass:
+def _names(given: Iterable[Any]) -> set[str]:
+    return {_by_name(name).name for name in given}
+
+
+def _by_name(name: object) -> Pass:
     known = {each.name: each for each in all_passes()}
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         near = difflib.get_close_matches(str(name), known, n=2) or sorted(known)
         raise PassError(f"there is no pass named {name!r}: try {' or '.join(near)}.")
     return known[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from textwrap import indent
@@ -49,6 +49,13 @@ class Choice:
     chosen: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
+
+    def fates(self) -> dict[str, str]:
+        """Of each candidate that does not run the region, why: what is wrong, or its time."""
+        found = {name: f"rejected: {reason}" for name, reason in self.rejected.items()}
+        times = list(self.seconds.items())  # as it is comes first
+        slower = [each for each in times[1:] if each[0] != self.chosen]
+        return found | {name: f"{spent / times[0][1]:.2f} of its time" for name, spent in slower}
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,7 @@ class Report:
         front_end: what captured the model: "symbolic", "export", "exported program" or "dynamo".
         seconds: how long `optimize` took.
         choices: which program runs each region of the example's call, at level 2.
+        tried: the same for a call that is not lowered; a remark says why.
         graph_before, graph_after: the nodes, and where those that are new come from.
     """
 
@@ -124,6 +132,7 @@ class Report:
     front_end: str = "symbolic"
     seconds: float = 0.0
     choices: tuple[Choice, ...] = ()
+    tried: tuple[Choice, ...] = ()
     graph_before: tuple[Line, ...] = ()
     graph_after: tuple[Line, ...] = ()
 
@@ -170,13 +179,18 @@ class Report:
         return f"refused: {len(self.refused)}\n" + indent(columns(rows), "  ")
 
     def _lowered(self) -> str:
-        if not self.choices:
+        if not self.choices and not self.tried:
             return ""
         counts = Counter((choice.chosen, choice.region) for choice in self.choices)
-        rows = [(str(count), *what) for what, count in counts.items()]
-        rejected = {text for choice in self.choices for text in choice.rejected.items()}
-        rows += [("0", name, f"rejected: {reason}") for name, reason in sorted(rejected)]
-        return f"regions: {len(self.choices)}\n" + indent(columns(rows), "  ")
+        rows = [(str(count), *what, "") for what, count in counts.items()]
+        every = self.choices or self.tried
+        whys = defaultdict[tuple[str, str], list[str]](list)
+        for name, region, why in ((n, c.region, w) for c in every for n, w in c.fates().items()):
+            whys[name, region].append(why)
+        extremes = {what: dict.fromkeys((min(found), max(found))) for what, found in whys.items()}
+        rows += [("0", *what, " to ".join(found)) for what, found in sorted(extremes.items())]
+        title = f"regions: {len(every)}" + ", none of them lowered" * (not self.choices)
+        return f"{title}\n" + indent(columns(rows), "  ") if rows else title
 
     def _remarks(self) -> str:
         return "\n".join(f"remark: {remark}" for remark in self.remarks)

@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from html import escape
 from itertools import zip_longest
 
-from optimizer._report import Line, Report
+from optimizer._report import Choice, Line, Report
 
 _STYLE = """
 body { font: 14px system-ui, sans-serif; margin: 2em; color: #222; }
@@ -34,6 +34,8 @@ def page(report: Report) -> str:
         *_section("before and after", ("", "before", "after"), _sizes(report), number=True),
         *_section("rewritten", ("pass", "node", "source"), map(_cells, report.fired)),
         *_section("refused", ("pass", "node", "source", "reason"), map(_cells, report.refused)),
+        *_section("regions", ("region", "runs", "others"), map(_regions, report.choices)),
+        *_section("regions, not lowered", ("region", "", "tried"), map(_regions, report.tried)),
         *_graphs(report),
     ]
     head = f'<meta charset="utf-8"><title>{escape(report.model)}</title><style>{_STYLE}</style>'
@@ -43,6 +45,11 @@ def page(report: Report) -> str:
 
 def _cells(row: object) -> tuple[str, ...]:
     return tuple(asdict(row).values())  # type: ignore[call-overload]
+
+
+def _regions(choice: Choice) -> tuple[str, ...]:
+    fates = "; ".join(f"{name}: {why}" for name, why in choice.fates().items())
+    return choice.region, choice.chosen, fates
 
 
 def _sizes(report: Report) -> Iterator[tuple[str, ...]]:

@@ -131,7 +131,7 @@ def _module(node: fx.Node) -> None:
     if kind is nn.ReLU:
         _call(node, F.relu, *node.args, module.inplace)
     elif kind in _DROPOUTS:
-        _call(node, _DROPOUTS[kind], *node.args, module.p, module.training, module.inplace)
+        _call(node, _DROPOUTS[kind], *node.args, float(module.p), module.training, module.inplace)
 
 
 @cache

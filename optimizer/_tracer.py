@@ -8,43 +8,42 @@ three as what they are and binds the last to the example's value, behind a guard
 
 from __future__ import annotations
 
-import inspect
 import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx import _symbolic_trace as fx_tracing
 from torch.fx.immutable_collections import immutable_dict
-from torch.utils._pytree import tree_leaves
 
+from optimizer._arguments import Arguments
 from optimizer._constants import RecordConstants
 from optimizer._errors import CaptureError
 from optimizer._graph import is_plain, overrides_call
-from optimizer._guards import chooses_a_branch, expect_none_given, expect_value
 from optimizer._inputs import Call
-from optimizer._isinstance import answering_isinstance
+from optimizer._isinstance import answer_isinstance
+from optimizer._literals import LiteralTracer
 from optimizer._none_tests import tests_for_none
+from optimizer._outside import Outside
 from optimizer._proxy import Attribute, Value
+from optimizer._random import DRAWS, ProcessState
 from optimizer._source import reason_of, user_line
 from optimizer._state import held
+from optimizer._undisturbed import alone_and_unpatched
 from optimizer._vocabulary import (
     CHANGES_SHAPE,
     FACTORIES,
     RANDOM,
     RETURN_A_TENSOR,
-    writes,
 )
 
-# Tracing patches nn.Module for the whole process: two at once would undo each other's patches
-# in the wrong order.
-_TRACING = threading.RLock()
 
-
-class Tracer(fx.Tracer):
+class Tracer(Arguments, LiteralTracer):
     """Trace a module, treating every submodule that cannot be traced as one opaque call.
 
     Args:
@@ -53,6 +52,8 @@ class Tracer(fx.Tracer):
         opaque: qualified names of submodules that must not be traced into, and why not.
         record_factories: record tensors that are made of nothing. Else they are made now and
             become constants, as caches in the model's code expect; random ones never do.
+        outside: what the forwards reach, if that is known already.
+        generators: refuse code that calls one; to watch for that doubles the time.
     """
 
     proxy_buffer_attributes = True
@@ -63,35 +64,56 @@ class Tracer(fx.Tracer):
         opaque: Mapping[str, str] = MappingProxyType({}),
         *,
         record_factories: bool = True,
+        outside: Outside | None = None,
+        generators: ProcessState | None = None,
     ) -> None:
         super().__init__(autowrap_functions=tuple(FACTORIES))
         self._autowrap_search.append(torch)  # a factory whose size is traced, torch.zeros(n)
         self.call = call
         self.opaque = opaque
         self.record_factories = record_factories
+        self.outside = outside
+        self.generators = generators
         self.failure: CaptureError | None = None
         self._thread = threading.get_ident()
         self._attributes: dict[int, fx.Proxy] = {}
         self._names: dict[int, str] = {}
         self._tensors: set[fx.Node] = set()
-        self._autocast = _autocast_state()
+        self._modes: tuple[bool, ...] = ()
         self._tests_for_none = False
+        self._within = ""  # the name of the module whose forward runs
         self._held: dict[int, list[Any]] = {}
+
+    def again(self, outside: Outside) -> Tracer:
+        """A tracer like this one, for a copy of its model."""
+        return Tracer(
+            self.call,
+            self.opaque,
+            record_factories=self.record_factories,
+            outside=outside,
+            generators=self.generators,
+        )
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self._names = {
             id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]
         }
-        self._tests_for_none = tests_for_none(root)
+        self._tests_for_none = tests_for_none(self.outside or Outside(root))
         self._held = {id(module): held(module) for module in root.modules()}
-        with _TRACING, RecordConstants(self), answering_isinstance(root, self.is_tensor):
-            graph = super().trace(root, concrete_args)
+        self._modes = _modes()
+        graph = alone_and_unpatched(lambda: self._traced(root, concrete_args))
         if self.failure is not None:  # a try statement of the forward swallowed it
             raise self.failure
         for node in graph.nodes:
             if node.target in FACTORIES:
                 node.meta.pop("is_wrapped", None)  # or the code would mark torch's own for fx
         return graph
+
+    def _traced(self, root: nn.Module, concrete_args: Any) -> fx.Graph:
+        with RecordConstants(self):
+            trace = partial(super().trace, root, concrete_args)
+            known = self.generators
+            return known.watch(trace, lambda frame: self.fail(DRAWS)) if known else trace()
 
     def fail(self, reason: str) -> CaptureError:
         """An error that is remembered, should the code that is traced swallow it."""
@@ -131,12 +153,10 @@ class Tracer(fx.Tracer):
             raise self.fail("it changes a submodule before it calls it")
         if target in (torch.autograd.grad, "backward", "requires_grad_"):
             raise self.fail("it uses autograd")
-        if _autocast_state() != self._autocast:
-            raise self.fail("it enters autocast inside its forward")
-        if not torch.is_grad_enabled() and writes(kind, target):
-            raise self.fail("it writes a tensor under no_grad")
+        if _modes() != self._modes:
+            raise self.fail("it enters autocast or a gradient mode inside its forward")
         node = super().create_node(kind, target, *args, **kwargs)
-        node.meta["source"] = user_line()
+        node.meta |= {"source": user_line(), "within": self._within}
         return node
 
     def _is_as_it_was(self, name: str) -> bool:
@@ -144,6 +164,8 @@ class Tracer(fx.Tracer):
         return all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in pairs)
 
     def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.Generator):  # fx would keep it as an attribute of the model
+            raise self.fail(DRAWS)
         if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
             if type(a) is not OrderedDict:
                 raise self.fail(f"it makes a {type(a).__name__}, which a graph cannot hold")
@@ -174,75 +196,37 @@ class Tracer(fx.Tracer):
         if overrides_call(type(m)):
             raise self.fail("it calls a module whose class has a __call__ of its own")
         last = next(iter(reversed(self.graph.nodes)))
+        name = self.path_of_module(m)
+        if self.is_leaf_module(m, name):
+            return self.create_proxy("call_module", name, args, kwargs)
+        outer, self._within = self._within, name  # fx's own stack would keep it after an error
         try:
-            result = super().call_module(m, forward, args, kwargs)
+            result = forward(*args, **kwargs)
             if self.failure is None:
                 return result
             error: Exception = self.failure
         except Exception as raised:  # whatever a user's forward raises on traced values
             error = self.failure or raised
+        finally:
+            self._within = outer
         self.failure = None
-        name = self.path_of_module(m)
         # The next try does not begin it, and so leaves no half of it done.
         self.opaque = {**self.opaque, name: reason_of(error)}
-        self._forget_after(last)
-        return self.create_proxy("call_module", name, args, kwargs)
-
-    def _forget_after(self, last: fx.Node) -> None:
         while (node := next(iter(reversed(self.graph.nodes)))) is not last:
             self.graph.erase_node(node)
+        return self.create_proxy("call_module", name, args, kwargs)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        signature = inspect.signature(root_fn)
-        given = self._given(signature)
-        positional: list[Any] = [self.root]
-        keyword: dict[str, Any] = {}
-        for parameter in list(signature.parameters.values())[1:]:
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                if given.get(parameter.name):
-                    raise self.fail(f"its forward takes any number of '{parameter.name}'")
-                stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**"
-                rest = self.create_proxy("placeholder", f"{stars}{parameter.name}", (), {})
-                self.create_proxy("call_function", expect_none_given, (rest, parameter.name), {})
-            elif parameter.kind is parameter.KEYWORD_ONLY:
-                keyword[parameter.name] = self._argument(parameter, given)
-            else:
-                positional.append(self._argument(parameter, given))
-        return lambda *args: root_fn(*args, **keyword), positional
+        called, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        return partial(self._called, called), args
 
-    def _given(self, signature: inspect.Signature) -> dict[str, Any]:
-        if self.call is None:
-            return {}
-        bound = signature.bind(self.root, *self.call.args, **self.call.kwargs)
-        return dict(bound.arguments)
-
-    def _argument(self, parameter: inspect.Parameter, given: dict[str, Any]) -> Any:
-        name, optional = parameter.name, parameter.default is not parameter.empty
-        if isinstance(parameter.default, torch.Tensor):
-            raise self.fail(f"the default of '{name}' is a tensor")
-        default = (parameter.default,) if optional else ()
-        proxy = self.create_proxy("placeholder", name, default, {})
-        value = given.get(name, parameter.default)
-        if chooses_a_branch(value):
-            self.create_proxy("call_function", expect_value, (proxy, value, name), {})
-            return value
-        proxy.node.meta["tested"] = self._tests_for_none
-        if isinstance(value, torch.Tensor):
-            self._tensors.add(proxy.node)
-        elif any(map(chooses_a_branch, tree_leaves(value))):
-            raise self.fail(f"'{name}' holds what may choose a branch")
-        return proxy
+    def _called(self, called: Callable[..., Any], *args: Any) -> Any:
+        answer_isinstance(self.root, self.is_tensor, fx_tracing.CURRENT_PATCHER)
+        return called(*args)
 
 
-class Retracer(Tracer):
-    """Records code that was generated from a graph, where no argument chooses a branch."""
-
-    def _argument(self, parameter: inspect.Parameter, given: dict[str, Any]) -> Any:
-        default = () if parameter.default is parameter.empty else (parameter.default,)
-        return self.create_proxy("placeholder", parameter.name, default, {})
-
-
-def _autocast_state() -> tuple[bool, ...]:
-    return tuple(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+def _modes() -> tuple[bool, ...]:
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return *modes, *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))

@@ -1,25 +1,117 @@
-"""The circumstances in which a graph is worked on."""
+"""The circumstances in which a graph is worked on, and that they are the caller's afterwards."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.fx import _symbolic_trace as fx_tracing
+
+Result = TypeVar("Result")
+
+
+def put_back(restore: Callable[[], object], run: Callable[[], Result]) -> Result:
+    """`run()`, then `restore()`, whatever happens.
+
+    A Ctrl-C may come at any line, the first of a `finally` or of an `__exit__` included. So it
+    is done twice, and `restore` must allow that: one interrupt cannot hit both.
+    """
+    try:
+        try:
+            return run()
+        finally:
+            restore()
+    finally:
+        restore()
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Make tensors that outlive inference mode, and do not look for garbage meanwhile.
+def ignoring(message: str, category: type[Warning]) -> Iterator[None]:
+    """Ignore some warnings in the block, as `warnings.filterwarnings` does.
+
+    `warnings.catch_warnings` puts back the list of filters that it found: in two threads at once,
+    it leaves those of one behind for good. Here one filter comes and goes.
+    """
+    mark = f"(?#{next(_MARKS)})"  # equal filters are merged
+    warnings.filterwarnings("ignore", message + mark, category)
+    filters: Any = warnings.filters
+    own = next(each for each in filters if each[1] and each[1].pattern.endswith(mark))
+    try:
+        yield
+    finally:
+        for each in (filters, warnings.filters):  # another may have been put in its place
+            while own in each:
+                cast(Any, each).remove(own)
+
+
+def undisturbed(run: Callable[[], Result]) -> Result:
+    """`run()`, whose tensors outlive inference mode, and no search for garbage meanwhile.
 
     A graph is one large cycle: searching it again and again takes a third of the time.
     """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    finally:
-        if enabled:
+    collecting, recording, leave_modes = gc.isenabled(), torch.is_grad_enabled(), _modes()
+
+    def restore() -> None:
+        """Also what a context manager of torch would have, had it not been interrupted."""
+        leave_modes()
+        torch._C._set_grad_enabled(recording)
+        if collecting:
             gc.enable()
+
+    def quietly() -> Result:
+        gc.disable()
+        with torch.inference_mode(False), torch.no_grad():
+            return run()
+
+    return put_back(restore, quietly)
+
+
+def alone_and_unpatched(run: Callable[[], Result]) -> Result:
+    """`run()`, which traces by fx, and afterwards nothing in the process is patched.
+
+    Two at once would undo each other's patches in the wrong order.
+    """
+    with _TRACING:
+        return put_back(_what_fx_patches(), run)
+
+
+def _what_fx_patches() -> Callable[[], None]:
+    """What undoes all that fx patches from now on, should its own undoing be interrupted."""
+    patcher, tracing = fx_tracing.CURRENT_PATCHER, fx_tracing._is_fx_tracing_flag
+    leave_modes = _modes()
+
+    def undo() -> None:
+        leave_modes()
+        while (current := fx_tracing.CURRENT_PATCHER) is not patcher and current is not None:
+            for patch in reversed(current.patches_made):
+                with suppress(KeyError):  # undone already
+                    patch.revert()
+            fx_tracing.CURRENT_PATCHER = patcher
+        fx_tracing._is_fx_tracing_flag = tracing
+
+    return undo
+
+
+def _modes() -> Callable[[], None]:
+    """What leaves the modes of torch that are entered from now on."""
+    functions, dispatchers = _FUNCTION_MODES(), _DISPATCH_MODES()
+
+    def leave() -> None:
+        while functions < _FUNCTION_MODES():
+            torch._C._pop_torch_function_stack()
+        while dispatchers < _DISPATCH_MODES():
+            torch._C._pop_torch_dispatch_stack(None)
+
+    return leave
+
+
+_TRACING = threading.RLock()
+_MARKS = itertools.count()
+_FUNCTION_MODES = torch._C._len_torch_function_stack
+_DISPATCH_MODES = torch._C._len_torch_dispatch_stack

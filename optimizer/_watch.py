@@ -12,13 +12,18 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from optimizer._random import DRAWS, ProcessState
 from optimizer._state import python_state
 
 # Their own errors, which they catch themselves, are not the model's.
 _NOT_THE_MODELS = sys.stdlib_module_names | {"torch", "sympy", "mpmath", "numpy", "optimizer"}
+_HAND_ON = (
+    "torch.random", "torch.cuda.random", "torch.mps", "torch._compile", "torch._dynamo.eval_frame",
+    "random", "contextlib",
+)  # fmt: skip
 
 
-def watch(model: nn.Module) -> list[str]:
+def watch(model: nn.Module, state: ProcessState) -> list[str]:
     """Replace the forward of a module by one that notes what each call does besides computing.
 
     Export puts attributes back, so that they are looked at before the call ends. An error that
@@ -26,12 +31,17 @@ def watch(model: nn.Module) -> list[str]:
     """
     forward, noted = model.forward, list[str]()
 
+    def note_draw(frame: FrameType) -> bool:
+        noted.extend([DRAWS] if _is_called_by_the_model(frame) and DRAWS not in noted else [])
+        return DRAWS in noted
+
     @functools.wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:  # pragma: no cover - it sets the tracer
-        state, inputs = _state_besides_buffers(model), _parts((args, kwargs))
+        # An assigned buffer is recorded, as a copy into it.
+        before, inputs = python_state(model, "_buffers"), _parts((args, kwargs))
         with _errors_of_the_model() as errors:
-            result = forward(*args, **kwargs)
-        if _state_besides_buffers(model) != state:
+            result = state.watch(lambda: forward(*args, **kwargs), note_draw)
+        if python_state(model, "_buffers") != before:
             noted.append("its forward keeps state in attributes of the model")
         if _parts((args, kwargs)) != inputs:
             noted.append("it changes a container that it is given")
@@ -43,15 +53,17 @@ def watch(model: nn.Module) -> list[str]:
     return noted
 
 
-def _state_besides_buffers(model: nn.Module) -> list[dict[str, Any]]:
-    """An assigned buffer is recorded, as a copy into it."""
-    states = python_state(model).values()
-    return [{name: held for name, held in s.items() if name != "_buffers"} for s in states]
-
-
 def _parts(inputs: Any) -> tuple[list[int], pytree.TreeSpec]:
     leaves, structure = pytree.tree_flatten(inputs)
     return list(map(id, leaves)), structure
+
+
+def _is_called_by_the_model(frame: FrameType | None) -> bool:
+    """Whether the model's own code seeds or draws, and not that of the fake tensors."""
+    while frame and frame.f_globals.get("__name__") in _HAND_ON:
+        frame = frame.f_back
+    package = str(frame and frame.f_globals.get("__name__")).partition(".")[0]
+    return package not in _NOT_THE_MODELS
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""One thread for each worker, set before torch is imported, and the fuzz profiles."""
+"""One thread for each worker, set before torch is imported, the fuzz profiles, and the path."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,20 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # A model that kills its worker is found there, as a test to paste.
 os.environ.setdefault("FUZZ_CRASHES", str(Path(__file__).parents[1] / ".hypothesis" / "crashes"))
 
+# `models`, `benchmarks` and `tests` are those of the checkout. `optimizer` may be installed.
+sys.path.append(str(Path(__file__).parents[1]))
+
 import pytest
 import torch
 from hypothesis import Phase, settings
 
 torch.set_num_threads(1)
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the data lie. `data_ptr()` counts as a write, which parts a model and its snapshot."""
+    found: int = torch._C._data_address(tensor)
+    return found
 
 
 @pytest.fixture

@@ -130,13 +130,6 @@ def complex_parts(self: Net, x: Tensor) -> Tensor:
     return torch.view_as_real(self.pair(x).to(torch.complex64) @ self.held)
 
 
-class Variadic(nn.Module):
-    """Any number of arguments."""
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        return sum(tensors) + 1
-
-
 EYE = torch.eye(5)
 COMPLEX = torch.randn(4, 4, dtype=torch.complex64)
 LEFT_AS_IT_IS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -153,7 +146,6 @@ LEFT_AS_IT_IS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Net(calling(scripted(positive))),
         "at test_bad_models.py:",
     ),
-    "takes any number of arguments": (lambda: Variadic().eval(), "any number of 'tensors'"),
     "is a generator": (lambda: Net(generated), "generator"),
     "holds a lock": (lambda: Net(locked, threading.Lock()), "cannot be copied"),
     "is scripted": (
@@ -196,7 +188,9 @@ FOLDED: dict[str, Callable[[], nn.Module]] = {
         lambda self, x: self.held(self.pair(x)), scripted(nn.Sequential(nn.Conv2d(4, 4, 1)).eval())
     ),
     "a complex parameter": lambda: Net(complex_parts, nn.Parameter(COMPLEX)),
-    "a custom autograd function": lambda: Net(lambda self, x: Exponential.apply(self.pair(x))),
+    "a custom autograd function": lambda: Net(
+        lambda self, x: self.held(self.pair(x)), Net(lambda self, x: Exponential.apply(x))
+    ),
     "a generator expression": lambda: Net(lambda self, x: sum(self.pair(x) * i for i in range(2))),
     "a tensor without data that gives a size": lambda: Net(
         lambda self, x: self.pair(x) * self.held[0].shape[0], [torch.empty(3, device="meta")]
@@ -460,13 +454,14 @@ def test_arguments_that_the_example_had_not_are_an_input_error(way: str) -> None
         fast(X, X, X)
 
 
-def test_arguments_that_the_example_has_leave_the_model_as_it_is() -> None:
-    model = Keywords(lambda self, x: self.pair(x))
+def test_arguments_that_the_example_has_are_those_of_each_call() -> None:
+    model = Keywords(lambda self, x: self.pair(x)).eval()
 
     fast = optimizer.optimize(model, {"x": X, "scale": 2.0}, level=1)
 
-    assert "any number of 'settings'" in fast.report.remarks[0]
-    torch.testing.assert_close(fast(X, scale=3.0), model(X, scale=3.0))
+    torch.testing.assert_close(fast(x=X, scale=3.0), model(x=X, scale=3.0))
+    with pytest.raises(InputError, match="0 positional arguments and the keyword arguments x, sca"):
+        fast(X, scale=3.0)
 
 
 REJECTED: dict[str, tuple[Callable[[], nn.Module], str]] = {

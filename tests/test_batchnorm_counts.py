@@ -21,8 +21,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.fx.experimental.optimization import fuse
 
-torchvision = import_torchvision()
-
 # Of how many BatchNorms how many fold, and how many torch's own `fuse` folds. In densenet121 a
 # ReLU stands between the others and what reads them.
 COUNTS = {
@@ -50,7 +48,7 @@ def load(name: str, **settings: Any) -> nn.Module:
 
         built: nn.Module = timm.create_model(model)
     else:
-        built = torchvision.models.get_model(model, weights=None, **settings)
+        built = import_torchvision().models.get_model(model, weights=None, **settings)
     randomize(built, torch.Generator().manual_seed(0))
     return built.double().eval()
 
@@ -87,7 +85,8 @@ def test_what_torchs_own_fuse_folds(name: str) -> None:
 
 
 def test_frozen_batchnorms_fold() -> None:
-    model = load("torchvision resnet50", norm_layer=torchvision.ops.FrozenBatchNorm2d)
+    frozen = import_torchvision().ops.FrozenBatchNorm2d
+    model = load("torchvision resnet50", norm_layer=frozen)
     x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
 
     fast = optimizer.optimize(model, x, check=None, level=1)

@@ -164,7 +164,7 @@ LEFT_ALONE: dict[str, Case] = {
     "autocast": unary(under_autocast, "enters autocast"),
     "a shape that changes in place": unary(squeezed_in_place, "changes the shape of a tensor"),
     "autograd": unary(force, "uses autograd"),
-    "a write under no_grad": unary(written_without_grad, "writes a tensor under no_grad"),
+    "a write under no_grad": unary(written_without_grad, "a gradient mode"),
     "a swallowed error of len()": unary(swallowed_len, "takes the len()"),
     "a swallowed error of bool()": unary(swallowed_bool, "control flow depends"),
     "a defaultdict": unary(default_dict, "makes a defaultdict"),
@@ -172,7 +172,7 @@ LEFT_ALONE: dict[str, Case] = {
     "a new attribute of a tensor": unary(attribute_of_a_tensor, "sets the attribute 'note'"),
     "an attribute that tensors lack": unary(optional_attribute, "for its attribute 'mask'"),
     "a gradient": unary(lambda m, x: x * 2 if x.grad is None else x, "for its attribute 'grad'"),
-    "Python's random numbers": unary(lambda m, x: x * random.random(), "random numbers in Python"),
+    "Python's random numbers": unary(lambda m, x: x * random.random(), "keeps state in Python"),
     "a seed": unary(seeded, "seeds random numbers"),
     "a new tensor that is written": unary(made_and_written, "a tensor that it makes itself"),
     "a value that is read": unary(read_constant, "reads the value of a tensor"),
@@ -386,21 +386,22 @@ def test_an_equal_argument_of_another_type_is_another_argument(flag: Any, other:
 
 
 def test_other_threads_do_not_notice_that_a_model_is_traced() -> None:
-    seen: list[Any] = []
+    seen = torch.zeros(1)  # a list that a forward changes would be put back
 
     def spawning(m: Any, x: Any) -> Any:
-        thread = Thread(target=lambda: seen.append((m.linear(ROWS), m.linear.weight)))
+        thread = Thread(target=lambda: seen.add_(all_tensors(m.linear(ROWS), m.linear.weight)))
         thread.start()
         thread.join()
         return m.linear(x)
 
-    model = Model(spawning).eval()
+    fast = optimizer.optimize(Model(spawning).eval(), ROWS, check=None, level=1)
 
-    fast = optimizer.optimize(model, ROWS, check=None, level=1)
-
-    assert all(isinstance(tensor, Tensor) for pair in seen for tensor in pair)
-    torch.testing.assert_close(seen[0], (model.linear(ROWS), model.linear.weight))
+    assert seen.item() == 1
     assert sum(node.op == "call_module" for node in fast.graph.nodes) == 1
+
+
+def all_tensors(*values: Any) -> bool:
+    return all(type(value) in (Tensor, nn.Parameter) for value in values)
 
 
 @pytest.mark.filterwarnings("ignore:The use of `x.T` on tensors of dimension other than 2")

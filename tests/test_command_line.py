@@ -24,6 +24,24 @@ def build():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout())
     return model.eval(), torch.randn(2, 3)
+
+def module_alone():
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+
+def wrong_way_round():
+    return build()[::-1]
+
+def nothing():
+    pass
+
+def with_a_parameter(size):
+    return build()
+
+def importing():
+    import no_such_dependency
+
+def ending():
+    raise SystemExit(0)
 """
 
 
@@ -31,6 +49,7 @@ def build():
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory with a model of the user's own, and sys.path put back afterwards."""
     (tmp_path / "my_model.py").write_text(MODEL_FILE)
+    (tmp_path / "broken.py").write_text("def build(:")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_model", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -125,7 +144,41 @@ MISTAKES = {
     "an unknown module": (["check", "no_such_module:build"], "no_such_module"),
     "an unknown callable": (["check", "my_model:no_such"], "no_such"),
     "a name that is no callable": (["check", "my_model:number"], "number"),
+    "no module": (["check", ":build"], "':build' gives no model"),
+    "a module of a package that is missing": (["check", ".my_model:build"], ".my_model"),
+    "a module that is no Python": (["check", "broken:build"], "SyntaxError"),
+    "a parameter": (["check", "my_model:with_a_parameter"], "argument: 'size'"),
+    "a dependency that is missing": (
+        ["check", "my_model:importing"],
+        "No module named 'no_such_dependency', at my_model.py:25",
+    ),
+    "an end of the program": (["check", "my_model:ending"], "SystemExit: 0, at my_model.py:28"),
+    "a module without inputs": (["check", "my_model:module_alone"], "return a module and its"),
+    "no module at all": (["check", "my_model:nothing"], "returns <class 'NoneType'>: return"),
+    "inputs before the module": (["check", "my_model:wrong_way_round"], "example_inputs is of"),
+    "inputs before the module, for a device": (
+        ["check", "my_model:wrong_way_round", "--device", "cpu"],
+        "no torch.nn.Module",
+    ),
+    "an absent device for it": (["check", "my_model:build", "--device", "nonsense"], "nonsense"),
+    "a device without data": (["check", "my_model:build", "--device", "meta"], "the meta device"),
+    "a level without its precision": (["check", "toy_model", "--level", "3"], "level=3 goes with"),
+    "a precision without its level": (
+        ["cost", "toy_model", "--precision", "bf16"],
+        "level=3 goes with",
+    ),
+    "an unknown level to bisect": (["bisect", "toy_model", "--level", "-1"], "level -1"),
+    "a report in a folder that is missing": (
+        ["optimize", "toy_model", "--html", "no/such/folder.html"],
+        "--html='no/such/folder.html' is no file that can be written",
+    ),
+    "a report that is a folder": (["optimize", "toy_model", "--html", "."], "--html='.' is no"),
 }
+BEFORE_ANY_WORK = [
+    mistake
+    for mistake, (arguments, _) in MISTAKES.items()
+    if arguments[1] == "toy_model" or "absent" in mistake
+]
 
 
 @pytest.mark.usefixtures("here")
@@ -143,7 +196,71 @@ def test_a_mistake_is_one_line_on_stderr(mistake: str, capsys: pytest.CaptureFix
     assert words in captured.err
 
 
-@pytest.mark.parametrize("arguments", [[], ["optimise", "resnet18"], ["optimize"]])
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("mistake", BEFORE_ANY_WORK)
+def test_a_mistake_is_found_before_a_model_is_built(
+    mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr("optimizer.workloads.load", build)
+    monkeypatch.setattr("optimizer.__main__._built", build)
+
+    assert main(MISTAKES[mistake][0]) == 2
+
+
+@pytest.mark.usefixtures("here")
+def test_a_report_that_is_tried_leaves_no_file() -> None:
+    main(["optimize", "no_such_model", "--html", "report.html"])
+    Path("kept.html").write_text("kept")
+    main(["optimize", "no_such_model", "--html", "kept.html"])
+
+    assert not Path("report.html").exists()
+    assert Path("kept.html").read_text() == "kept"
+
+
+@pytest.mark.usefixtures("here")
+def test_both_reports_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["optimize", "my_model:build", "--json", "--html", "report.html"])
+
+    assert json.loads(capsys.readouterr().out)["model"] == "Sequential"
+    assert "<html" in Path("report.html").read_text()
+
+
+@pytest.mark.usefixtures("here")
+def test_a_model_of_ones_own_is_moved_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(optimizer, "bisect", lambda *given_, **_: given.extend(given_))
+
+    main(["bisect", "my_model:build", "--device", "meta"])
+
+    model, inputs = given
+    assert {each.device.type for each in (*model.parameters(), inputs)} == {"meta"}
+
+
+def test_passes_to_disable_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    disabled = ["--disable", "fold_affine", "--disable", "fuse_linear_relu", "reuse_activations"]
+
+    main(["optimize", "toy_model", "--json", *disabled])
+
+    assert json.loads(capsys.readouterr().out)["fired"] == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["optimise", "resnet18"],
+        ["optimize"],
+        ["optimize", "toy_model", "--precision", "fp8", "--level", "3"],
+        # What a command has no use for, it does not take.
+        ["check", "toy_model", "--json"],
+        ["compare", "toy_model", "--json"],
+        ["bisect", "toy_model", "--precision", "bf16", "--level", "3"],
+        ["memory", "toy_model", "--html", "report.html"],
+    ],
+)
 def test_a_wrong_command_shows_the_usage(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import models
+from optimizer import InputError
 from optimizer._dynamo import backend
 
 # Importing Dynamo and compiling warn of what torch itself has deprecated.
@@ -124,38 +126,82 @@ def test_raft_which_symbolic_tracing_cannot_trace(caplog: pytest.LogCaptureFixtu
     assert folds(caplog) != []
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: m.conv.weight.mul_(2),
-        lambda m: m.bn.running_mean.add_(1),
-        lambda m: m.load_state_dict(Block(5).state_dict()),
-        lambda m: setattr(m.bn, "weight", nn.Parameter(torch.ones(3))),
-        lambda m: setattr(m.conv.weight, "data", torch.ones(3, 3, 3, 3)),
-    ],
-    ids=["weight", "statistic", "checkpoint", "parameter", "data"],
-)
-def test_changed_weights_are_folded_again(change: Callable[[Any], object]) -> None:
+def by_a_fused_step(model: Any) -> None:
+    model.conv.weight.grad = torch.ones_like(model.conv.weight)
+    torch.optim.AdamW(model.parameters(), lr=1.0, fused=True).step()
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda model: model.conv.weight.mul_(2),
+    "a statistic": lambda model: model.bn.running_mean.add_(1),
+    "a checkpoint": lambda model: model.load_state_dict(Block(5).state_dict()),
+    "another parameter": lambda model: setattr(model.bn, "weight", nn.Parameter(torch.ones(3))),
+    "other data": lambda model: setattr(model.conv.weight, "data", torch.ones(3, 3, 3, 3)),
+    "by .data": lambda model: model.conv.weight.data.mul_(2),
+    "by numpy": lambda model: np.negative(model.conv.weight.numpy(), model.conv.weight.numpy()),
+    "by dlpack": lambda model: torch.from_dlpack(model.conv.weight.detach()).mul_(2),
+    "a fused optimizer": by_a_fused_step,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_are_folded_again(change: str, caplog: pytest.LogCaptureFixture) -> None:
     model = Block()
     fast = torch.compile(model, backend=backend)
+    for _ in range(2):
+        before = fast(IMAGES)
+        CHANGES[change](model)
+
+        assert not torch.equal(model(IMAGES), before) or change == "another parameter"
+        assert_same(model(IMAGES), fast(IMAGES))
+        assert_same(model(IMAGES), fast(IMAGES))
+    assert 1 in folds(caplog)
+    assert len(folds(caplog)) <= 3  # not at each call
+
+
+def test_weights_that_a_numpy_array_may_write_are_not_folded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Block()
+    array = np.from_dlpack(model.conv.weight.detach())
+    fast = torch.compile(model, backend=backend)
+
+    for _ in range(2):
+        assert_same(model(IMAGES), fast(IMAGES))
+        array *= 2
+    assert folds(caplog) == [0]
+
+
+def test_frozen_weights_are_folded_and_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    model = Block()
+    held = model.conv.weight.detach().numpy()
+    fast = torch.compile(model, backend=backend, options={"freeze": True})
     before = fast(IMAGES)
 
-    change(model)
+    held *= 2
 
-    assert not torch.equal(model(IMAGES), before)
-    assert_same(model(IMAGES), fast(IMAGES))
+    assert torch.equal(fast(IMAGES), before)
+    assert folds(caplog) == [1]
+
+
+def test_an_unknown_option_is_an_input_error() -> None:
+    with pytest.raises(BackendCompilerFailed, match=r"InputError: no option .*levle") as raised:
+        torch.compile(Block(), backend=backend, options={"levle": 0})(IMAGES)
+
+    assert isinstance(raised.value.inner_exception, InputError)
 
 
 def test_memory_of_earlier_weights_is_not_taken_for_them() -> None:
     model = Block()
     fast = torch.compile(model, backend=backend)
     fast(IMAGES)
-    memory = StorageWeakRef(model.conv.weight.untyped_storage())
+    before = torch._C._data_address(model.conv.weight)
 
     model.conv.weight.data = Block(5).conv.weight.detach()
     gc.collect()
 
-    assert not memory.expired()  # or the next weights might lie there, and pass for these
+    others = [torch.empty(3, 3, 3, 3) for _ in range(100)]
+    assert before not in map(torch._C._data_address, others)  # or they might pass for those
     assert_same(model(IMAGES), fast(IMAGES))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +132,76 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[OptimizerError], str]] = {
         InputError,
         "check='always' does not exist",
     ),
+    "a number for names of passes": (
+        lambda: optimizer.optimize(a_model(), X, only=3, level=1),
+        InputError,
+        "only is 3: pass a list",
+    ),
+    "nothing for names of passes": (
+        lambda: optimizer.bisect(a_model(), X, disable=None),
+        InputError,
+        "disable is None: pass a list",
+    ),
+    "a number for a name": (
+        lambda: optimizer.optimize(a_model(), X, only=[3], level=1),
+        PassError,
+        "no pass named 3",
+    ),
+    "a level that is no number": (
+        lambda: optimizer.optimize(a_model(), X, level=[1]),
+        InputError,
+        "level [1] does not exist",
+    ),
+    "a text for a flag": (
+        lambda: optimizer.optimize(a_model(), X, static_shapes="no"),
+        InputError,
+        "static_shapes is 'no': pass True or False",
+    ),
+    "a text for a promise": (
+        lambda: optimizer.optimize(a_model(), X, finite="no"),
+        InputError,
+        "finite is 'no': pass True or False",
+    ),
+    "a text for a flag of level 2": (
+        lambda: optimizer.optimize(a_model(), X, cuda_graph="no"),
+        InputError,
+        "cuda_graph is 'no': pass True or False",
+    ),
+    "a budget without a precision": (
+        lambda: optimizer.optimize(a_model(), X, error_budget=0.01),
+        InputError,
+        "error_budget=0.01 is for a precision",
+    ),
+    "a precision that is a list": (
+        lambda: optimizer.optimize(a_model(), X, precision=["bf16"], level=3),
+        InputError,
+        "precision=['bf16'] does not exist",
+    ),
+    "decisions in a folder that is missing": (
+        lambda: optimizer.optimize(a_model(), X, decisions="no/such/folder.json"),
+        InputError,
+        "decisions='no/such/folder.json' is no file that can be written",
+    ),
+    "decisions that are a folder": (
+        lambda: optimizer.optimize(a_model(), X, decisions="."),
+        InputError,
+        "decisions='.' is no file that can be written",
+    ),
+    "decisions that are no path": (
+        lambda: optimizer.optimize(a_model(), X, decisions=3),
+        InputError,
+        "decisions=3 is no file that can be written",
+    ),
+    "keywords that are no names": (
+        lambda: optimizer.optimize(a_model(), {1: X}, level=1),
+        InputError,
+        "keyword arguments by name",
+    ),
+    "a function to check against": (
+        lambda: optimizer.check(torch.relu, a_model(), X),
+        InputError,
+        "no torch.nn.Module",
+    ),
     "parameters on the meta device": (
         lambda: optimizer.optimize(on_meta(), X, level=1),
         InputError,
@@ -175,6 +247,73 @@ def test_bad_input_is_an_error_before_any_work(case: str, monkeypatch: pytest.Mo
 
     with pytest.raises(kind):
         act()
+
+
+VALUES = (
+    *(None, True, 3, -1, 0.5, float("nan"), "", "nonsense", b"bytes", torch.bfloat16),
+    *([], [3], {}, {1: 2}, {"a": 1}, {3}, (None, None), object(), nn.ReLU, nn.ReLU(), X),
+)
+SMALL = {"model": nn.ReLU().eval(), "example_inputs": X}
+FAST = optimizer.optimize(nn.ReLU().eval(), X)
+ENTRIES: dict[str, tuple[Callable[..., object], dict[str, object]]] = {
+    "optimize": (optimizer.optimize, SMALL | {"check": None}),
+    "capture": (optimizer.capture, SMALL),
+    "check": (optimizer.check, SMALL | {"fast": FAST}),
+    "measure": (
+        optimizer.measure,
+        {"module": FAST, "example_inputs": X, "repeats": 1, "warmup": 1},
+    ),
+    "compare": (optimizer.compare, SMALL | {"fast": FAST, "rounds": 6}),
+    "bisect": (optimizer.bisect, SMALL),
+    "explain": (optimizer.explain, {"name": "fold_affine"}),
+    "draw": (optimizer.draw, {"module": optimizer.capture(nn.ReLU(), X)}),
+    "lower": (FAST.lower, {"example_inputs": X}),
+    "refit": (FAST.refit, {"state_dict": {}}),
+}
+ARGUMENTS = [
+    (name, argument)
+    for name, (entry, _) in ENTRIES.items()
+    for argument in inspect.signature(entry).parameters
+]
+
+
+@pytest.mark.filterwarnings("ignore:the model is in training mode")
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_any_value_is_honoured_or_a_typed_error(
+    name: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # for values that name a file
+    entry, others = ENTRIES[name]
+    wrong = []
+    for value in VALUES:
+        try:
+            entry(**others | {argument: value})
+        except Exception as error:
+            if not isinstance(error, OptimizerError) or "\n" in str(error):
+                wrong.append((value, repr(error)))
+
+    assert wrong == []
+
+
+def test_decisions_that_are_tried_leave_no_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        optimizer.optimize(a_model(), 3, decisions=tmp_path / "decisions.json")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("last_candidate_wins")
+def test_decisions_that_cannot_be_kept_do_not_cost_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "replace", full)
+
+    fast = optimizer.optimize(a_model(), X, decisions=tmp_path / "decisions.json")
+
+    assert "its decisions were not kept: the disk is full" in fast.report.remarks
 
 
 def test_errors_are_also_what_python_calls_them() -> None:

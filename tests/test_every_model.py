@@ -16,7 +16,8 @@ from optimizer._graph import module_of
 
 # Difference over the output's largest value. A fold rounds each weight once, by up to 6e-8 of it,
 # and a hundred of them in a row, whose errors add up like random ones, come to about 1e-6. Here
-# they measure 2e-7 to 6e-6. A wrong epsilon is ten bounds off: see the last test.
+# they measure 2e-7 to 6e-6. A wrong epsilon is ten bounds off: see the last test. Where the kernels
+# of a processor round the model itself as badly, its answer in float64 decides.
 BOUND = 2e-5
 
 FOLDS = {
@@ -54,6 +55,23 @@ def normwise(expected: torch.Tensor, actual: torch.Tensor) -> float:
     return (worst / expected.double().abs().max()).item()
 
 
+def in_float64(name: str) -> list[torch.Tensor]:
+    workload = models.load(name)
+    inputs = pytree.tree_map_only(torch.Tensor, doubled, workload.example_inputs)
+    with torch.no_grad():
+        return pytree.tree_leaves(workload.module.double()(*inputs))
+
+
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def nearer(truth: list[torch.Tensor], old: list[torch.Tensor], new: list[torch.Tensor]) -> bool:
+    """Whether each new tensor is at most as far from the truth as the old one."""
+    rows = zip(truth, old, new, strict=True)
+    return all(normwise(true, other) <= normwise(true, one) for true, one, other in rows)
+
+
 def foldable_pairs(fast: optimizer.OptimizedModule) -> list[str]:
     """The BatchNorms in eval mode whose input comes from a layer that nobody else reads."""
     found = []
@@ -79,7 +97,8 @@ def test_both_levels_give_the_models_answer(name: str) -> None:
         new, new_spec = pytree.tree_flatten(result)
         assert new_spec == spec
         assert [(t.shape, t.dtype) for t in new] == [(t.shape, t.dtype) for t in old]
-        assert all(normwise(one, other) <= bound for one, other in zip(old, new, strict=True))
+        near = all(normwise(one, other) <= bound for one, other in zip(old, new, strict=True))
+        assert near or (bound and nearer(in_float64(name), old, new))
     assert "fold_affine" not in exact.report.counts()
     assert foldable_pairs(fast) == []
     assert fast.report.counts().get("fold_affine", 0) == FOLDS.get(name, folds_of_small(name))

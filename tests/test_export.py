@@ -267,12 +267,18 @@ class AnyNumber(nn.Module):
         return sum([*values, *named.values()])
 
 
-@pytest.mark.parametrize("given", [(ROWS, ROWS), {"x": ROWS, "y": ROWS}])
-def test_any_number_of_inputs_is_left_as_it_is(given: Any) -> None:
-    fast = optimizer.optimize(AnyNumber().eval(), given, capture="export", level=1)
+@pytest.mark.parametrize("capture", ["export", "symbolic"])
+def test_any_number_of_inputs_is_that_of_the_example(capture: Any) -> None:
+    by_position = optimizer.optimize(AnyNumber().eval(), (ROWS, ROWS), capture=capture, level=1)
+    by_name = optimizer.optimize(
+        AnyNumber().eval(), {"x": ROWS, "y": ROWS}, capture=capture, level=1
+    )
 
-    assert "any number of inputs" in fast.report.remarks[-1]
-    assert_same(fast(ROWS, ROWS, z=ROWS), 3 * ROWS)
+    assert_same(by_position(ROWS, ROWS), 2 * ROWS)
+    assert_same(by_name(y=ROWS, x=ROWS), 2 * ROWS)
+    for fast, named in ((by_position, {"x": ROWS}), (by_name, {"z": ROWS})):
+        with pytest.raises(InputError, match="keyword arguments"):
+            fast(ROWS, ROWS, **named)
 
 
 class CountsExtras(nn.Module):

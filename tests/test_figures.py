@@ -12,8 +12,8 @@ import models
 import optimizer
 from benchmarks import figures
 from optimizer._device import device_of
-from optimizer._trees import storages_in
 from optimizer.analysis import Ceilings, roofline
+from tests.conftest import address
 
 PAGE = (Path(__file__).parent.parent / "docs" / "figures.md").read_text()
 NOWHERE = Ceilings(flops=1e11, bytes=1e10)
@@ -56,7 +56,7 @@ def test_optimizing_holds_less_than_one_layer_besides_what_it_keeps(name: str) -
     run()  # once, for what torch makes ready
     peak = device_of(model.parameters()).peak_memory(run)
 
-    kept = sum(bytes_of(results[-1], storages_in(model.state_dict())).values())
+    kept = sum(bytes_of(results[-1], set(bytes_of(model, set()))).values())
     largest = max(sum(bytes_of(each, set()).values()) for each in model.modules() if leaf(each))
     assert 0 < peak - kept < largest
 
@@ -66,6 +66,6 @@ def leaf(module: torch.nn.Module) -> bool:
 
 
 def bytes_of(module: torch.nn.Module, shared: set[int]) -> dict[int, int]:
-    """The size of each storage of a module's that is not among those that are shared."""
-    held = (each.untyped_storage() for each in module.state_dict().values())
-    return {each._cdata: each.nbytes() for each in held if each._cdata not in shared}
+    """The size of each storage of a module's, by its address, but for those that are shared."""
+    held = {address(each): each.untyped_storage().nbytes() for each in module.state_dict().values()}
+    return {place: size for place, size in held.items() if place not in shared}

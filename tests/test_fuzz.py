@@ -6,27 +6,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 
 import pytest
-import redis
 import torch
 from hypothesis import event, given, seed, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
 import optimizer
+from optimizer._module import Unchanged
 from optimizer.testing import MOTIFS, Optimize, Spec, assert_equivalent, check_spec, models
 from tests.conftest import shared
 
 PASSES = {each.name: each for each in optimizer.all_passes()}
 # A @given test is one unit of work: shards let the workers share it.
 SHARDS = range(2)
-# Where each near miss is tried: what the channels may be taken for, in numbers of both kinds.
+# Where each near miss is tried: what the channels may be taken for, in numbers of both kinds and
+# in every layout; a quarter of the later calls is made at each.
 PLACES = (
-    ((3, 3), "dyadic"),
-    ((4, 4, 4), "random"),
-    ((2, 4, 4, 4), "dyadic"),
-    ((2, 4, 4, 4), "random"),
+    ((3, 3), "dyadic", "transposed"),
+    ((4, 4, 4), "random", "strided"),
+    ((2, 4, 4, 4), "dyadic", "contiguous"),
+    ((2, 4, 4, 4), "random", "channels_last"),
 )
 
 
@@ -57,11 +60,21 @@ def test_every_pass_fires_on_its_motif(name: str, program: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "program"), [(name, p) for name in MOTIFS for p in MOTIFS[name].near_misses()]
+    ("name", "program"), [(name, p) for name in MOTIFS for p in MOTIFS[name].near]
 )
 def test_a_near_miss_keeps_the_answer(name: str, program: str) -> None:
-    for shape, regime in PLACES:
-        spec = Spec(tuple(program.split()), shape, regime)
+    turn = len(program)  # another quarter of the calls for another program
+    for place, (shape, regime, layout) in enumerate(PLACES, turn):
+        spec = Spec(tuple(program.split()), shape, regime, place, layout)
+
+        assert check_spec(spec, Optimize(), later=True) is not None
+
+
+# In other places generated models have them.
+@pytest.mark.parametrize("name", MOTIFS)
+def test_an_interrupted_motif_keeps_the_answer(name: str) -> None:
+    for program in MOTIFS[name].interrupted():
+        spec = Spec(tuple(program.split()), MOTIFS[name].shape, "random")
 
         assert check_spec(spec, Optimize()) is not None
 
@@ -116,12 +129,24 @@ def test_the_answer_holds_at_other_batch_sizes(shard: int) -> None:
     fuzz(holds, shard=shard)
 
 
+def test_the_answer_holds_where_arguments_are_given_by_keyword() -> None:
+    def holds(spec: Spec) -> None:
+        inputs = dict(zip(spec.argument_names(), spec.inputs(), strict=True))
+        model = spec.build()
+        with spec.surroundings():
+            assert_equivalent(model, Optimize()(model, inputs), inputs)
+
+    fuzz(holds)
+    holds(Spec(("decorated", "linear")))
+
+
 def test_optimizing_twice_changes_nothing_more() -> None:
     def holds(spec: Spec) -> None:
         once = Optimize()(spec.build(), spec.inputs())
         twice = Optimize()(once, spec.inputs())
 
-        assert shape_of(twice) == shape_of(once)
+        left = isinstance(once, Unchanged)  # which is one opaque call the second time
+        assert left or shape_of(twice) == shape_of(once)
         assert_equivalent(once, twice, spec.inputs(), exact=True)
 
     fuzz(holds)
@@ -138,13 +163,21 @@ def test_optimizing_again_gives_the_same_code() -> None:
 
 
 def test_few_models_are_left_as_they_are() -> None:
+    """Few besides those with a word that no model with it can be recorded with."""
+
+    @cache
+    def is_recorded(spec: Spec) -> bool:
+        return isinstance(Optimize()(spec.build(), spec.inputs()), fx.GraphModule)
+
     outcomes: list[bool] = []
 
     def runs(spec: Spec) -> None:
-        outcomes.append(isinstance(Optimize()(spec.build(), spec.inputs()), fx.GraphModule))
+        if all(is_recorded(replace(spec, tokens=(each,))) for each in spec.tokens):
+            outcomes.append(is_recorded(spec))
 
     fuzz(runs)
 
+    assert len(outcomes) > 30
     assert sum(outcomes) > 0.9 * len(outcomes)
 
 
@@ -188,7 +221,9 @@ def test_what_failed_is_kept_where_a_variable_says(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("HYPOTHESIS_REDIS", raising=False)
     assert shared() == {}
 
+    from redis.exceptions import ConnectionError as Unreachable
+
     monkeypatch.setenv("HYPOTHESIS_REDIS", "redis://127.0.0.1:1")
     database = shared()["database"]
-    with pytest.raises(redis.exceptions.ConnectionError, match=r"127\.0\.0\.1:1"):
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1"):
         next(database.fetch(b"a test"))

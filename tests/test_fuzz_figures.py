@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from optimizer.testing import MOTIFS, _figures, _firing, _hunt, _mutants, _record, _score, _soak
+from optimizer.testing import (
+    MOTIFS,
+    _figures,
+    _firing,
+    _generic,
+    _hunt,
+    _mutants,
+    _record,
+    _score,
+    _soak,
+)
 from optimizer.testing.__main__ import main
 
 ROOT = Path(__file__).parent.parent
@@ -18,6 +28,8 @@ REAL, OWN = (
     next(name for name, mutant in _mutants.catalogue().items() if mutant.is_real is real)
     for real in (True, False)
 )
+
+SAME = next(iter(_generic.equivalent()))
 
 
 def row(folder: Path, figure: str, told: str, **entries: dict[str, Any]) -> str:
@@ -46,24 +58,55 @@ def test_a_row_that_nobody_recorded_says_so(tmp_path: Path) -> None:
 def test_mutants_are_counted_and_survivors_named(tmp_path: Path) -> None:
     killed = {"killed": True, "examples": 7, "seconds": 1.0}
     survives = {"killed": False, "examples": 400, "seconds": 9.0}
-    gone = {"a mutant that is gone": survives}
-    rows = [
-        row(tmp_path, "score", told, **{REAL: killed, OWN: survives}, **gone)
-        for told in ("mutants killed", "those of them", "examples to kill")
-    ]
+    entries = {REAL: killed, OWN: survives, "a mutant that is gone": survives}
+    mistakes = "mistakes of the catalogue, found by"
+    alone = row(tmp_path, "catalogue_by_models", f"{mistakes} gen", **entries)
+    row(tmp_path, "catalogue_by_tests", f"{mistakes} unit", **{OWN: killed})
+    together, real = (
+        next(line for line in _figures.table(tmp_path) if line.startswith(f"| {told}"))
+        for told in (f"{mistakes} any", "those of them")
+    )
 
-    untried = len(_mutants.catalogue()) - 2
-    assert f"| 98 % | 1 of 2 (50.0%); {untried} not tried; survive: {OWN} | `count`" in rows[0]
-    assert "| 1 of 1 (100.0%) |" in rows[1]
-    assert "| 7, 7 |" in rows[2]
-    assert rows[0].endswith("| `count`; abc1234; abacus, 2 cores |")
+    assert f"| 80 % | 1 of 2 (50.0%); survive: {OWN} | `count`; abc1234; abacus, 2 cores" in alone
+    assert "| 97 % | 2 of 2 (100.0%) |" in together
+    assert "| 1 of 1 (100.0%) |" in real
+
+
+def test_a_row_is_marked_where_its_code_has_changed_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"killed": True, "examples": 7, "code": _record.code_of("catalogue_by_models")}
+    told = "models to find a mistake"
+    assert row(tmp_path, "catalogue_by_models", told, a=found).endswith("abacus, 2 cores |")
+    before = found | {"code": "of before"}
+    marked = row(tmp_path, "catalogue_by_models", told, a=found, b=before)
+    assert marked.endswith(f"abacus, 2 cores; {_figures.OLDER} |")
+
+    package = tmp_path / "optimizer"
+    monkeypatch.setattr(_record, "__file__", str(package / "testing" / "_record.py"))
+    (package / "testing").mkdir(parents=True)
+
+    def of(figure: str) -> str:
+        _record.code_of.cache_clear()
+        return _record.code_of(figure)
+
+    old = of("firing"), of("hunt")
+    (package / "notes.md").write_text("what is no code")
+    assert (of("firing"), of("hunt")) == old
+    (package / "a.py").write_text("1")
+    first, hunt = of("firing"), of("hunt")
+    assert first != old[0]
+    assert hunt == old[1]  # it speaks of other tools and of the kit
+    (package / "a.py").write_text("2")
+    assert of("firing") != first
+    _record.code_of.cache_clear()
 
 
 TOLD: dict[str, tuple[str, dict[str, dict[str, Any]], str]] = {
-    "generic mutants": (
-        "generic",
-        {"a": {"killed": True}, "b": {"killed": False}, "c": {"killed": False, "equivalent": True}},
-        "1 of 2 (50.0%); 1 equivalent",
+    "generic mistakes, which no person chose, found by gen": (
+        "generic_by_models",
+        {"a.py: b": {"killed": True}, "a.py: c": {"killed": False}, SAME: {"killed": False}},
+        "1 of 2 (50.0%); survive: a.py: c",
     ),
     "defects found": (
         "hunt",
@@ -79,6 +122,15 @@ TOLD: dict[str, tuple[str, dict[str, dict[str, Any]], str]] = {
         "soak",
         {"a": {"wrong": 0, "examples": 2000}, "b": {"wrong": 1, "examples": 500}},
         "1 in 2,500 (a: 0 in 2,000; b: 1 in 500)",
+    ),
+    "models lowered": (
+        "soak",
+        {
+            "a": {"examples": 90, "lowered": 30, "wrong": 1, "regions": {"one": 20, "two": 30}},
+            "b": {"examples": 10, "lowered": 20, "wrong": 0, "regions": {"one": 15}},
+            "level 1": {"examples": 50, "wrong": 7},
+        },
+        "50 of 100 (50.0%), 1 wrong; regions: 35 one, 30 two",
     ),
     "models a second": ("soak", {"a": {"examples": 90, "seconds": 3.0}}, "a: 30"),
     "models that are rejected": ("soak", {"a": {"asked": 50, "examples": 48}}, "2 of 50"),
@@ -161,7 +213,7 @@ def test_each_command_records_what_the_table_tells(
     done = subprocess.CompletedProcess([], 0)
     monkeypatch.setattr(subprocess, "run", lambda *given, **options: done)
     monkeypatch.setattr(_record.Recorder, "of", lambda *given: _record.Recorder(*given[:2], STAMP))
-    verdict = _score.Verdict(_mutants.catalogue()[REAL], True, 3, 0.5, "values differ")
+    verdict = _score.Verdict(_mutants.catalogue()[REAL], "models", True, 3, 0.5, "values differ")
     monkeypatch.setattr(_score, "score", lambda *given: iter([verdict]))
 
     for command in (["hunt"], ["firing"], ["soak", "--examples", "3"], ["score"], ["quick"]):
@@ -176,5 +228,4 @@ def test_each_command_records_what_the_table_tells(
     text = page.read_text()
     assert text.startswith("before\n<!-- figures -->\n\n| | goal")
     assert text.endswith("|\n\n<!-- end of figures -->\nafter\n")
-    assert text.count("not measured") == 3  # generic, shrink, coverage
-    assert f"; {len(_mutants.catalogue()) - 1} not tried |" in text
+    assert text.count("not measured") == 8  # by motifs, by tests, generic, shrink, coverage

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from optimizer.testing import _generic, _record
+from optimizer.testing import _generic, _mutants, _record, _score
 from optimizer.testing.__main__ import main
 from optimizer.testing._mutants import Mutant
 from optimizer.testing._score import Verdict
@@ -58,51 +58,59 @@ def test_each_mutant_is_another_program_and_names_its_change() -> None:
 
 
 def test_no_mutant_is_made_twice_and_none_has_the_name_of_another() -> None:
-    mutants = [mutant for file in _generic.files() for mutant in _generic.mutants_of(file)]
+    files = ["_facts.py", "passes/fold_affine.py", "passes/compose_transposes.py"]
+    mutants = [mutant for file in files for mutant in _generic.mutants_of(file)]
 
     assert len({(mutant.file, mutant.new) for mutant in mutants}) == len(mutants)
     assert len({mutant.name for mutant in mutants}) == len(mutants)
     assert any(mutant.name.endswith(" (2)") for mutant in mutants)
 
 
-def test_a_sample_is_the_same_for_a_seed_and_outlives_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = _generic.sample(5, 1)
-    assert before == _generic.sample(5, 1) != _generic.sample(5, 2)
+def test_what_only_the_capture_is_made_of_is_changed_too() -> None:
+    assert {"_tracer.py", "_capture.py", "_facts.py", "_affine.py"} <= {*_generic.files()}
 
-    gone, files = before[2], _generic.files()
-    monkeypatch.setattr(_generic, "files", lambda: [each for each in files if each != gone.file])
-    kept = [each for each in before if each.file != gone.file]
-    assert _generic.sample(5, 1)[: len(kept)] == kept
+
+def test_a_sample_is_the_same_for_a_seed_and_outlives_code() -> None:
+    every = _generic.mutants_of(FILE) + _generic.mutants_of("_spare.py")
+    before = _mutants.sample(every, 5, 1)
+    assert before == _mutants.sample(every, 5, 1) != _mutants.sample(every, 5, 2)
+    assert len(_mutants.sample(every, None, 1)) == len(every)
+
+    gone = before[2]
+    kept = [each for each in every if each != gone]
+    assert _mutants.sample(kept, 4, 1) == [each for each in before if each != gone]
 
 
 def test_the_rest_is_what_is_not_on_record_as_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def tried(mutants: Iterable[Mutant], *_: int) -> Iterator[Verdict]:
+    def tried(mutants: Iterable[Mutant], by: list[str], *_: int) -> Iterator[Verdict]:
         for number, each in enumerate(mutants):
             seen.append(each.name)
-            yield Verdict(each, number > 0, 1, 1.0, "values differ")
+            yield Verdict(each, by[0], number > 0, 1, 1.0, "values differ")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(_generic, "generic", tried)
+    monkeypatch.setattr(_score, "score", tried)
     seen: list[str] = []
-    first, second, third = (each.name for each in _generic.sample(3, 1))
+    sample = ["score", "--seed", "1", "--by", "tests", "--record", "--sample"]
+    every = _mutants.catalogue().values()
+    first, second, third = (each.name for each in _mutants.sample(every, 3, 1))
 
-    main(["generic", "--seed", "1", "--sample", "2", "--record"])
-    main(["generic", "--seed", "1", "--sample", "3", "--record", "--rest"])
+    assert main([*sample, "2"]) == 1  # one survives
+    main([*sample, "3", "--rest"])
 
     assert seen == [first, second, first, third]
-    assert list(_record.read(_record.FOLDER, "generic")) == [second, first, third]
+    assert list(_record.read(_record.FOLDER, "catalogue_by_tests")) == [second, first, third]
 
 
 def test_what_changes_nothing_survives_and_what_only_a_test_sees_does_not() -> None:
     reworded = replace(AS_IT_IS, new=TEXT.replace("is read elsewhere", "has other readers"))
     assert reworded.new != TEXT
 
-    survivor, seen = _generic.generic([AS_IT_IS, reworded], budget=3, processes=1)
+    survivor, seen = _score.score([AS_IT_IS, reworded], ["models", "tests"], budget=3)
 
     assert not survivor.killed
-    assert seen.evidence == "its tests fail"
+    assert (seen.by, seen.evidence) == ("tests", "its tests fail")
 
 
 def test_what_is_called_equivalent_is_a_mutant_still() -> None:
@@ -111,14 +119,3 @@ def test_what_is_called_equivalent_is_a_mutant_still() -> None:
 
         assert name in {mutant.name for mutant in _generic.mutants_of(file)}
         assert len(why.split()) > 5
-
-
-def test_the_table_leaves_out_what_is_equivalent() -> None:
-    def verdict(name: str, killed: bool) -> Verdict:
-        return Verdict(replace(AS_IT_IS, name=name), killed, 1, 1.0, "values differ" * killed)
-
-    verdicts = [verdict("one", True), verdict("other", False), verdict("third", False)]
-    lines = list(_generic.table(verdicts, {"third": "it is the same"}))
-
-    assert "| nothing: it is the same | `third` |" in lines
-    assert lines[-1] == "killed 1 of 2 that are not equivalent (50.0%)"

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import runpy
+import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import Phase, find, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from optimizer import CaptureError
+from optimizer.lowering import _candidates
 from optimizer.testing import (
     Optimize,
     Spec,
@@ -40,7 +43,7 @@ from optimizer.testing._observe import same_bits
 from optimizer.testing._rounding import AsPrecise
 
 A_PASS = _mutants.catalogue()["fuse_linear_relu: the bias lost"]
-SURVIVES = _score.Verdict(A_PASS, killed=False, examples=9, seconds=1.0, evidence="")
+SURVIVES = _score.Verdict(A_PASS, "models", killed=False, examples=9, seconds=1.0, evidence="")
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4).double()
 
 
@@ -52,27 +55,63 @@ class Broken(Optimize):
         return nn.Identity()
 
 
+@dataclasses.dataclass(frozen=True)
+class Deadly(Optimize):
+    """Ends the process, as a kernel may."""
+
+    def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+        os.kill(os.getpid(), signal.SIGABRT)
+        return model
+
+
 def test_a_soak_counts_what_it_tries_and_keeps_what_is_wrong() -> None:
     (tally,) = _soak.soak(Optimize(1), 3, dtype=torch.float64, first_seed=0)
     assert (tally.examples, tally.wrong, tally.lowered) == (3, [], 0)
     assert tally.seconds > 0
 
-    *_, tally = _soak.soak(Broken(1), 3, dtype=torch.float64, first_seed=0)
-    assert len(tally.wrong) == 3
+    tally.add(_soak.tried(Broken(1), 3, torch.float64, 0))
+    assert (tally.examples, len(tally.wrong)) == (6, 3)
 
 
-def test_a_score_tries_the_mutants_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_score, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
-    tried = lambda mutant, budget: dataclasses.replace(SURVIVES, mutant=mutant, examples=budget)  # noqa: E731
+def test_a_model_that_ends_the_process_ends_a_batch_of_the_soak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_soak, "BATCH", 2)
+    first, second = _soak.soak(Deadly(1), 3, dtype=torch.float64, first_seed=5)
+
+    assert first is second
+    assert second.wrong == [f"a model of seed {seed} ended the process" for seed in (5, 6)]
+
+
+def test_a_soak_at_level_2_counts_regions_and_sees_a_nan_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_candidates, "_is_moderate", lambda tensor: True)
+    relu = Spec(("conv", "relu", "conv"), (2, 4, 4, 4), "random", 0, "contiguous", "module")
+    monkeypatch.setattr(_soak, "models", lambda: st.just(relu))
+    tally = _soak.tried(Optimize(2), 1, torch.float32, 0)
+
+    assert (tally.examples, tally.lowered) == (1, 1)
+    assert tally.regions == {"oneDNN Graph, channels_last": 1}
+    assert "(regions: 1 oneDNN Graph, channels_last)" in str(tally)
+    (told,) = tally.wrong
+    assert told.startswith("nan in input 0 is lost")
+
+
+def test_a_score_tries_the_mutants_that_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_score, "ProcessPoolExecutor", lambda n, *_, **more: ThreadPoolExecutor(n))
+    tried = lambda mutant, by, budget: dataclasses.replace(SURVIVES, mutant=mutant, by=by[0])  # noqa: E731
     monkeypatch.setattr(_score, "try_mutant", tried)
 
-    (named,) = _score.score([A_PASS.name], budget=7)
-    assert (named.mutant, named.examples) == (A_PASS, 7)
-    assert [each.mutant for each in _score.score()] == list(_mutants.catalogue().values())
+    assert main(["score", A_PASS.name, "--by", "tests"]) == 1
+    assert f"| {A_PASS.name} | own | survives |" in capsys.readouterr().out
+    assert main(["score", "--of", "generic", *_generic.equivalent()]) == 0
 
 
 def test_where_none_is_killed_the_summary_says_so() -> None:
-    assert _score.summary([SURVIVES]) == "killed 0 of 1"
+    assert _score.summary([SURVIVES]).startswith("killed 0 of 1 (0.0%);")
     assert _figures._examples({A_PASS.name: {"killed": False, "examples": 9}}) == "none killed"
 
 
@@ -87,46 +126,20 @@ def test_what_is_no_counterexample_is_not_made_small(monkeypatch: pytest.MonkeyP
 def test_a_change_that_breaks_the_package_or_never_ends_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def breaks(mutant: Any, budget: int) -> Any:
-        raise ImportError("there is no such name")
+    found = _score.try_mutant(dataclasses.replace(A_PASS, new="there is no such name"))
+    assert found.killed
+    assert found.evidence.startswith("SyntaxError: ")
 
-    def never_ends(mutant: Any, budget: int) -> Any:
-        time.sleep(60)
-
-    monkeypatch.setattr(_generic, "try_mutant", breaks)
-    found = _generic.try_generic(A_PASS, 1)
-    assert (found.killed, found.evidence) == (True, "ImportError: there is no such name")
-
-    monkeypatch.setattr(_generic, "try_mutant", never_ends)
-    monkeypatch.setattr(_generic, "_SECONDS", 0.1)
-    found = _generic.try_generic(A_PASS, 1)
-    assert (found.killed, found.evidence) == (True, "_TooLong: ")
+    monkeypatch.setitem(_score.FINDERS, "models", lambda mutant, budget: time.sleep(60))
+    monkeypatch.setattr(_score, "_SECONDS", 0.1)
+    assert _score.try_mutant(A_PASS).evidence == "it never ends"
 
 
 def test_tests_that_do_not_run_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytest, "main", lambda arguments: 4)
 
     with pytest.raises(RuntimeError, match="pytest could not run"):
-        _generic._tests_fail(A_PASS)
-
-
-def test_generic_mutants_are_tried_told_and_those_found_before_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tried: list[str] = []
-
-    def generic(mutants: Any, budget: int, processes: int) -> Iterator[_score.Verdict]:
-        for each in mutants:
-            tried.append(each.name)
-            yield dataclasses.replace(SURVIVES, mutant=each, killed=True, evidence="values differ")
-
-    monkeypatch.setattr(_generic, "generic", generic)
-    assert main(["generic", "--sample", "2"]) == 0
-    assert "killed 2 of 2" in capsys.readouterr().out
-    found = tried[0]
-    monkeypatch.setattr(command_line, "read", lambda *given: {found: {"killed": True}})
-    assert main(["generic", "--sample", "2", "--rest"]) == 0
-    assert tried[2:] == tried[1:2]
+        _score.try_mutant(A_PASS, ["tests"])
 
 
 def test_tests_that_fail_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import onnx
 import pytest
 import torch
-from onnx.reference import ReferenceEvaluator
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -101,6 +99,9 @@ def compiled_whole(fast: Any, inputs: Any) -> Any:
 
 def in_onnx(fast: Any, inputs: Any) -> Any:
     """The result after `torch.onnx.export`, run by ONNX's reference evaluator."""
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch's own pickling
         program = torch.onnx.export(fast, inputs, verbose=False)

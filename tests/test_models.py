@@ -309,17 +309,98 @@ def test_torchvision_imports_in_a_fresh_process_without_a_warning():
     assert python(code) == "torchvision"
 
 
-def test_nothing_is_declared_where_the_operators_exist():
-    code = """
+# What a torchvision of another version does as it is imported: it loads its operators, under
+# whatever file name, if it can, and attaches meta kernels to some whether it could or not.
+A_TORCHVISION = """
 import torch
-for name in ("nms", "qnms"):
-    torch.library.define(f"torchvision::{name}", "(Tensor theirs) -> Tensor")
-from models import _torchvision_import
-_torchvision_import._declare_missing_operators()
-print(torch.ops.torchvision.nms.default._schema)
+from . import extension
+
+for name in {names}:
+    torch.library.register_fake(f"torchvision::{{name}}", lambda x: x)
+{rest}
+"""
+# A library is loaded only once, however often it is asked for.
+LOADING = """
+import torch
+import torchvision._inside
+
+if not hasattr(torch, "loaded"):
+    torch.loaded = torch.library.Library("torchvision", "DEF")
+    for name in {names}:
+        torch.loaded.define(f"{{name}}(Tensor theirs) -> Tensor")
 """
 
-    assert python(code) == "torchvision::nms(Tensor theirs) -> Tensor"
+
+def after_importing(folder: Path, *loaded: str, rest: str = "", show: str = "") -> str:
+    """What `show` is once a torchvision whose library has the operators `loaded` is imported."""
+    package = folder / "torchvision"
+    package.mkdir()
+    (package / "_inside.py").touch()
+    (package / "extension.py").write_text(LOADING.format(names=loaded))
+    names = ("nms", "qnms", "of_tomorrow")
+    (package / "__init__.py").write_text(A_TORCHVISION.format(names=names, rest=rest))
+    code = f"""
+import sys, torch
+from models._torchvision_import import import_torchvision
+try:
+    torchvision = import_torchvision()
+except ImportError as error:
+    torchvision = error
+print({show or "torchvision"})
+"""
+    return python(code, PYTHONPATH=str(folder))
+
+
+SCHEMAS = "*(getattr(torch.ops.torchvision, name).default._schema for name in {}), sep='\\n'"
+
+
+@pytest.mark.parametrize("loaded", [(), ("nms",), ("nms", "qnms", "of_tomorrow")])
+def test_only_operators_that_do_not_load_are_declared(
+    loaded: tuple[str, ...], tmp_path: Path
+) -> None:
+    names = ("nms", "qnms", "of_tomorrow")
+
+    schemas = after_importing(tmp_path, *loaded, show=SCHEMAS.format(names)).splitlines()
+
+    theirs, ours = "(Tensor theirs) -> Tensor", "(...) -> ..."
+    assert schemas == [f"torchvision::{name}{theirs if name in loaded else ours}" for name in names]
+
+
+def test_every_module_of_torchvision_is_where_it_belongs(tmp_path: Path) -> None:
+    assert after_importing(tmp_path, show="torchvision._inside.__name__") == "torchvision._inside"
+
+
+def test_a_torchvision_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
+    rest = "raise RuntimeError('compiled for another CUDA')"
+
+    told = after_importing(tmp_path, rest=rest)
+
+    assert told.startswith("torchvision cannot be imported beside torch ")
+    assert told.endswith(": compiled for another CUDA")
+
+
+def test_a_package_that_torchvision_lacks_is_named(tmp_path: Path) -> None:
+    told = after_importing(tmp_path, rest="import no_such_package")
+
+    assert told.endswith(": No module named 'no_such_package'")
+
+
+def test_an_operator_that_stays_missing_ends_the_attempts(tmp_path: Path) -> None:
+    rest = "raise RuntimeError('operator torchvision::nms does not exist')"
+
+    assert after_importing(tmp_path, rest=rest).endswith("torchvision::nms does not exist")
+
+
+def test_a_torchvision_that_failed_before_is_imported_after_all() -> None:
+    code = """
+import contextlib
+with contextlib.suppress(RuntimeError):
+    import torchvision
+from models._torchvision_import import import_torchvision
+print(import_torchvision().extension.__name__)
+"""
+
+    assert python(code) == "torchvision.extension"
 
 
 def test_importing_torchvision_twice_is_harmless():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import json
 import math
 import os
@@ -238,7 +238,7 @@ def test_the_command_measures_and_prints_and_keeps_one_line_a_cell(run):
 
     assert measurements == [("eager", "fx_fuse", "openvino")] * 2
     assert output.startswith("2 tasks, 3 peers: about 1 minutes\n")
-    assert about["versions"]["torch"] == torch.__version__
+    assert about["versions"]["torch"] == importlib.metadata.version("torch")
     assert [(line["model"], line["peer"]) for line in lines[:2]] == [
         ("resnet18", "eager"),
         ("resnet18", "fx_fuse"),

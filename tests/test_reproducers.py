@@ -46,7 +46,7 @@ def test_a_printed_test_fails_in_a_fresh_process(folder: Path) -> None:
     script = (
         "from subjects import negated\n"
         "from optimizer.testing import Counterexample, check_pass\n"
-        "try:\n    check_pass(negated, max_examples=20, alphabet=['relu', 'linear', 'dup'])\n"
+        "try:\n    check_pass(negated, 'linear', max_examples=20)\n"
         "except Counterexample as failure:\n    print(failure.reduced().reproducer())\n"
     )
     (folder / "test_printed.py").write_text(run("-c", script, folder=folder).stdout)
@@ -74,7 +74,7 @@ def test_a_model_that_kills_the_process_is_left_as_a_test_that_does_too(folder: 
 def test_what_only_fails_is_not_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUZZ_CRASHES", str(folder / "crashes"))
     with pytest.raises(Counterexample):
-        check_pass(lambda model, inputs: nn.Identity(), max_examples=20, alphabet=["linear"])
+        check_pass(lambda model, inputs: nn.Identity(), "linear")
 
     assert not list((folder / "crashes").iterdir())
 
@@ -91,7 +91,7 @@ def test_a_subject_may_print_what_is_being_handled() -> None:
         return nn.Sequential(model, nn.Threshold(1e9, -1.0))
 
     try:
-        check_pass(broken, max_examples=5)
+        check_pass(broken, "linear")
     except Counterexample as failure:
         report = str(failure)
     assert "paste-ready test" in report

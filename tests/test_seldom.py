@@ -29,7 +29,7 @@ from optimizer._layers import affine_as_module
 from optimizer._lower import _judged
 from optimizer._optimize import Run
 from optimizer._pipeline import FaultyPassError, Pipeline
-from optimizer._state import random_fingerprint, random_state_kept
+from optimizer._random import ProcessState, undrawn
 from optimizer.analysis import roofline
 from optimizer.lowering._candidates import varied
 from optimizer.lowering._signature import Signature
@@ -190,13 +190,11 @@ def test_an_overload_becomes_a_function_of_torch_only_where_that_is_the_same(nam
 
 def test_random_states_are_kept_where_numpy_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "numpy", raising=False)
-    before = random_fingerprint()
+    state = ProcessState()
 
-    with random_state_kept():
-        random.random()
-        torch.rand(1)
-        assert random_fingerprint() != before
-    assert random_fingerprint() == before
+    undrawn(lambda: (random.random(), torch.rand(1)))
+
+    assert not state.changed()
 
 
 def test_phases_that_never_come_to_an_end_are_cut_off() -> None:
@@ -341,7 +339,7 @@ def test_what_has_no_signature_may_take_anything() -> None:
 
 
 def test_bisect_tells_of_a_graph_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*given: Any) -> Any:
+    def failing(*given: Any, **options: Any) -> Any:
         raise ValueError("no such thing")
 
     monkeypatch.setattr("optimizer._bisect.answer", failing)

@@ -78,7 +78,7 @@ def test_what_is_not_minimal_is_told(
 
 
 def test_a_planted_mistake_shrinks_to_what_shows_it() -> None:
-    found = _shrink.shrink(A_PASS, 200)
+    found = _shrink.shrink(A_PASS, 400)
 
     assert found is not None
     assert (found.program, found.minimal) == ("linear leaky", True)

@@ -32,6 +32,7 @@ from optimizer.testing import (
     smallest,
 )
 from optimizer.testing._observe import observe
+from optimizer.testing._strategies import swarm
 
 Tokens = tuple[str, ...]
 PACKAGE = Path(optimizer.testing.__file__).parents[1]
@@ -123,11 +124,27 @@ class TestGeneration:
 
     @pytest.mark.parametrize("name", MOTIFS)
     def test_every_near_miss_runs_on_every_shape(self, name: str) -> None:
-        for program in MOTIFS[name].near_misses():
+        for program in MOTIFS[name].near:
             for shape in SHAPES:
                 spec = Spec(tuple(program.split()), shape)
 
                 assert observe(spec.build(), spec.inputs()).values
+
+    @pytest.mark.parametrize("focus", [None, *MOTIFS])
+    def test_each_model_draws_a_vocabulary_without_whole_near_misses(
+        self, focus: str | None
+    ) -> None:
+        vocabularies = [{*swarm(focus, number)} for number in range(60)]
+        near = {p for motif in MOTIFS.values() for p in motif.near if " " in p}
+        of_motif = MOTIFS[focus].fires + MOTIFS[focus].near if focus else ()
+
+        every = set[str]().union(*vocabularies)
+        assert vocabularies == [{*swarm.__wrapped__(focus, number)} for number in range(60)]
+        assert len({frozenset(each) for each in vocabularies}) == 60
+        assert {word for program in of_motif for word in program.split()} <= every
+        # One is made by chance, seldom.
+        assert sum(len(each & near) for each in vocabularies) < 0.05 * sum(map(len, vocabularies))
+        assert {word for program in every for word in program.split()} <= set(TOKENS)
 
     def test_an_unknown_word_is_refused_before_drawing(self) -> None:
         with pytest.raises(KeyError, match="no_such_token"):
@@ -286,7 +303,7 @@ class TestReport:
             return Bare(fx.GraphModule(traced, traced.graph))
 
         with pytest.raises(Counterexample) as caught:
-            check_pass(breaks, alphabet=["linear", "shift", "relu_F"], max_examples=50)
+            check_pass(breaks, "shift", alphabet=["linear", "shift", "relu_F"], max_examples=50)
 
         assert caught.value.spec.tokens == ("relu_F",)
         assert isinstance(caught.value.__cause__, TypeError)

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from optimizer._device import Device, device_of
+from optimizer._divergence import NodeByNode
 from optimizer._graph import describe, shape_text
 from optimizer._inputs import Call, ExampleInputs, as_call
 from optimizer._report import columns
@@ -101,23 +102,18 @@ def _with_workspaces(
     rows: tuple[Live, ...], module: fx.GraphModule, call: Call
 ) -> tuple[Live, ...]:
     device = device_of(tensors_in([*call, *module.parameters()]))
-    run = _NodeByNode(module, call.map(torch.clone), device)
+    run = _Measured(module, call.map(torch.clone), device)
     with device.keep_random_state(), torch.no_grad():
         run.run()
     return tuple(replace(row, workspace=max(0, run.taken[row.node] - row.made)) for row in rows)
 
 
-class _NodeByNode(fx.Interpreter):
+class _Measured(NodeByNode):
     """Measure the memory that each node takes. Its module is a copy, so buffers may be written."""
 
     def __init__(self, module: fx.GraphModule, call: Call, device: Device) -> None:
-        super().__init__(module)
-        names = (str(node.target) for node in module.graph.find_nodes(op="placeholder"))
-        self.given = dict(zip(names, call.args, strict=False)) | call.kwargs
+        super().__init__(module, call)
         self.device, self.taken = device, dict[str, int]()
-
-    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.given.get(target, args[0] if args else None)
 
     def run_node(self, n: fx.Node) -> Any:
         results: list[Any] = []

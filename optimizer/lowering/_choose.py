@@ -11,13 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from optimizer._errors import InputError
 from optimizer._graph import is_attribute
+from optimizer._inputs import require_seconds
 from optimizer._report import Choice
 from optimizer.lowering._candidates import CANDIDATES, prepared, tried, verified
 from optimizer.lowering._key import key_of
 from optimizer.lowering._onednn import Program
 from optimizer.lowering._policies import AS_IT_IS, Policy, policy_of
-from optimizer.lowering._regions import WEIGHTED, name_of
+from optimizer.lowering._regions import WEIGHTED, constant_inputs, name_of
 from optimizer.lowering._times import BRIEF, Times
 
 Made = TypeVar("Made", bound=Callable[..., Any])
@@ -32,10 +34,15 @@ class Chooser:
         seconds: how long the timing of all regions may take; every candidate gets two rounds in
             any case. With 0 nothing is timed, and only regions that convolve are lowered.
         known: what to choose, by the key of a region; regions not in it are timed.
+
+    Raises:
+        InputError: one of them cannot be used.
     """
 
     def __init__(self, seconds: float, known: Mapping[str, str]) -> None:
-        self.tunes = seconds > 0
+        if not isinstance(known, Mapping):
+            raise InputError(f"decisions is {known!r}: pass a mapping from regions to choices.")
+        self.tunes = require_seconds(seconds) > 0
         self.deadline = time.perf_counter() + seconds
         self.known = dict(known)
         self.choices: list[Choice] = []
@@ -54,7 +61,8 @@ class Chooser:
         untimed = device.untimed(region, inputs)
         offered = device.offered(region, inputs)
         what, key = _described(region), key_of(region, inputs)
-        alike = (key, *map(torch.Tensor.stride, inputs))  # what is compiled is for these strides
+        strides = map(torch.Tensor.stride, inputs)  # what is compiled is for these
+        alike = (key, constant_inputs(region), *strides)
         if alike in self.shared:
             self.choices.append(Choice(what, key, self.known[key]))
             return self.shared[alike], self.shared[alike](*inputs)

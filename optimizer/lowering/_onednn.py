@@ -8,15 +8,14 @@ result. The switch of the fuser belongs to the process, so it is only on during 
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from optimizer.lowering._function import as_function
+from optimizer._undisturbed import ignoring
 from optimizer.lowering._interleave import with_interleaved_channels
 from optimizer.lowering._regions import name_of
 
@@ -38,13 +37,17 @@ def is_available() -> bool:
 def on_onednn(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
     """Prepare a region for inputs of these shapes, dtypes and strides.
 
+    It does not look at them again: called with other strides, it ends the process.
+
     Raises:
         RuntimeError: oneDNN Graph cannot run it.
     """
     if any(node.kwargs.get("approximate", "none") != "none" for node in region.graph.nodes):
         raise RuntimeError("oneDNN Graph takes a gelu by tanh for one by erf")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tracing warns of every size that is a number
+    if any(map(_reads_a_sum_of_two_convolutions, region.graph.nodes)):
+        raise RuntimeError("oneDNN Graph ends the process at a sum of two convolutions and more")
+    # TorchScript is deprecated, and keeps in the process which module is traced.
+    with _SWITCH, ignoring("`torch.jit", DeprecationWarning):
         traced: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
             region, tuple(inputs), check_trace=False
         )
@@ -52,26 +55,29 @@ def on_onednn(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program
     with _fusing():
         for _ in range(_PROFILED_RUNS):
             program(*inputs)
-    return _ForStrides(program, region, inputs)
+    return cast("Program", program)
 
 
-class _ForStrides(nn.Module):
-    """A program where the inputs lie as those that it was prepared with, else the region.
+def _reads_a_sum_of_two_convolutions(node: fx.Node) -> bool:
+    """Whether it is `f(conv + conv) * y`, of values that nothing else reads."""
+    sums = [_behind(each) for each in node.all_input_nodes]
+    parts = [map(_behind, s.all_input_nodes) for s in sums if s and name_of(s) in _SUMS]
+    return (
+        not _is_convolution(node)
+        and len(sums) > 1
+        and any(all(map(_is_convolution, each)) for each in parts)
+    )
 
-    oneDNN Graph does not look at strides again: on others it ends the process.
-    """
 
-    def __init__(
-        self, program: Program, region: fx.GraphModule, inputs: Sequence[torch.Tensor]
-    ) -> None:
-        super().__init__()
-        self.program, self.region = program, region
-        self.run, self.run_region = as_function(program), as_function(region)
-        self.strides = [tensor.stride() for tensor in inputs]
+def _behind(node: fx.Node) -> fx.Node | None:
+    """What pointwise functions of one value are computed from; None if others read it, too."""
+    while len(node.users) == 1 and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node if len(node.users) == 1 or _is_convolution(node) else None
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        as_prepared = list(map(torch.Tensor.stride, inputs)) == self.strides
-        return self.run(*inputs) if as_prepared else self.run_region(*inputs)
+
+def _is_convolution(node: fx.Node | None) -> bool:
+    return node is not None and "conv" in name_of(node)
 
 
 @contextmanager
@@ -118,4 +124,5 @@ def _is_multiplied(node: fx.Node) -> bool:
     return any(name_of(user) == "linear" for user in node.users)
 
 
+_SUMS = frozenset(("add", "add_", "iadd"))
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

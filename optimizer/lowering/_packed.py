@@ -67,7 +67,8 @@ def _product(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     value, read, bias = named_arguments(node, LINEAR).values()
     name = f"{read.target}_packed"
     if not hasattr(module, name):
-        module.register_buffer(name, torch.ops.mkldnn._reorder_linear_weight(attribute_of(read)))
+        dense = attribute_of(read).clone()  # oneDNN asks for it as if to write a snapshot
+        module.register_buffer(name, torch.ops.mkldnn._reorder_linear_weight(dense))
     args = (value, node.graph.get_attr(name), bias, *_NOTHING)
     return node.graph.call_function(torch.ops.mkldnn._linear_pointwise.default, args)
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-import math
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from optimizer._check import Answer, Difference, compare_answers, relative_error
+from optimizer._graph import tensors_of
 from optimizer._inputs import Call
 from optimizer._report import Choice
 from optimizer.lowering._allocator import keep_freed_memory
 from optimizer.lowering._by_region import by_region
-from optimizer.lowering._candidates import ONLY_FINITE, varied
+from optimizer.lowering._candidates import varied
 from optimizer.lowering._choose import WORTH_IT, Chooser
 from optimizer.lowering._function import as_function
 from optimizer.lowering._key import key_of
@@ -46,12 +45,11 @@ class Plan:
 
     def __init__(
         self,
-        weights: Weights,
         line: StraightLine,
         chooser: Chooser,
         precision: Precision | None = None,
     ) -> None:
-        self.weights, self.rebuild = weights, line.rebuild
+        self.rebuild = line.rebuild
         self.precision, self.error = precision, 0.0
         module, others = line.module, list(map(varied, line.inputs))
         if precision:
@@ -68,7 +66,6 @@ class Plan:
             if precision:
                 self._require_same(line, others, line.module(*others), self.program(*others))
         self.choices: tuple[Choice, ...] = tuple(chooser.choices[start:])
-        self.only_finite = any(choice.chosen in ONLY_FINITE for choice in self.choices)
         self.saves = 0.0 if precision else _saved(self.choices)
 
     def _require_same(
@@ -114,11 +111,8 @@ class Plan:
         if self.saves > _CLEARLY * times.spent + _FINDING:
             return None
         seconds = chooser.race(runs, times, fewest=1)
-        return _require(seconds["plan"] <= WORTH_IT * seconds["portable"], "it is not faster so")
-
-    def takes(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether it gives the model's answer also for these values."""
-        return not self.only_finite or all(map(_is_finite, tensors))
+        ratio = seconds["plan"] / seconds["portable"]
+        return _require(ratio <= WORTH_IT, f"it is not faster so: {ratio:.2f} of the time")
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The output for the tensors of a call of this signature. It carries no gradient."""
@@ -147,10 +141,9 @@ def make_plan(
     Raises:
         NotStraightLineError: the call cannot be written down.
     """
-    weights = Weights(module)
-    line = straight_line(run, weights.tensors(), call)
+    line = straight_line(run, list(tensors_of(module)), call)
     keep_freed_memory(line.taken)
-    make = functools.partial(Plan, weights, line, chooser)
+    make = functools.partial(Plan, line, chooser)
     if precision is None:
         return make()
     key = f"{precision.name} {key_of(line.module, line.inputs)}"
@@ -171,60 +164,3 @@ def _or_why_not(make: Callable[..., Plan], precision: Precision) -> Plan | str:
 def _require(condition: bool, reason: str) -> None:
     if not condition:
         raise NotStraightLineError(reason)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether there is no NaN or infinity. A sum that overflows counts as one."""
-    return not tensor.is_floating_point() or math.isfinite(tensor.sum().item())
-
-
-class Weights:
-    """The weights of a module as they are now, and whether they still are.
-
-    Each call asks. After a forward they are far from the processor, so that it looks at as few
-    as will do, and in loops of C.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        held = list(_held(module))
-        self.holders = [holder for holder, _, _ in held]
-        self.names = [name for _, name, _ in held]
-        self.values = [value for _, _, value in held]
-        self.seen = [value for value in self.values if isinstance(value, torch.Tensor)]
-        # Of one made in inference mode, nobody knows how often it was written.
-        self.counted = [tensor for tensor in self.seen if not tensor.is_inference()]
-        self.versions = self._versions()
-        self.addresses = self._addresses()
-
-    def tensors(self) -> list[torch.Tensor]:
-        """All parameters and buffers."""
-        return self.seen
-
-    def are_current(self) -> bool:
-        """Whether nobody replaced, moved or wrote one, or put another module in its place."""
-        found = map(_GET, self.holders, self.names)
-        return (
-            all(map(operator.is_, found, self.values))
-            and self._versions() == self.versions
-            and self._addresses() == self.addresses
-        )
-
-    def _versions(self) -> list[int]:
-        return list(map(_VERSION, self.counted))
-
-    def _addresses(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self.seen))
-
-
-_GET: Callable[[dict[str, Any], str], Any] = dict.get
-_VERSION: Callable[[torch.Tensor], int] = vars(torch._C.TensorBase)["_version"].__get__
-
-
-def _held(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Where a module keeps its parameters, buffers and submodules, and what is there."""
-    for part in module.modules():
-        for kind in ("_parameters", "_buffers", "_modules"):
-            held = {name: each for name, each in vars(part)[kind].items() if each is not None}
-            if held:
-                yield vars(part), kind, vars(part)[kind]
-            yield from ((vars(part)[kind], name, value) for name, value in held.items())

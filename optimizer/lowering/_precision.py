@@ -41,11 +41,13 @@ class Precision(NamedTuple):
         """What a caller asks for: by default, the error that so few bits alone explain.
 
         Raises:
-            InputError: there is no such precision, or the budget is no error.
+            InputError: there is no such precision, none for the budget, or that is no error.
         """
-        if name is None:
+        if name is None and budget is None:
             return None
-        if name not in _DTYPES:
+        if name is None:
+            raise InputError(f"error_budget={budget!r} is for a precision: pass that as well.")
+        if not isinstance(name, str) or name not in _DTYPES:
             raise InputError(f"precision={name!r} does not exist: use 'bf16', 'fp16' or 'int8'.")
         if name == "int8":
             require_torchao()

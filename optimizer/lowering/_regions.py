@@ -118,6 +118,8 @@ def extract(
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{place}") for place, node in enumerate(inputs)}
+    for node in inputs:
+        copies[node].meta["constant"] = is_attribute(node)
     copies |= {node: graph.get_attr(str(node.target)) for node in constants}
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -131,6 +133,12 @@ def extract(
         node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
     for node in reversed(nodes):
         outer.graph.erase_node(node)
+
+
+def constant_inputs(region: fx.GraphModule) -> tuple[bool, ...]:
+    """Which inputs of a region are the same in each call."""
+    inputs = region.graph.find_nodes(op="placeholder")
+    return tuple(bool(node.meta.get("constant")) for node in inputs)
 
 
 def _weights(node: fx.Node) -> Iterator[fx.Node]:

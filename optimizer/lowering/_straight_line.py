@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from optimizer._guards import GUARDS
 from optimizer._inputs import Call
+from optimizer._literals import literal
 from optimizer._trees import storages_in, tensors_in
 from optimizer.lowering._allocator import Allocations
 from optimizer.lowering._idle import skip_idle
@@ -195,7 +196,11 @@ class _Recorder(TorchFunctionMode):
         return tensor in self.nodes and holders == 1 and storages.isdisjoint(self.inputs)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
-        own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, self._node, (tuple(args), kwargs))
+        own = pytree.tree_map_only(torch.Tensor, self._node, (tuple(args), kwargs))
+        try:
+            own_args, own_kwargs = literal(own)
+        except TypeError as error:
+            raise NotStraightLineError(str(error)) from error
         name = getattr(func, "__name__", "")
         for method in (name, f"__{name}__"):  # `Tensor.__pow__` calls itself pow
             if getattr(torch.Tensor, method, None) is func:

@@ -17,7 +17,7 @@ from optimizer._channels import (
     require_only_reader,
 )
 from optimizer._edit import insert_function, supersede
-from optimizer._facts import dtype, is_written, rank, tensor
+from optimizer._facts import dtype, is_unchanged, is_written, rank, tensor
 from optimizer._graph import callee, module_of
 from optimizer._match import call
 from optimizer._pass import require, rewrite
@@ -49,6 +49,9 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     transform = affine_over(affine, linear, channels(linear)[1])
     require(not is_written(layer), "the forward writes their tensors")
     require_only_reader(affine, layer)
+    *_, end = layer.graph.nodes
+    kept = is_unchanged(source, affine, end)
+    require(kept, "what the layer would keep for gradients is written later")
     require(dtype(source) == linear.weight.dtype, "dtype or device differ")
     require(_keeps_shape(affine, source), "the constant changes the shape")
     require(_commutes(linear, transform), "the layer pads with zeros, which are not shifted")

@@ -8,10 +8,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from optimizer._affine import as_parameter
 from optimizer._channels import require_only_reader
 from optimizer._edit import insert_module
 from optimizer._facts import is_unchanged, tensor
-from optimizer._graph import module_of
+from optimizer._graph import has_plain_tensors, module_of
 from optimizer._match import call
 from optimizer._pass import require, rewrite
 
@@ -32,8 +33,8 @@ def fold_padding(pad: fx.Node, conv: fx.Node) -> fx.Node | None:
 
     Both lay zeros around the last dimensions of x, so that what the convolution lays around the
     padded x adds to them: as many on both sides of a dimension, which is all that it can do. The
-    new layer shares its weights and does not copy x. Nobody else may read the copy, and x must
-    still be what was copied.
+    new layer shares its weights and does not copy x. Nothing else may read the copy, and nothing
+    may write x later, which the convolution keeps for gradients.
     """
     layer, source = module_of(conv), pad.all_input_nodes[0]
     sizes = _zeros(pad)
@@ -42,9 +43,11 @@ def fold_padding(pad: fx.Node, conv: fx.Node) -> fx.Node | None:
     require(len(sizes) <= 2 * len(layer.kernel_size), "it pads the channels or the batch")
     zeros = layer.padding_mode == "zeros" and layer.padding != "same"
     require(zeros, "the convolution pads in another way")
+    require(not has_plain_tensors(layer), "the layer has tensors that no cast of it reaches")
     require(0 not in tensor(source).shape, "it is empty, which a convolution may not read")
     require_only_reader(pad, conv)
-    require(is_unchanged(source, pad, conv), "what is padded is written before it is read")
+    *_, end = conv.graph.nodes
+    require(is_unchanged(source, pad, end), "what is padded is written later")
 
     padded = _padding(layer, sizes[::-2])
     return insert_module(
@@ -71,7 +74,7 @@ def _padding(layer: Any, zeros: tuple[int, ...]) -> nn.Module:
     padding = tuple(map(sum, zip(own, more, strict=True)))
     settings = (layer.stride, padding, layer.dilation, layer.groups)
     wide = type(layer)(layer.in_channels, layer.out_channels, kernel, *settings, device="meta")
-    wide.weight, wide.bias = layer.weight, layer.bias
+    wide.weight, wide.bias = as_parameter(layer.weight), as_parameter(layer.bias)
     return wide.train(layer.training)  # type: ignore[no-any-return]
 
 

@@ -6,8 +6,9 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from optimizer._affine import as_parameter
 from optimizer._edit import insert_module
-from optimizer._graph import module_of
+from optimizer._graph import has_plain_tensors, module_of
 from optimizer._match import call
 from optimizer._pass import require, rewrite
 
@@ -25,8 +26,7 @@ class LinearReLU(nn.Linear):
         fused = cls.__new__(cls)
         nn.Module.__init__(fused)
         fused.in_features, fused.out_features = linear.in_features, linear.out_features
-        fused.weight = linear.weight
-        fused.bias = linear.bias
+        fused.weight, fused.bias = as_parameter(linear.weight), as_parameter(linear.bias)
         return fused.train(linear.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear has it
@@ -46,8 +46,10 @@ def fuse_linear_relu(linear: fx.Node, relu: fx.Node) -> fx.Node:
     it. The values are those of the same two kernels.
     """
     require(len(linear.users) == 1, "the layer's output is read elsewhere")
+    layer = module_of(linear)
+    require(not has_plain_tensors(layer), "the layer has tensors that no cast of it reaches")
 
-    fused = LinearReLU.of(module_of(linear))
+    fused = LinearReLU.of(layer)
     return insert_module(linear, fused, linear.args, f"{linear.target}_relu".replace(".", "_"))
 
 

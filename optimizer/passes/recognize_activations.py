@@ -36,16 +36,18 @@ def recognize_activations(root: fx.Node) -> fx.Node | None:
 
     Both are the same function of x, since they have one form, and every call between x and
     the result computes with x and numbers only. None of what it makes is read elsewhere, and
-    x is not written meanwhile. The operators compute in float32 or better and round once;
-    integers, which a spelling takes, they reject. GELU by erf is not among them: F.gelu of an
-    x that has overflowed to +inf is NaN on CPUs in float32, where the spelling keeps +inf.
+    x, which the operator keeps for gradients, is not written later. The operators compute in
+    float32 or better and round once; integers, which a spelling takes, they reject. GELU by erf is
+    not among them: F.gelu of an x that has overflowed to +inf is NaN on CPUs in float32, where the
+    spelling keeps +inf.
     """
     for form, x, inner in readings(root):
         if form not in _natives():
             continue
         function, settings = _natives()[form]
         require(is_closed(root, inner), "what it computes on the way is read elsewhere")
-        require(is_unchanged(x, min(inner), root), "its input is written on the way")
+        *_, end = root.graph.nodes
+        require(is_unchanged(x, min(inner), end), "its input is written later")
         require(tensor(x).is_floating_point(), "its input is not floating point")
         result = function(tensor(x), **settings)
         require(alike(result, tensor(root)), "the result would differ in layout")

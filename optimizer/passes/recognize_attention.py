@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from optimizer._edit import insert_function
 from optimizer._expression import is_closed
-from optimizer._facts import fact, is_unchanged, rank, tensor
+from optimizer._facts import fact, is_read_only, is_unchanged, rank, tensor
 from optimizer._graph import callee, module_of
 from optimizer._match import call, called
 from optimizer._pass import require, rewrite
@@ -33,11 +33,12 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     """Call torch's attention, which never holds all scores at once, where it is spelled out.
 
     A number that q, the transposed k or the scores are multiplied with scales the scores. None
-    of what is computed on the way is read elsewhere, and nothing that it reads is written. What
-    matmul makes is contiguous, what torch's attention makes is laid out as q. A query whose
-    scores are all -inf has NaN for a result in eager and zeros in torch's: a mask may do that
-    and is refused; without one they have overflowed, or q or k is infinite. Timed on CPUs, it
-    pays in four dimensions with heads of one size, in half precision where there are few scores.
+    of what is computed on the way is read elsewhere. What it reads is not written after, nor its
+    result, both of which torch's attention keeps for gradients. What matmul makes is contiguous,
+    what torch's attention makes is laid out as q. A query whose scores are all -inf has NaN for a
+    result in eager and zeros in torch's: a mask may do that and is refused; without one they have
+    overflowed, or q or k is infinite. Timed on CPUs, it pays in four dimensions with heads of one
+    size, in half precision where there are few scores.
     Elsewhere torch takes another kernel, which is slower than what was spelled out.
     """
     scores, factors, inner = _unscaled(weights.all_input_nodes[0])
@@ -50,8 +51,9 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     require(all(rank(each) == 4 for each in read), "it has not four dimensions")
     require(_is_over_keys(weights), "its softmax is over another axis or dtype")
     require(is_closed(root, inner), "what it computes on the way is read elsewhere")
-    unchanged = all(is_unchanged(each, min(inner), root) for each in read)
-    require(unchanged, "its input is written on the way")
+    *_, end = root.graph.nodes
+    require(all(is_unchanged(each, min(inner), end) for each in read), "its input is written later")
+    require(is_read_only(root), "its result is written")
     require(_has_kernel(*map(tensor, read)), "torch has no faster kernel for it")
 
     scale = 1.0

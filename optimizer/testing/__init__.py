@@ -4,7 +4,8 @@ The only part of the package that needs Hypothesis (`pip install optimizer[test]
 """
 
 from optimizer.testing._assemble import Spec, load
-from optimizer.testing._check import Subject, check_pass, check_spec
+from optimizer.testing._check import Subject, check_spec
+from optimizer.testing._check_pass import check_pass
 from optimizer.testing._data import LAYOUTS, REGIMES, Regime, inputs_like, randomize
 from optimizer.testing._graph import as_graph
 from optimizer.testing._later import LATER_CALLS

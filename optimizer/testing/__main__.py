@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from optimizer.testing import _coverage, _figures, _firing, _generic, _hunt, _score, _shrink, _soak
-from optimizer.testing._mutants import Mutant
+from optimizer.testing._mutants import Mutant, catalogue, sample
 from optimizer.testing._record import FOLDER, Recorder, read
 from optimizer.testing._subject import Optimize
 from optimizer.testing.motifs import MOTIFS
@@ -28,8 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(given)
     command = shlex.join(["python", "-m", "optimizer.testing", *given])
-    record = Recorder.of(FOLDER, options.command, command) if options.record else _forget
+    record = Recorder.of(FOLDER, _figure(options), command) if options.record else _forget
     return int(options.run(options, record))
+
+
+def _figure(options: argparse.Namespace) -> str:
+    """What the file is called that it is recorded in."""
+    return f"{options.of}_by_{'_'.join(options.by)}" if "by" in options else str(options.command)
 
 
 def _forget(name: str, **measured: Any) -> None:
@@ -47,16 +52,21 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    score = command("score", _run_score, "how many examples it takes to find each mutant")
+    score = command("score", _run_score, "which mistakes are found, after how many examples")
     score.add_argument("mutants", nargs="*", help="their names; all if none are given")
-    score.add_argument("--budget", type=int, default=_score.BUDGET, help="examples for each")
+    score.add_argument("--of", choices=_MUTANTS, default="catalogue", help="written or generic")
+    score.add_argument(
+        "--by",
+        nargs="+",
+        choices=_score.FINDERS,
+        default=["models"],
+        help="who looks for each, the next where one finds nothing",
+    )
+    score.add_argument("--sample", type=int, help="only so many of them")
+    score.add_argument("--seed", type=int, default=0, help="other ones for another one")
+    score.add_argument("--rest", action="store_true", help="but for those on record as found")
+    score.add_argument("--budget", type=int, default=_score.BUDGET, help="models for each")
     score.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    generic = command("generic", _run_generic, "whether any small change of the code is found")
-    generic.add_argument("--sample", type=int, default=100, help="how many changes")
-    generic.add_argument("--seed", type=int, default=0, help="other changes for another one")
-    generic.add_argument("--budget", type=int, default=200, help="examples for each")
-    generic.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    generic.add_argument("--rest", action="store_true", help="but for those on record as found")
     hunt = command("hunt", _run_hunt, "the defects of other tools")
     hunt.add_argument("--target", choices=_hunt.TARGETS, help="one of them; all if not given")
     hunt.add_argument("--examples", type=int, help="so many; else as many as each target has")
@@ -113,41 +123,43 @@ def _run_hunt(options: argparse.Namespace, record: Record) -> int:
 def _run_soak(options: argparse.Namespace, record: Record) -> int:
     subject = Optimize(options.level, capture=options.capture)
     dtype, shown = getattr(torch, options.dtype), 0
+    counts: dict[str, Any]
     name = f"level {options.level}, {options.capture}, {options.dtype}, seed {options.seed}"
     tallies = _soak.soak(subject, options.examples, dtype=dtype, first_seed=options.seed)
     for batch, tally in enumerate(tallies, 1):
         _print(map(str, [*tally.wrong[shown:], tally]))
         shown = len(tally.wrong)
         counts = {"examples": tally.examples, "wrong": shown, "seconds": round(tally.seconds, 1)}
+        if options.level >= 2:
+            counts |= {"lowered": tally.lowered, "regions": dict(tally.regions.most_common())}
         record(name, **counts, asked=min(batch * _soak.BATCH, options.examples))
     return min(shown, 1)
 
 
 def _run_score(options: argparse.Namespace, record: Record) -> int:
-    def recorded() -> Iterator[_score.Verdict]:
-        for each in _score.score(options.mutants, options.budget, options.processes):
-            counts = {"examples": each.examples, "seconds": round(each.seconds, 1)}
-            record(each.mutant.name, killed=each.killed, **counts)
-            yield each
-
-    _print(_score.table(recorded()))
-    return 0
-
-
-def _run_generic(options: argparse.Namespace, record: Record) -> int:
-    known, mutants = _generic.equivalent(), _generic.sample(options.sample, options.seed)
-    if options.rest:
-        kept = read(FOLDER, options.command)
-        mutants = [each for each in mutants if not kept.get(each.name, {}).get("killed")]
+    known, survive = _MUTANTS[options.of](), 0
+    named = [known[name] for name in options.mutants] or known.values()
+    kept = read(FOLDER, _figure(options)) if options.rest else {}
+    found = {name for name, each in kept.items() if each["killed"]}
+    rest = [each for each in sample(named, options.sample, options.seed) if each.name not in found]
 
     def recorded() -> Iterator[_score.Verdict]:
-        for each in _generic.generic(mutants, options.budget, options.processes):
-            name = each.mutant.name
-            record(name, killed=each.killed, evidence=each.evidence, equivalent=known.get(name, ""))
+        nonlocal survive
+        for each in _score.score(rest, options.by, options.budget, options.processes):
+            name, seconds = each.mutant.name, round(each.seconds, 1)
+            survive += not each.killed and name not in equivalent
+            record(name, killed=each.killed, examples=each.examples, seconds=seconds)
             yield each
 
-    _print(_generic.table(recorded(), known))
-    return 0
+    equivalent = _generic.equivalent()
+    _print(_score.table(recorded(), equivalent))
+    return min(survive, 1)
+
+
+_MUTANTS: dict[str, Callable[[], dict[str, Mutant]]] = {
+    "catalogue": catalogue,
+    "generic": _generic.mutants,
+}
 
 
 def _run_shrink(options: argparse.Namespace, record: Record) -> int:

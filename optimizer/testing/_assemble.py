@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from optimizer.testing._classes import HELPERS as OF_CLASSES
 from optimizer.testing._control import HOOK, PRE_HOOK
 from optimizer.testing._data import inputs_like, randomize
 from optimizer.testing._graph import as_graph
 from optimizer.testing._machine import Machine, Shape
 from optimizer.testing._tokens import TOKENS
 
-HELPERS = {
+HELPERS = OF_CLASSES | {
     "Doubled": """\
 class Doubled(nn.Linear):
     def forward(self, input):
@@ -146,14 +147,19 @@ def load(source: str) -> nn.Module:
 
 def _source(machine: Machine) -> str:
     helpers = [text + "\n\n" for name, text in HELPERS.items() if name in machine.helpers]
+    written = "".join([*helpers, *machine.statements])
+    modules = {"functools.": "import functools\n", "np.": "import numpy as np\n"}
+    imports = "".join(text for name, text in modules.items() if name in written)
+    helpers = [imports + "\n\n", *helpers] if imports else helpers
     arguments = ", ".join([*(value.name for value in machine.arguments), *machine.defaults])
+    decorator = "    @doubled_by_keyword\n" if "doubled_by_keyword" in machine.helpers else ""
     setup = ["super().__init__()", *machine.members, "self.eval()", *machine.finishing]
     body = [*machine.statements, f"return {_returned(machine)}"]
     return (
         f"{''.join(helpers)}class Model(nn.Module):\n"
         "    def __init__(self):\n"
         f"{indent(chr(10).join(setup), ' ' * 8)}\n\n"
-        f"    def forward(self, {arguments}):\n"
+        f"{decorator}    def forward(self, {arguments}):\n"
         f"{indent(chr(10).join(body), ' ' * 8)}\n"
     )
 

@@ -39,6 +39,18 @@ def plain(machine: Machine) -> None:
     machine.replace(f"{{v}} + F.linear(self.{name}, self.{name})")
 
 
+def literal(*writes: str) -> Emit:
+    """Return a tensor of numbers that the forward names, after `writes` to it, `{n}`."""
+
+    def emit(machine: Machine) -> None:
+        name = f"literal{len(machine.statements)}"
+        lines = ("{n} = torch.tensor([0.5, 2.0])", *writes)
+        machine.statements += [line.replace("{n}", name) for line in lines]
+        machine.outputs.append(Value(name, (2,)))
+
+    return emit
+
+
 def double(machine: Machine) -> None:
     """Return, besides the top, what stays in float64 when the model is cast."""
     size, name = machine.top.shape[-1], f"constant{len(machine.members)}"
@@ -58,6 +70,8 @@ CONSTANTS: dict[str, Emit] = {
     "constant_contiguous_written": constant("{c}.abs().contiguous()", after="{v}.mul_(2.0)"),
     "constant_inplace": constant("({c} * 2.0).relu_()"),
     "constant_large": constant("(2.0 * {c}).expand(262144, -1)[{t}.size(0)]"),
+    "constant_literal": literal(),
+    "constant_literal_written": literal("{n}.mul_(2.0)", "{n} = {n} + 1.0"),
     "constant_plain": plain,
     "constant_random": constant("F.dropout({c}, 0.5, True)"),
     "constant_double": double,

@@ -8,14 +8,13 @@ from itertools import product
 from typing import TypeAlias
 
 import torch
-from hypothesis import Phase, given, seed, settings
 from torch import fx
 
 from optimizer._capture import capture
 from optimizer._errors import CaptureError
 from optimizer._graph import describe
 from optimizer.testing._assemble import Spec
-from optimizer.testing._strategies import SHAPES, models
+from optimizer.testing._strategies import SHAPES, models, on_each
 from optimizer.testing._tokens import TOKENS
 
 DTYPES = (torch.float64, torch.float32)
@@ -68,13 +67,10 @@ def met(examples: int) -> Coverage:
     """What so many generated models meet, half of them in float32."""
     coverage = Coverage()
 
-    @settings(max_examples=examples, database=None, deadline=None, phases=(Phase.generate,))
-    @seed(0)
-    @given(models())
+    @on_each(models(), examples)
     def add(spec: Spec) -> None:
         coverage.add(spec, DTYPES[spec.seed % len(DTYPES)])
 
-    add()
     return coverage
 
 

@@ -113,6 +113,8 @@ ARITHMETIC: dict[str, Emit] = {
     "div": binary("{w} / ({v}.abs() + 1.0)"),
     "div_scalar": expression("torch.div({v}, 4)"),
     "neg": expression("-{v}"),
+    "neg_torch": expression("torch.neg({v})"),
+    "neg_method": expression("{v}.neg()"),
     "abs": expression("{v}.abs()"),
     "square": squared,
     "maximum": binary("torch.maximum({w}, {v})"),

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import shlex
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optimizer.testing._generic import equivalent
 from optimizer.testing._mutants import catalogue
-from optimizer.testing._record import Entries, read
+from optimizer.testing._record import Entries, code_of, read
+from optimizer.testing._score import FINDERS, spread
 from optimizer.testing.motifs import MOTIFS
 
 START, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
 PAGE = Path("docs", "fuzzing.md")
+OLDER = "**older than the code that it speaks of**"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One row: what is counted, what it should be, who records it, and how it is told."""
+    """One row: what is counted, what it should be, the figures it is of, and how it is told."""
 
     name: str
     goal: str
@@ -31,11 +35,20 @@ def table(folder: Path) -> Iterator[str]:
     """The lines of the table of what was recorded there."""
     yield from ("| | goal | here | command, commit and machine |", "|---|---|---|---|")
     for each in FIGURES:
-        entries = read(folder, each.recorded)
-        if entries:
-            yield f"| {each.name} | {each.goal} | {each.told(entries)} | {_origin(entries)} |"
+        if entries := _read(folder, each.recorded):
+            told, origin = each.told(entries), _origin(entries, code_of(each.recorded))
+            yield f"| {each.name} | {each.goal} | {told} | {origin} |"
         else:
             yield f"| {each.name} | {each.goal} | not measured | |"
+
+
+def _read(folder: Path, recorded: str) -> Entries:
+    """The entries of one figure, or of several: what one of them found is found."""
+    merged: Entries = {}
+    for figure in recorded.split():
+        for name, each in read(folder, figure).items():
+            merged[name] = merged[name] if merged.get(name, {}).get("killed") else each
+    return merged
 
 
 def renew(page: Path, folder: Path) -> None:
@@ -52,15 +65,19 @@ def renew(page: Path, folder: Path) -> None:
     page.write_text(f"{before}{start}\n{lines}\n\n{end}{after}", encoding="utf-8")
 
 
-def _origin(entries: Entries) -> str:
-    """The command of the latest entry, for any, and the commits and machines of all."""
+def _origin(entries: Entries, code: str) -> str:
+    """The command of the latest entry, for any, and the commits and machines of all.
+
+    A row is marked where the code that it speaks of has changed since one of them was made.
+    """
     *_, latest = entries.values()
     command = shlex.join(word for word in shlex.split(latest["command"]) if word not in entries)
     commits, machines = (
         ", ".join(dict.fromkeys(str(each[key]) for each in entries.values()))
         for key in ("commit", "machine")
     )
-    return f"`{command}`; {commits}; {machines}"
+    older = f"; {OLDER}" * any(each.get("code") != code for each in entries.values())
+    return f"`{command}`; {commits}; {machines}{older}"
 
 
 def _share(part: int, whole: int) -> str:
@@ -76,33 +93,24 @@ def _of(names: Iterable[str], entries: Entries) -> Entries:
     return {name: entries[name] for name in names if name in entries}
 
 
-def _mutants(entries: Entries) -> str:
-    killed = _each(tried := _of(catalogue(), entries), "killed")
-    survivors = [name for name, each in tried.items() if not each["killed"]]
-    survive = f"; survive: {'; '.join(survivors)}" if survivors else ""
-    untried = f"; {len(catalogue()) - len(tried)} not tried"
-    return _share(sum(killed), len(killed)) + untried + survive
+def _killed(entries: Entries) -> str:
+    """What was found, and the names of few that were not; what is gone or equivalent is left out.
+
+    The name of a generic mistake begins with its file.
+    """
+    known, same = catalogue(), equivalent()
+    tried = {n: e for n, e in entries.items() if n in known or (".py: " in n and n not in same)}
+    survivors = [name.replace("|", "/") for name, each in tried.items() if not each["killed"]]
+    listed = f"; survive: {'; '.join(survivors)}" if 0 < len(survivors) < 4 else ""
+    return _share(len(tried) - len(survivors), len(tried)) + listed
 
 
 def _real(entries: Entries) -> str:
-    real = [name for name, mutant in catalogue().items() if mutant.is_real]
-    killed = _each(_of(real, entries), "killed")
-    return _share(sum(killed), len(killed))
+    return _killed(_of((n for n, mutant in catalogue().items() if mutant.is_real), entries))
 
 
 def _examples(entries: Entries) -> str:
-    counts = sorted(
-        each["examples"] for each in _of(catalogue(), entries).values() if each["killed"]
-    )
-    if not counts:
-        return "none killed"
-    ninth = counts[min(len(counts) - 1, round(0.9 * len(counts)))]
-    return f"{statistics.median(counts):g}, {ninth}"
-
-
-def _generic(entries: Entries) -> str:
-    killed = [each["killed"] for each in entries.values() if not each.get("equivalent")]
-    return f"{_share(sum(killed), len(killed))}; {len(entries) - len(killed)} equivalent"
+    return spread([each["examples"] for each in entries.values() if each["killed"]])
 
 
 def _defects(entries: Entries) -> str:
@@ -120,6 +128,15 @@ def _shrunk(entries: Entries) -> str:
 def _alarms(entries: Entries) -> str:
     each = "; ".join(f"{name}: {e['wrong']} in {e['examples']:,}" for name, e in entries.items())
     return f"{sum(_each(entries, 'wrong'))} in {sum(_each(entries, 'examples')):,} ({each})"
+
+
+def _lowered(entries: Entries) -> str:
+    """Of the soaks at level 2: what ran on kernels of the device, and how much was wrong."""
+    soaks = [each for each in entries.values() if "lowered" in each]
+    regions = sum((Counter(each["regions"]) for each in soaks), Counter[str]())
+    kinds = ", ".join(f"{count:,} {name}" for name, count in regions.most_common())
+    lowered, tried, wrong = (sum(e[key] for e in soaks) for key in ("lowered", "examples", "wrong"))
+    return f"{_share(lowered, tried)}, {wrong} wrong; regions: {kinds or 'none'}"
 
 
 def _speed(entries: Entries) -> str:
@@ -153,14 +170,31 @@ def _minutes(entries: Entries) -> str:
     return "; ".join(f"{name}: {e['seconds'] / 60:.1f} min" for name, e in entries.items())
 
 
+def _by_all(of: str) -> str:
+    return " ".join(f"{of}_by_{each}" for each in FINDERS)
+
+
+def _killed_by(mistakes: str, of: str) -> Iterator[Figure]:
+    goals = {"generated models alone": "80 %", "motifs and near misses": "", "unit tests": ""}
+    for (finder, goal), by in zip(goals.items(), FINDERS, strict=True):
+        yield Figure(f"{mistakes}, found by {finder}", goal, f"{of}_by_{by}", _killed)
+    yield Figure(f"{mistakes}, found by any of the three", "97 %", _by_all(of), _killed)
+
+
 FIGURES = (
-    Figure("mutants killed", "98 %", "score", _mutants),
-    Figure("those of them that come from real issues", "100 %", "score", _real),
-    Figure("examples to kill one, median and ninth decile", "50, 500", "score", _examples),
-    Figure("generic mutants killed, but for equivalent ones", "90 %", "generic", _generic),
+    *_killed_by("mistakes of the catalogue", "catalogue"),
+    Figure("those of them that come from real issues", "100 %", _by_all("catalogue"), _real),
+    *_killed_by("generic mistakes, which no person chose", "generic"),
+    Figure(
+        "models to find a mistake, median and ninth decile",
+        "50, 400",
+        "catalogue_by_models",
+        _examples,
+    ),
     Figure("defects found in other tools", "9 in 2 minutes", "hunt", _defects),
     Figure("counterexamples that are minimal", "99 %, in 10 s", "shrink", _shrunk),
     Figure("models that the optimizer gets wrong", "0 in 100,000", "soak", _alarms),
+    Figure("models lowered to real kernels, and wrong", "0 wrong", "soak", _lowered),
     Figure("models a second on one core", "60", "soak", _speed),
     Figure("models that are rejected", "0", "soak", _rejected),
     Figure("share of its own fuzz in which a pass fires", "20 %", "firing", _firing),

@@ -8,11 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import Phase, given, seed, settings
-
 from optimizer.testing._assemble import Spec
 from optimizer.testing._mutants import PACKAGE
-from optimizer.testing._strategies import models
+from optimizer.testing._strategies import models, on_each
 from optimizer.testing._subject import Optimize
 
 
@@ -38,9 +36,7 @@ def firing(name: str, examples: int) -> Firing:
     """Run a pass alone on so many models that are drawn around its motifs."""
     seen = Firing(name)
 
-    @settings(max_examples=examples, database=None, deadline=None, phases=(Phase.generate,))
-    @seed(0)
-    @given(models(focus=name))
+    @on_each(models(focus=name), examples)
     def count(spec: Spec) -> None:
         with spec.surroundings():
             result: Any = Optimize(only=(name,))(spec.build(), spec.inputs())
@@ -49,7 +45,6 @@ def firing(name: str, examples: int) -> Firing:
         seen.fired += name in report.counts()
         seen.refused.update({each.reason for each in report.refused})
 
-    count()
     return seen
 
 

@@ -1,34 +1,22 @@
 """Generic mutants, a second opinion: no person chose what is changed in the passes and below.
 
-A mutant is one small change of a syntax tree. The fuzz of the passes that it concerns has to find
-it, or else their own tests. What cannot be seen from outside is in `equivalent.txt`, with the why.
+A mutant is one small change of a syntax tree. What cannot be seen from outside is in
+`equivalent.txt`, with the why.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
-import os
-import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import replace
+from collections.abc import Iterator
 from difflib import ndiff
-from functools import cache, partial
-from multiprocessing import get_context
+from functools import cache
 from pathlib import Path
-from random import Random
 from typing import Any
 
-from optimizer.testing._mutants import PACKAGE, Mutant, planted
-from optimizer.testing._score import Verdict, concerned, imports, try_mutant
+from optimizer.testing._mutants import BELOW, PACKAGE, Mutant, imports, of_capture
 from optimizer.testing.motifs import MOTIFS
 
-# What passes rest on without importing it, and where its tests are.
-_BELOW = {"_observation": "_facts", "_effects": "_facts"}
-_SECONDS = 600  # a change may make a loop endless
 _OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn,
     ast.NotIn: ast.In, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
@@ -38,21 +26,16 @@ _OTHER: dict[type[ast.AST], type[ast.AST]] = {
 _CHANGED_ITSELF = (ast.UnaryOp, ast.Compare)  # so that no change is made twice
 
 
-class _TooLong(BaseException):
-    """Derived so that nothing which forgives an error forgives this."""
-
-
-def sample(count: int, seed: int) -> list[Mutant]:
-    """So many of all generic mutants; the same for a seed, whatever became of other code."""
-    every = [mutant for file in files() for mutant in mutants_of(file)]
-    return sorted(every, key=lambda each: Random(f"{seed} {each.name}").random())[:count]
+def mutants() -> dict[str, Mutant]:
+    """All of them, by name."""
+    return {mutant.name: mutant for file in files() for mutant in mutants_of(file)}
 
 
 def files() -> list[str]:
-    """The passes, and what they are written with."""
-    used = {module for name in MOTIFS for module in imports(name)} | {*_BELOW}
-    below = sorted(f"{module}.py" for module in used if (PACKAGE / f"{module}.py").exists())
-    return [f"passes/{name}.py" for name in MOTIFS] + below
+    """The passes, what they are written with, and the capture."""
+    used = {module for name in MOTIFS for module in imports(f"passes/{name}")}
+    below = sorted(f"{module}.py" for module in {*used, *BELOW, *of_capture()})
+    return [f"passes/{name}.py" for name in MOTIFS] + [f for f in below if (PACKAGE / f).exists()]
 
 
 @cache
@@ -147,79 +130,3 @@ def equivalent() -> dict[str, str]:
     text = Path(__file__).with_name("equivalent.txt").read_text(encoding="utf-8")
     pairs = zip(*[iter(text.splitlines())] * 2, strict=True)
     return {name: why.removeprefix("# ") for name, why in pairs}
-
-
-def generic(mutants: Iterable[Mutant], budget: int, processes: int) -> Iterator[Verdict]:
-    """Try mutants, each in a process of its own, and yield what becomes of each."""
-    with ProcessPoolExecutor(
-        processes, mp_context=get_context("spawn"), max_tasks_per_child=1
-    ) as pool:
-        yield from pool.map(partial(try_generic, budget=budget), mutants)
-
-
-def try_generic(mutant: Mutant, budget: int) -> Verdict:
-    """Fuzz what a mutant concerns, then run its tests, until one of them fails."""
-    try:
-        with _limited(), Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
-            verdict = try_mutant(mutant, budget)
-    except (Exception, _TooLong) as error:  # it breaks the package, or never ends
-        found = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return Verdict(mutant, killed=True, examples=0, seconds=0, evidence=found)
-    if verdict.killed or not _tests_fail(mutant):
-        return verdict
-    return replace(verdict, killed=True, evidence="its tests fail")
-
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise _TooLong
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, _SECONDS, 1)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _tests_fail(mutant: Mutant) -> bool:
-    """Whether the tests of a file, or of a pass that it concerns, find a mistake in it."""
-    tests = Path("tests").absolute()  # of the repository; the package may be installed elsewhere
-    stem = Path(mutant.file).stem
-    own = tests / f"test{_BELOW.get(stem, stem)}.py"
-    of_passes = [tests / "passes" / f"test_{name}.py" for name in concerned(mutant)]
-    chosen = [str(each) for each in (own, *of_passes) if each.exists()]
-    # Hypothesis is in use, which its plugin, where it is loaded now, takes for a mistake.
-    options = ["-q", "-x", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-    with (
-        _limited(),
-        planted(mutant, "optimizer"),
-        Path(os.devnull).open("w") as nowhere,
-        redirect_stdout(nowhere),
-        redirect_stderr(nowhere),
-    ):
-        code = importlib.import_module("pytest").main([*options, *chosen])
-    if code > 2:  # 1: a test failed, 2: one could not be imported
-        raise RuntimeError(f"pytest could not run {chosen}: {code!r}")
-    return bool(code)
-
-
-def table(verdicts: Iterable[Verdict], known: Mapping[str, str]) -> Iterator[str]:
-    """The lines of a Markdown table of all verdicts, and what they come to.
-
-    `known` are the equivalent ones, by name, and why.
-    """
-    yield from ("| found by | file: change |", "|---|---|")
-    killed, counted = 0, 0
-    for each in verdicts:
-        name = each.mutant.name
-        survives = f"nothing: {known[name]}" if name in known else "nothing"
-        found = each.evidence if each.killed else survives
-        yield f"| {found.replace('|', '/')} | `{name.replace('|', '/')}` |"
-        killed += each.killed
-        counted += each.killed or name not in known
-    yield from (
-        "",
-        f"killed {killed} of {counted} that are not equivalent ({killed / counted:.1%})",
-    )

@@ -36,6 +36,15 @@ IN_PLACE: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Sub: operator.isub,
     ast.Mult: operator.imul,
     ast.Div: operator.itruediv,
+    ast.FloorDiv: operator.ifloordiv,
+    ast.Mod: operator.imod,
+    ast.Pow: operator.ipow,
+    ast.MatMult: operator.imatmul,
+    ast.BitAnd: operator.iand,
+    ast.BitOr: operator.ior,
+    ast.BitXor: operator.ixor,
+    ast.LShift: operator.ilshift,
+    ast.RShift: operator.irshift,
 }
 
 
@@ -68,7 +77,8 @@ class _Builder:
 
     def __init__(self, model: nn.Module) -> None:
         self.graph = fx.Graph()
-        self.names: dict[str, Any] = {"torch": torch, "F": functional, "self": _Member(model)}
+        known = {"torch": torch, "F": functional, "self": _Member(model)}
+        self.names: dict[str, Any] = type(model).forward.__globals__ | known
 
     def arguments(self, given: ast.arguments) -> None:
         count = len(given.args) - len(given.defaults)

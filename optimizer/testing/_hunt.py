@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
-from hypothesis import Phase, given, seed, settings
 from torch import fx, nn
 
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import Subject, check_spec
 from optimizer.testing._compilers import inductor, onnx_runtime
 from optimizer.testing._report import Counterexample
-from optimizer.testing._strategies import models
+from optimizer.testing._strategies import models, on_each
 
 Inputs = tuple[torch.Tensor, ...]
 
@@ -133,17 +132,12 @@ def installed() -> list[str]:
 
 def hunt(name: str, examples: int | None = None) -> list[Defect]:
     """The distinct defects of a target that so many generated models show, smallest first."""
-    target, found = TARGETS[name], dict[str, Counterexample]()
+    target, found, seen = TARGETS[name], dict[str, Counterexample](), set[str]()
     torch.set_num_threads(1)
 
-    @settings(
-        max_examples=examples or target.examples,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
+    @on_each(
+        models(alphabet=target.alphabet, max_size=target.max_size), examples or target.examples
     )
-    @seed(0)
-    @given(models(alphabet=target.alphabet, max_size=target.max_size))
     def collect(spec: Spec) -> None:
         failure = _failure(spec, target)
         if failure and (_kind(failure) not in seen or len(spec.tokens) <= 3):
@@ -151,8 +145,6 @@ def hunt(name: str, examples: int | None = None) -> list[Defect]:
             smallest = failure.reduced()
             found.setdefault(signature(smallest), smallest)
 
-    seen = set[str]()
-    collect()
     return [Defect(key, found[key]) for key in sorted(found, key=lambda k: (len(k), k))]
 
 

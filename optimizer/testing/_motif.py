@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from optimizer.testing._tokens import TOKENS
 
 INTERRUPTIONS = ("dup", "out", "again", "dup swap", "tie", "hook", "relu_method_inplace", "mask")
+# Around all of it: what it yields is returned or written, and what it reads lies otherwise.
+SURROUNDINGS = ("{}", "{} idouble_statement", "t01 {}")
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,19 @@ class Motif:
 
     def near_misses(self) -> Iterator[str]:
         """`near`, and what is interrupted."""
-        yield from self.near
-        yield from self.interrupted()
+        yield from dict.fromkeys((*self.near, *self.interrupted()))
 
     def interrupted(self) -> Iterator[str]:
-        """Every motif with every interruption at every edge."""
+        """Every motif with every interruption at every edge, and in all surroundings."""
         for motif in self.fires:
+            yield from (around.format(motif) for around in SURROUNDINGS)
             words = motif.split()
             for edge in range(1, len(words)):
-                for interruption in INTERRUPTIONS:
-                    yield " ".join([*words[:edge], interruption, *words[edge:]])
+                before, after = " ".join(words[:edge]), " ".join(words[edge:])
+                yield from (f"{before} {each} {after}" for each in INTERRUPTIONS)
+                for start in range(edge):  # what was read before is written
+                    earlier, read = " ".join(words[:start]), " ".join(words[start:edge])
+                    yield f"{earlier} dup {read} swap idouble_statement swap {after}".strip()
 
 
 def words(program: str) -> tuple[str, ...]:

@@ -15,18 +15,24 @@ A mutant is never written to disk: an import hook gives its text to a fresh copy
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
+from random import Random
 from types import CodeType, ModuleType
 from typing import Any
 
+from optimizer.testing.motifs import MOTIFS
+
 PACKAGE = Path(__file__).parents[1]
+# What passes rest on without importing it, and where its tests are.
+BELOW = {"_observation": "_facts", "_effects": "_facts"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,33 @@ def _mutant(row: dict[str, Any]) -> Mutant:
     name = f"{Path(row['file']).stem}: {what}"
     old, new = "\n".join(row["-"]), "\n".join(row["+"])
     return Mutant(name, row["file"], old, new, origin or "own", tuple(row["concerns"].split()))
+
+
+def sample(mutants: Iterable[Mutant], count: int | None, seed: int) -> list[Mutant]:
+    """So many of them, or all; the same for a seed, whatever becomes of others."""
+    return sorted(mutants, key=lambda each: Random(f"{seed} {each.name}").random())[:count]
+
+
+def concerned(mutant: Mutant) -> list[str]:
+    """What to fuzz: what is named, or the pass, its readers, the capture, or else all passes."""
+    module = mutant.file.removesuffix(".py")
+    name = module.removeprefix("passes/")
+    if mutant.concerns or name in MOTIFS:
+        return list(mutant.concerns) or [name]
+    readers = [name for name in MOTIFS if module in imports(f"passes/{name}")]
+    return readers or (["capture"] if module in of_capture() else list(MOTIFS))
+
+
+def of_capture() -> set[str]:
+    """The modules that only the capture is made of."""
+    return {"_capture", *imports("_capture"), *imports("_tracer")} - BELOW.keys()
+
+
+def imports(module: str) -> set[str]:
+    """The modules of the package that one of them imports."""
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+    froms = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {name.removeprefix("optimizer.") for name in froms if name.startswith("optimizer.")}
 
 
 @contextmanager

@@ -142,7 +142,8 @@ def _identity(model: nn.Module) -> list[object]:
         for name, module in model.named_modules(remove_duplicate=False)
     ]
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    return modules + [(name, id(t), t.requires_grad, t.data_ptr()) for name, t in named]
+    address: Any = vars(torch._C)["_data_address"]  # leaves copies on write as they are
+    return modules + [(name, id(t), t.requires_grad, address(t)) for name, t in named]
 
 
 def _hooks(module: nn.Module) -> Iterator[dict[int, Any]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import re
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,6 +17,8 @@ from typing import Any, TypeAlias
 Entries: TypeAlias = dict[str, dict[str, Any]]
 
 FOLDER = Path("docs", "fuzzing")
+# What a figure speaks of, below the root, if not of the whole package.
+_SPEAKS_OF = {"hunt": ("optimizer/testing",), "quick": ("optimizer", "tests")}
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Recorder:
     @classmethod
     def of(cls, folder: Path, figure: str, command: str) -> Recorder:
         """For what this command measures from now on."""
-        stamp = {"commit": commit(), "machine": machine(), "command": command}
+        told = {"commit": commit(), "machine": machine(), "command": command}
+        stamp = told | {"code": code_of(figure)}
         return cls(folder, figure, stamp)
 
     def __call__(self, name: str, **measured: Any) -> None:
@@ -51,6 +56,20 @@ def read(folder: Path, figure: str) -> Entries:
     path = folder / f"{figure}.json"
     found: Entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
+
+
+@cache
+def code_of(figure: str) -> str:
+    """A digest of the code that a figure speaks of, which says whether it is still the same.
+
+    Commits do not: they are rebased, and most of them change something else.
+    """
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for folder in _SPEAKS_OF.get(figure, ("optimizer",)):
+        for file in sorted((root / folder).rglob("*.*")):
+            if file.suffix in (".py", ".txt"):
+                digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def commit() -> str:

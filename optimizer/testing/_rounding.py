@@ -11,7 +11,8 @@ and inputs are rounded otherwise.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from optimizer._random import Again, Recorded
 from optimizer.testing._observe import Inputs, Outcome, observe, same_bits, same_values, tensors_of
 
 TOLERANCE = 1e-9
@@ -59,6 +61,10 @@ def _same_infinities(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return same_values(actual[~finite], expected[~finite])
 
 
+def _tensors(model: nn.Module, inputs: Inputs) -> Mapping[str, torch.Tensor]:
+    return observe(model, inputs).tensors()
+
+
 @dataclass(frozen=True)
 class Near:
     """`near`; or within twice what a model's answer `name` jumps when it is rounded otherwise."""
@@ -66,6 +72,7 @@ class Near:
     model: nn.Module
     inputs: Inputs
     name: str
+    observed: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]] = _tensors
     __name__ = "near"
 
     def __call__(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -75,7 +82,7 @@ class Near:
         return _same_infinities(actual, expected) and _distance(actual, expected) <= 2 * jump
 
     def _moved(self, seed: int, expected: torch.Tensor) -> float:
-        moved = observe(*_otherwise_rounded(self.model, self.inputs, seed)).tensors()
+        moved = self.observed(*_otherwise_rounded(self.model, self.inputs, seed))
         same = self.name in moved and moved[self.name].shape == expected.shape
         return _distance(moved[self.name], expected) if same else 0.0
 
@@ -147,13 +154,19 @@ def _as_precise(truth: Outcome, noisy: list[Outcome]) -> Callable[[str], Same]:
 
 
 def _observed_in(dtype: torch.dtype, model: nn.Module, inputs: Inputs) -> Outcome | None:
-    """The outcome in another precision; None where the inputs are lost in it."""
+    """The outcome in another precision, of the same random numbers.
+
+    None where the inputs are lost in it.
+    """
     changed = _mapped(lambda tensor: tensor.to(dtype), inputs)
     pairs = zip(pytree.tree_leaves(changed), pytree.tree_leaves(inputs), strict=True)
     tensors = [(a.to(b.dtype), b) for a, b in pairs if isinstance(b, torch.Tensor)]
     if not all(same_values(*pair) for pair in tensors):
         return None
-    return observe(copy.deepcopy(model).to(dtype), changed)
+    with Recorded() as numbers:
+        observe(model, inputs)
+    with Again(numbers.drawn) if numbers.drawn else nullcontext():
+        return observe(copy.deepcopy(model).to(dtype), changed)
 
 
 def _otherwise_rounded(model: nn.Module, inputs: Inputs, seed: int) -> tuple[nn.Module, Inputs]:
@@ -170,11 +183,15 @@ def _otherwise_rounded(model: nn.Module, inputs: Inputs, seed: int) -> tuple[nn.
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
-    """`values` with every tensor of floating-point numbers changed."""
+    """`values` with every tensor of floating-point numbers changed; one given twice stays one."""
+    done: dict[int, torch.Tensor] = {}
 
     def changed(value: Any) -> Any:
-        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return change(value) if is_floating else value
+        if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+            return value
+        if id(value) not in done:
+            done[id(value)] = change(value)
+        return done[id(value)]
 
     return pytree.tree_map(changed, values)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
-from hypothesis import Phase, given, seed, settings
 
 from optimizer.testing._assemble import Spec
-from optimizer.testing._mutants import Mutant, catalogue, planted
+from optimizer.testing._examples import any_of, examine
+from optimizer.testing._mutants import Mutant, catalogue, concerned, planted
 from optimizer.testing._reduce import SIMPLEST
 from optimizer.testing._report import Counterexample
-from optimizer.testing._score import any_of, concerned, examine
+from optimizer.testing._strategies import on_each
 
 MOST_WORDS = 10  # more are not minimal without being tried
 
@@ -54,25 +54,17 @@ def shrunk(names: Sequence[str], budget: int) -> Shrunk | None:
     """What `shrink` does once the mistake is planted."""
     failed: list[tuple[float, Spec]] = []
 
-    @settings(
-        max_examples=budget,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        report_multiple_bugs=False,
-    )
-    @seed(0)
-    @given(any_of(names))
-    def holds(chosen: tuple[str, Spec]) -> None:
-        name, spec = chosen
-        try:
-            examine(spec, name)
-        except Counterexample:  # pragma: no cover - in a copy of the package
-            failed.append((time.process_time(), spec))
-            raise
-
     try:
-        holds()
+
+        @on_each(any_of(names), budget, shrink=True)
+        def holds(chosen: tuple[str, Spec]) -> None:
+            name, spec = chosen
+            try:
+                examine(spec, name)
+            except Counterexample:  # pragma: no cover - in a copy of the package
+                failed.append((time.process_time(), spec))
+                raise
+
     except Counterexample as failure:  # pragma: no cover - in a copy of the package
         small = failure.reduced()
         (started, first), seconds = failed[0], time.process_time()

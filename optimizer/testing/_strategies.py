@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import chain
 from operator import itemgetter
+from random import Random
 from typing import Any
 
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from optimizer.testing._assemble import Entry, Spec
 from optimizer.testing._data import LAYOUTS
 from optimizer.testing._machine import Shape
-from optimizer.testing._motif import words
-from optimizer.testing._tokens import TOKENS
+from optimizer.testing._motif import INTERRUPTIONS, Motif, words
+from optimizer.testing._tokens import FAMILIES, TOKENS
 from optimizer.testing.motifs import MOTIFS
 
 # Equal sizes turn crashes into silent errors, distinct ones show wrong shapes: both are needed.
@@ -36,6 +40,11 @@ SHAPES: tuple[Shape, ...] = (
     (0, 4, 3, 3),
 )
 
+# The vocabularies that a model without an alphabet of its own may be written in.
+SWARMS = range(1024)
+# What two branches of a model meet in.
+JOINS = ("add", "mul", "sub", "maximum", "cat", "out")
+
 # NaNs and infinities hide what else is wrong with a model: they are asked for by name.
 FINITE = ("dyadic", "random", "ill")
 # All but what expands one row, which nothing may write to.
@@ -56,8 +65,8 @@ def models(
 
     Args:
         alphabet: programs, each a token or several separated by spaces, that the model is made
-            of; all tokens and the motifs of every pass by default.
-        focus: name of a pass whose motifs and near misses are to make up two thirds of the choices.
+            of; by default each model draws one of `SWARMS`.
+        focus: name of a pass that the models are to be about, see `swarm`; any by default.
         shapes: of the input; with a `focus`, by default also that of its motif, and that often.
         regimes: of the data; those that are finite by default.
         layouts: of the inputs; those that may be written to by default.
@@ -68,17 +77,22 @@ def models(
         KeyError: a word is no token, or no motif is known for `focus`.
         ValueError: one of them is empty.
     """
-    choices = _alphabet(focus) if alphabet is None else list(alphabet)
     if focus is not None and shapes is SHAPES:  # a third of them: its own
         shapes = [*SHAPES, *[MOTIFS[focus].shape] * (len(SHAPES) // 2)]
+    pieces = None if alphabet is None else list(alphabet)
     others = [[*each] for each in (shapes, regimes, layouts, entries)]
-    if not all([choices, *others]):
+    if not all([pieces is None or pieces, *others]):
         raise ValueError("each of what is chosen from must name at least one choice.")
-    for program in choices:
+    for program in pieces or ():
         words(program)
     shape, regime, layout, entry = map(st.sampled_from, others)
-    programs = st.lists(st.sampled_from(choices), min_size=1, max_size=max_size)
-    tokens = programs.map(lambda drawn: words(" ".join(drawn)))
+
+    def programs(choices: list[str]) -> st.SearchStrategy[list[str]]:
+        return st.lists(st.sampled_from(choices), min_size=1, max_size=max_size)
+
+    swarms = st.sampled_from(SWARMS).flatmap(lambda number: programs(swarm(focus, number)))
+    drawn = swarms if pieces is None else programs(pieces)
+    tokens = drawn.map(lambda program: words(" ".join(program)))
     return _novel(st.builds(Spec, tokens, shape, regime, st.integers(0, 7), layout, entry))
 
 
@@ -92,6 +106,21 @@ def _novel(specs: st.SearchStrategy[Spec]) -> st.SearchStrategy[Spec]:
     return st.lists(specs, min_size=1, max_size=1, unique=True).map(itemgetter(0))
 
 
+def on_each(
+    examples: st.SearchStrategy[Any], count: int, *, number: int = 0, shrink: bool = False
+) -> Callable[[Callable[[Any], None]], None]:
+    """Call what is decorated on so many examples, others for another number, now."""
+    options = settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
+        report_multiple_bugs=False,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    return lambda body: options(seed(number)(given(examples)(body)))()
+
+
 def modules(**choices: Any) -> st.SearchStrategy[Spec]:
     """As `models`, each an nn.Module with a readable forward."""
     return models(**choices, entries=["module"])
@@ -102,15 +131,58 @@ def graphs(**choices: Any) -> st.SearchStrategy[Spec]:
     return models(**choices, entries=["graph"])
 
 
-def _alphabet(focus: str | None) -> list[str]:
-    """Tokens, what is planted, and what is interrupted; repetition is weight.
+@cache
+def swarm(focus: str | None, number: int) -> list[str]:
+    """The vocabulary of some models: a random part of what there is, other for another number.
 
-    Tokens come first, since Hypothesis shrinks to the left.
+    A model that has some of each family seldom has two words that meet; one with few of them
+    does (Groce et al., Swarm Testing, ISSTA 2012). There stand half of the words of the motif and
+    its near misses, a few others, and programs that are made of them: two branches that meet,
+    often alike, and motifs into which a word was put, or in which it replaced one, or did something
+    to an earlier value. No near miss stands there whole.
+
+    Args:
+        focus: name of the pass whose motif it is; if None, half the numbers have the motif of some
+            pass, and the others any words.
+        number: of the vocabulary; the same gives the same.
     """
-    tokens = list(TOKENS)
-    if focus is None:
-        every = [p for motif in MOTIFS.values() for p in (*motif.fires, *motif.near)]
-        return tokens + every
-    motif = MOTIFS[focus]
+    random = Random(f"{focus} {number}")
+    motif = Motif(fires=tuple(random.sample(list(TOKENS), 16)))
+    if focus is not None or random.random() < 0.5:
+        motif = MOTIFS[focus or random.choice(list(MOTIFS))]
+
+    def half(choices: Iterable[str]) -> list[str]:
+        kept = [*choices]
+        return [each for each in kept if random.random() < 0.5] or kept[:1]
+
+    own = half(dict.fromkeys(w for p in (*motif.fires, *motif.near) for w in p.split()))
+    family = list(random.choice(list(FAMILIES.values())))
+    others = random.sample(family, min(4, len(family))) + random.sample(list(TOKENS), 4)
+    planted = [*own, *others, *random.sample(list(FAMILIES["control"]), 4), *half(INTERRUPTIONS)]
+    programs = [*half(motif.fires) * 2]
+    for _ in range(4):
+        first = random.choice([*own, *motif.fires])
+        second = random.choice([first, random.choice([*own, *motif.fires])])
+        deed = random.choice(["idouble_statement", random.choice(planted)])
+        join, between = random.choice(JOINS), random.choice(["", deed])
+        programs.append(f"dup {first} swap {between} {second} {join}")
+        put, replaced, kept = (random.choice(motif.fires).split() for _ in range(3))
+        put.insert(random.randrange(len(put) + 1), random.choice(planted))
+        replaced[random.randrange(len(replaced))] = random.choice(planted)
+        start, end = sorted(random.choices(range(len(kept) + 1), k=2))
+        kept[end:end] = ["swap", deed, "swap"]
+        kept.insert(start, "dup")
+        programs += map(" ".join, (put, replaced, kept))
+    return planted + programs
+
+
+def around(motif: Motif) -> list[str]:
+    """A motif, its near misses, and the words of the families that its own belong to."""
+    own = {token for program in motif.fires for token in words(program)}
+    near = [family for family in FAMILIES.values() if own & set(family)]
+    return _among(list(dict.fromkeys(chain(*near, FAMILIES["control"]))), motif)
+
+
+def _among(tokens: list[str], motif: Motif) -> list[str]:
     thirds = [*motif.fires, *motif.near], list(motif.interrupted())
     return tokens + [p for third in thirds for p in third * max(1, len(tokens) // len(third))]

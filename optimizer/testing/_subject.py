@@ -10,18 +10,20 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
 import optimizer
+from optimizer._pass import Pass
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._policies import AS_IT_IS
 from optimizer.passes import reuse_operands
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import check_spec, nothing_said_of_the_model
+from optimizer.testing._observe import Inputs
 
 
 @dataclass(frozen=True)
@@ -30,22 +32,33 @@ class Optimize:
 
     Attributes:
         level: as for `optimize`.
-        only: as for `optimize`; None for every pass of the level.
+        only: as for `optimize`, names or passes; None for every pass of the level.
         capture: as for `optimize`.
     """
 
     level: int = 1
-    only: tuple[str, ...] | None = None
+    only: tuple[str | Pass, ...] | None = None
     capture: Literal["symbolic", "export"] = "symbolic"
 
-    preamble: ClassVar[str] = "from optimizer.testing import Optimize"
-
-    def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+    def __call__(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         options: dict[str, Any] = {"level": self.level, "only": self.only, "capture": self.capture}
         with warnings.catch_warnings(), _everything_pays():
             warnings.simplefilter("error")  # a pass that raises costs a user nothing but a warning
             nothing_said_of_the_model()
             return optimizer.optimize(model, inputs, check=None, **options)
+
+    @property
+    def preamble(self) -> str:
+        """The imports that `call` needs."""
+        own = [each for each in self.only or () if isinstance(each, Pass)]
+        imports = [f"from {each.apply.__module__} import {each.name}" for each in own]
+        return "\n".join([*imports, "from optimizer.testing import Optimize"])
+
+    @property
+    def promised(self) -> tuple[str, ...]:
+        """The later calls that a pass among `only` does not hold for, as its docstring says."""
+        named = {"merge_convolutions", "recognize_attention"}.intersection(self.only or ())
+        return ("not finite",) if named else ()
 
     @property
     def call(self) -> str:
@@ -58,15 +71,15 @@ class Optimize:
 
     def guilty(self, spec: Spec, *, exact: bool, dtype: torch.dtype, later: bool) -> str:
         """The pass with which `spec` first goes wrong, adding one at a time; or the capture."""
-        names = [
-            one.name for one in optimizer.all_passes() if self.only is None or one.name in self.only
-        ]
-        for count in range(len(names) + 1):
-            part = replace(self, only=tuple(names[:count]))
+        passes = self.only
+        if passes is None:
+            passes = tuple(each.name for each in optimizer.all_passes())
+        for count in range(len(passes) + 1):
+            part = replace(self, only=passes[:count])
             try:
                 check_spec(spec, part, exact=exact, dtype=dtype, later=later)
             except AssertionError:
-                return names[count - 1] if count else "none: capture alone is wrong"
+                return str(passes[count - 1]) if count else "none: capture alone is wrong"
         return "none alone: the passes together are wrong, or the failure does not repeat"
 
 

@@ -8,6 +8,7 @@ that Hypothesis makes one choice per token and can delete it in one step.
 from __future__ import annotations
 
 from optimizer.testing._activations import ACTIVATIONS
+from optimizer.testing._classes import CLASSES
 from optimizer.testing._constants import CONSTANTS
 from optimizer.testing._control import CONTROL
 from optimizer.testing._convolutions import CONVOLUTIONS
@@ -18,22 +19,33 @@ from optimizer.testing._norms import NORMS
 from optimizer.testing._pools import POOLS
 from optimizer.testing._rare import RARE
 from optimizer.testing._shapes import JOINS, RESHAPES, SLICES
+from optimizer.testing._spellings import (
+    MORE_ACTIVATIONS,
+    MORE_ARITHMETIC,
+    MORE_ASSIGNMENTS,
+    MORE_IDENTITIES,
+    MORE_JOINS,
+    MORE_LAYERS,
+    MORE_SHAPES,
+    MORE_VIEWS,
+)
 from optimizer.testing._views import ASSIGNMENTS, VIEWS
 
 FAMILIES: dict[str, dict[str, Emit]] = {
     "relu": RELUS,
-    "layer": LAYERS | NORMS | CONVOLUTIONS,
+    "layer": LAYERS | NORMS | CONVOLUTIONS | MORE_LAYERS,
     "control": CONTROL,
-    "arithmetic": ARITHMETIC,
-    "activation": ACTIVATIONS,
+    "arithmetic": ARITHMETIC | MORE_ARITHMETIC,
+    "activation": ACTIVATIONS | MORE_ACTIVATIONS,
     "pool": POOLS,
-    "shape": RESHAPES | SLICES,
-    "join": JOINS,
-    "view": VIEWS,
-    "identity": IDENTITIES,
-    "assignment": ASSIGNMENTS,
+    "shape": RESHAPES | SLICES | MORE_SHAPES,
+    "join": JOINS | MORE_JOINS,
+    "view": VIEWS | MORE_VIEWS,
+    "identity": IDENTITIES | MORE_IDENTITIES,
+    "assignment": ASSIGNMENTS | MORE_ASSIGNMENTS,
     "constant": CONSTANTS,
     "rare": RARE,
+    "class": CLASSES,
 }
 
 TOKENS: dict[str, Emit] = {

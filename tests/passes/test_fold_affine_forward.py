@@ -199,22 +199,6 @@ def test_a_pair_that_is_called_twice_is_folded_once() -> None:
     assert_equivalent(model, fast, inputs)
 
 
-def test_what_is_written_between_the_two_is_read_before() -> None:
-    def forward(x: Tensor, constant: Tensor) -> Tensor:
-        x = x + x
-        y = x * constant
-        x.relu_()
-        return y
-
-    model = Before(forward, valid(), 4, 1, 1).double().eval()
-    inputs = inputs_like([IMAGE], "random", 0)
-
-    fast = optimized(model, *inputs)
-
-    assert fast.report.counts() == {NAME: 1}
-    assert_equivalent(model, fast, inputs)
-
-
 def training() -> nn.Module:
     model = nn.Sequential(nn.BatchNorm2d(4), valid()).eval()
     model[0].train()
@@ -375,3 +359,19 @@ def test_a_batchnorm_of_no_elements_takes_any_channels() -> None:
 
     assert fast.report.counts()[NAME] >= 1
     assert_equivalent(model, fast, (torch.empty(0, 1, 3),))
+
+
+def test_what_the_layer_would_keep_for_gradients_must_not_be_written_later() -> None:
+    class Written(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 1.0
+            y = super().forward(x * 0.5)
+            return y + x.mul_(2.0).sum()
+
+    model, x = Written(3, 3).eval(), torch.randn(2, 3, requires_grad=True)
+    fast = optimized(model, x.detach())
+
+    reasons = [r.reason for r in fast.report.refused if r.name == NAME]
+    assert reasons == ["what the layer would keep for gradients is written later"]
+    fast(x).sum().backward()
+    assert x.grad is not None

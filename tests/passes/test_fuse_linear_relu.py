@@ -16,6 +16,7 @@ import optimizer
 from optimizer._graph import module_of
 from optimizer.passes.fuse_linear_relu import LinearReLU
 from optimizer.testing import assert_equivalent, inputs_like, randomize
+from tests.conftest import address
 from tests.single_pass import Forward, callees, optimized_by
 
 NAME = "fuse_linear_relu"
@@ -88,8 +89,8 @@ def test_shares_the_weight_of_the_layer() -> None:
     fast = optimized(model, torch.randn(5, 3))
 
     fused = module_of(next(node for node in fast.graph.nodes if node.op == "call_module"))
-    assert fused.weight.data_ptr() == model.linear.weight.data_ptr()
-    assert fused.bias.data_ptr() == model.linear.bias.data_ptr()
+    assert address(fused.weight) == address(model.linear.weight)
+    assert address(fused.bias) == address(model.linear.bias)
 
 
 def test_a_layer_called_twice_is_fused_at_each_call() -> None:
@@ -193,4 +194,18 @@ def test_a_layer_that_is_no_plain_linear_is_left_alone(build: Callable[[], nn.Mo
     fast = optimized(model, *inputs)
 
     assert LinearReLU not in callees(fast)
+    assert_equivalent(model, fast, inputs, exact=True)
+
+
+def test_refuses_a_layer_with_a_plain_tensor() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).double().eval()
+    weight = model[0].weight.detach().clone()
+    del model[0].weight
+    model[0].weight = weight
+    inputs = inputs_like([(5, 3)], "random", 0)
+
+    fast = optimized(model, *inputs)
+
+    reasons = [refusal.reason for refusal in fast.report.refused]
+    assert reasons == ["the layer has tensors that no cast of it reaches"]
     assert_equivalent(model, fast, inputs, exact=True)

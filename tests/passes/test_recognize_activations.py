@@ -138,7 +138,7 @@ REFUSALS: dict[str, tuple[Callable[[Any, Tensor], Any], torch.dtype, str]] = {
     "a part that is read after its clamp": (read_in_part, torch.float64, ELSEWHERE),
     "a part that is written": (clamped_unseen, torch.float64, ELSEWHERE),
     "a write of the input": (
-        written_on_the_way, torch.float64, "its input is written on the way",
+        written_on_the_way, torch.float64, "its input is written later",
     ),
     "a layout that leaves a choice": (
         lambda m, x: (lambda y: y * F.hardsigmoid(y))(x.as_strided((1, 3, 4), (1, 2, 0))),

@@ -239,7 +239,17 @@ REFUSALS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "weights that are returned": (returned_weights, tensors(), ELSEWHERE),
     "scores that are read": (read_scores, tensors(), ELSEWHERE),
     "scores that are written": (written_scores, tensors(), ELSEWHERE),
-    "an input that is written": (written, tensors(), "its input is written on the way"),
+    "an input that is written": (written, tensors(), "its input is written later"),
+    "an input that is written after": (
+        lambda m, q, k, v: ((q @ k.mT).softmax(-1) @ v) + q.mul_(2.0).mean(),
+        tensors(),
+        "its input is written later",
+    ),
+    "a result that is written": (
+        lambda m, q, k, v: ((q @ k.mT).softmax(-1) @ v).mul_(2.0),
+        tensors(),
+        "its result is written",
+    ),
     "heads of two sizes": (PLAIN, tensors(SHAPE, SHAPE, (2, 3, 5, 4)), SLOWER),
     "keys that are broadcast": (PLAIN, tensors(SHAPE, (2, 1, 5, 8), (2, 1, 5, 8)), SLOWER),
     "keys in columns": (

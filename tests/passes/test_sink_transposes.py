@@ -151,6 +151,10 @@ LEFT: dict[str, Callable[[Tensor], Any]] = {
     "no first transpose": lambda x: torch.relu(x).mT,
     "an operand that is not transposed": lambda x: (x.mT + x.new_ones(4, 3)).mT,
     "an operation in place": lambda x: torch.relu_(x.exp().mT).mT,
+    "something else that moves elements": lambda x: torch.relu(x.mT.flip(1)).mT,
+    "a flip in the place of the first": lambda x: torch.relu(torch.flip(x, (1,))).flip(1),
+    "a roll in the place of the last": lambda x: torch.relu(x.mT).roll(1, 1),
+    "a running sum": lambda x: x.mT.cumsum(-1).mT,
     "a reduction": lambda x: x.mT.softmax(-1).mT,
     "a kernel that depends on the layout": lambda x: F.gelu(x.mT).mT,
     "axes that are computed": lambda x: torch.relu(x.permute(0, x.dim() - 1, 1)).mT,
@@ -183,6 +187,16 @@ REFUSALS: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...], str]] = {
     ),
     "other axes": (
         lambda x: (x.permute(1, 2, 0) + x.permute(2, 0, 1)).permute(1, 0, 2),
+        (3, 3, 3),
+        "the operands are transposed differently",
+    ),
+    "other axes of the same function": (
+        lambda x: (x.transpose(0, 1) + x.transpose(1, 2)).transpose(0, 1),
+        (3, 3, 3),
+        "the operands are transposed differently",
+    ),
+    "another function of the same axes": (
+        lambda x: (x.transpose(0, -1) + x.movedim(0, -1)).transpose(0, 1),
         (3, 3, 3),
         "the operands are transposed differently",
     ),

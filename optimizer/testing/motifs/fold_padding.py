@@ -15,6 +15,7 @@ MOTIF = Motif(
         "dup pad_even swap idouble_statement drop conv",
         "pad_even conv_t",
         "pad_kw linear",
+        "pad_kw conv_unbatched",
         "pad_even conv_reflect",
         "pad_kw conv_same",
     ),

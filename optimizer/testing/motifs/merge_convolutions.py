@@ -21,6 +21,7 @@ MOTIF = Motif(
         "dup conv_k3 swap bn_train add",
         "dup scale swap conv_nobias add",
         "relu dup conv_k3 swap relu_statement conv add",
+        "relu dup conv_k3 swap idouble_statement conv add",
         "dup conv swap again add",
         "autocast dup conv_k3 swap bn add",
         "dup conv_k3 swap conv_dilated add",

@@ -12,6 +12,8 @@ MOTIF = Motif(
         "dup t01 swap t01 add t01",
         "dup t01 swap t12 add t01",
         "dup t01 swap cycle mul t01",
+        "dup t_ends swap movedim add t_ends",
+        "dup t_ends swap movedim mul movedim",
         "t01 dup relu t01",
         "t01 relu dup t01",
         "t01 relu dup t01 swap idouble_statement add",
@@ -31,5 +33,6 @@ MOTIF = Motif(
         "T_of_row_and_column",
         "t01_of_one_row",
         "t12 flip t12",
+        "dup t_ends swap movedim add t_ends",
     ),
 )

@@ -1,0 +1,73 @@
+"""What generated code can write down: fx prints arguments by their repr.
+
+The repr of a numpy number, or of an object, has names that the code does not know.
+"""
+
+from __future__ import annotations
+
+import cmath
+import enum
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+_NUMBERS = (bool, int, float, complex, str)
+_PRINTED = (
+    *_NUMBERS, type(None), type(...), range, torch.Size, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+
+
+def literal(value: Any) -> Any:
+    """Arguments of a call, with Python's real numbers in the place of numpy's.
+
+    torch takes both for the same: the dtype of `x * numpy.float64(2)` is that of `x * 2.0`.
+
+    Raises:
+        TypeError: an argument has no name that generated code could use.
+    """
+    return fx.node.map_aggregate(value, _literal)
+
+
+def _literal(value: Any) -> Any:
+    plain: Any = value.item() if isinstance(value, _of_numpy()) else value
+    finite = type(plain) is not complex or (plain is value and cmath.isfinite(plain))
+    enumerated = isinstance(plain, enum.Enum) and not isinstance(plain, enum.Flag)
+    if enumerated or isinstance(plain, fx.Node | torch._ops.OpOverload):
+        return plain
+    if type(plain) in _PRINTED and finite:
+        return plain
+    raise TypeError(f"code cannot name a {type(value).__name__}")
+
+
+def _of_numpy() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return (numpy.generic,) if numpy else ()
+
+
+class LiteralTracer(fx.Tracer):
+    """Records numbers and texts as generated code can write them down."""
+
+    fail: Callable[[str], Exception]
+    _passing = False  # arguments, and not what the model returns
+
+    def create_arg(self, a: Any) -> Any:
+        if not isinstance(a, (*_NUMBERS, *_of_numpy())):
+            return super().create_arg(a)
+        try:
+            found = literal(a)
+        except TypeError as error:
+            raise self.fail(str(error)) from error
+        if type(found) is not type(a) and not self._passing:
+            raise self.fail(f"it returns a {type(a).__name__}, which code cannot name")
+        return found
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        self._passing = True
+        try:
+            return super().create_proxy(*args, **kwargs)
+        finally:
+            self._passing = False

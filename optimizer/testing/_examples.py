@@ -1,0 +1,125 @@
+"""What a mistake in the package is looked for with: generated models, motifs and near misses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+import optimizer
+from optimizer.testing._assemble import Spec
+from optimizer.testing._check import check_spec
+from optimizer.testing._later import LATER_CALLS
+from optimizer.testing._lowering import Lower, LoweringAll, assert_follows_its_weights
+from optimizer.testing._motif import Motif
+from optimizer.testing._strategies import models, on_each
+from optimizer.testing._subject import Optimize
+from optimizer.testing._tokens import TOKENS
+from optimizer.testing.motifs import MOTIFS
+
+MANY = 100  # models, of which each pass changes one at least
+# Equal sizes hide no mistake behind an error; sizes of one may be others later.
+_PLACES = (
+    ((4, 4, 4), "contiguous"), ((4, 4), "transposed"), ((2, 4, 1, 1), "contiguous"),
+    ((1, 4), "contiguous"), ((2, 0, 3), "contiguous"), ((0, 4, 3, 3), "contiguous"),
+)  # fmt: skip
+# What no pass has for a motif: of a region, values and views that are returned, written, in parts.
+_NEAR = {
+    "capture": tuple(TOKENS),
+    "lowering": (
+        "linear out dup t01 out swap relu_F", "linear out relu_F", "linear iview_statement",
+        "linear chunk_swapped",
+    ),
+}  # fmt: skip
+
+
+def first_failing_model(names: Sequence[str], budget: int) -> tuple[int, str]:
+    """Try generated models alone; how many, and the failure, empty where there is none.
+
+    That one of many models was changed by a pass is asked too.
+    """
+    tried, found, fired = 0, list[AssertionError](), set[str]()
+
+    try:
+
+        @on_each(any_of(names), budget)
+        def holds(chosen: tuple[str, Spec]) -> None:
+            nonlocal tried
+            tried += not found
+            try:
+                fired.update(examine(chosen[1], chosen[0], among=names).report.counts())
+            except AssertionError as failure:  # pragma: no cover - in a copy of the package
+                found.append(failure)
+                raise
+
+    except AssertionError as failure:  # pragma: no cover - in a copy of the package
+        return tried, told(failure)
+    idle = [name for name in names if name in MOTIFS and name not in fired]
+    return tried, f"{idle[0]} never fires" if idle and tried >= MANY else ""
+
+
+def first_failing_motif(names: Sequence[str], budget: int) -> tuple[int, str]:
+    """Try all motifs and near misses; how many, and the failure, empty where there is none."""
+    tried = 0
+    for name in names:
+        for spec, fires in _motifs(name):
+            tried += 1
+            try:
+                examine(spec, name, fires=fires)
+            except AssertionError as failure:  # pragma: no cover - in a copy of the package
+                return tried, told(failure)
+    return tried, ""
+
+
+def _motifs(name: str) -> Iterator[tuple[Spec, bool]]:
+    """The motifs of a pass, which fire, and its near misses, which may; of capture, each word."""
+    motif = MOTIFS.get(name) or Motif(fires=(), near=_NEAR[name])
+    for program in motif.fires:
+        yield Spec(tuple(program.split()), motif.shape), True
+    for shape, layout in ((motif.shape, "contiguous"), (motif.shape, "channels_last"), *_PLACES):
+        for program in motif.near:
+            yield Spec(tuple(program.split()), shape, "random", layout=layout), False
+
+
+def any_of(names: Sequence[str]) -> st.SearchStrategy[tuple[str, Spec]]:
+    """One of them, and a model that is about it."""
+
+    def about(name: str) -> st.SearchStrategy[tuple[str, Spec]]:
+        return st.tuples(st.just(name), models(focus=name if name in MOTIFS else None))
+
+    return st.sampled_from(list(names)).flatmap(about)
+
+
+def examine(spec: Spec, name: str, *, fires: bool = False, among: Sequence[str] = ()) -> Any:
+    """All that an example is held to, now and later: one pass, the capture or the lowering.
+
+    Args:
+        spec: the example.
+        name: what is fuzzed.
+        fires: whether the pass must fire on it.
+        among: names of passes that are fuzzed together too.
+
+    Returns:
+        The candidate, made by all of them together if there are several.
+    """
+    numerics = {each.name: each.numerics for each in optimizer.all_passes()}
+    lowers, later = name == "lowering", tuple(LATER_CALLS)
+    # Of a strided input, the last bit depends on the kernel; of dyadic data it seldom does.
+    dyadic = spec.regime == "dyadic" and spec.layout == "contiguous"
+    exact = dyadic if lowers else numerics.get(name, "exact") == "exact"
+    subject = Lower() if lowers else Optimize(only=(name,) if name in numerics else ())
+    candidate: Any = check_spec(spec, subject, exact=exact, later=later)
+    if lowers:
+        assert_follows_its_weights(candidate, spec.inputs())
+        check_spec(spec, lambda *_: LoweringAll(candidate), later=later)
+    if len(among) > 1:
+        candidate = check_spec(spec, Optimize(only=tuple(among)), later=later)
+    assert not fires or name in candidate.report.counts(), f"{name} does not fire on its motif"
+    return candidate
+
+
+def told(error: BaseException) -> str:
+    """The error in one line; of a counterexample, what is wrong."""
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {cause}".partition("\n")[0]

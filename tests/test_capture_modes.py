@@ -1,0 +1,108 @@
+"""Gradients are those of the original where its forward enters a mode, or asks for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optimizer
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def block(mode: Callable[[], Any]) -> Callable[[Any, Tensor], Tensor]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with mode():
+            y: Tensor = self.layer(x) * 2
+        return y + self.layer(x)
+
+    return forward
+
+
+def of_constants(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = self.steps * 2
+    return self.layer(x) * scale
+
+
+def set_and_put_back(self: Any, x: Tensor) -> Tensor:
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    y = self.layer(x)
+    torch.set_grad_enabled(before)
+    return y + x
+
+
+def nested_in_a_helper(self: Any, x: Tensor) -> Tensor:
+    return without_gradient(self.layer, x) + x
+
+
+@torch.no_grad()
+def without_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x)
+
+
+MODES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "no_grad": block(torch.no_grad),
+    "inference_mode": block(torch.inference_mode),
+    "set_grad_enabled": block(lambda: torch.set_grad_enabled(False)),
+    "a decorated helper": nested_in_a_helper,
+    "a decorated forward": torch.no_grad()(lambda self, x: self.layer(x) * 2),
+    "a constant": of_constants,
+    "set and put back": set_and_put_back,
+}
+
+
+class Entering(nn.Module):
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+        self.register_buffer("steps", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def model_with(name: str, *, child: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = Entering(MODES[name])
+    return (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), model) if child else model).eval()
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    """Of the input and of the weights; none where the answer has none."""
+    x = X.clone().requires_grad_()
+    y = model(x)
+    if not y.requires_grad:
+        return [y]
+    y.sum().backward()
+    return [y.detach(), x.grad]
+
+
+@pytest.mark.parametrize("child", [True, False], ids=["child", "model"])
+@pytest.mark.parametrize("name", MODES)
+def test_gradients_are_those_of_the_original(name: str, child: bool) -> None:
+    model = model_with(name, child=child)
+
+    fast = optimizer.optimize(model, X, level=1)
+
+    if child:
+        assert fast.report.counts() == {"fold_affine": 1}
+        assert any("'2' (Entering) is called as it is" in each for each in fast.report.remarks)
+    torch.testing.assert_close(gradients(fast), gradients(model))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(fast(X), model(X))
+
+
+def test_a_detached_value_is_recorded() -> None:
+    model = Entering(lambda self, x: self.layer(x).detach() + self.layer(x)).eval()
+
+    fast = optimizer.optimize(model, X, level=1)
+
+    assert isinstance(fast, optimizer.OptimizedModule)
+    torch.testing.assert_close(gradients(fast), gradients(model))

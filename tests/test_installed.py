@@ -1,0 +1,89 @@
+"""The package as it is installed: in a folder of its own, used from a user's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import models
+from optimizer import workloads
+
+ROOT = Path(__file__).parent.parent
+A_MODEL = "from torch import nn, ones\n\ndef build():\n    return nn.ReLU().eval(), ones(2)\n"
+MODELS_OF_THE_USER = {
+    "models.py": A_MODEL,
+    "models/net.py": A_MODEL,  # a folder without __init__.py gives way to any package
+    "models/__init__.py": "raise RuntimeError('these are not the workloads')\n",
+}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that pip installed a copy of the checkout in."""
+    folder = tmp_path_factory.mktemp("installed")
+    copied = folder / "checkout"
+    copied.mkdir()
+    for name in ("optimizer", "models", "pyproject.toml", "README.md", "LICENSE"):
+        (copied / name).symlink_to(ROOT / name)
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--quiet"]
+    subprocess.run([*pip, "--target", str(folder / "packages"), str(copied)], check=True)
+    return folder / "packages"
+
+
+def ran(*arguments: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_only_one_name_is_taken(installed: Path) -> None:
+    names = {path.name.partition("-")[0] for path in installed.iterdir()}
+
+    assert names == {"optimizer"}
+
+
+@pytest.mark.parametrize("file", MODELS_OF_THE_USER)
+def test_the_workloads_are_found_where_the_user_has_models(
+    file: str, installed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(MODELS_OF_THE_USER[file])
+
+    for path in (installed, ROOT):
+        ended = ran("-m", "optimizer", "optimize", "toy_model", cwd=tmp_path, path=path)
+
+        assert ended.stderr == ""
+        assert ended.stdout.startswith("ToyModel, level 2")
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("models.py", "models"), ("models/net.py", "models.net")]
+)
+def test_models_of_the_user_are_the_users(
+    file: str, name: str, installed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(MODELS_OF_THE_USER[file])
+
+    ended = ran("-m", "optimizer", "optimize", f"{name}:build", cwd=tmp_path, path=installed)
+
+    assert ended.stderr == ""
+    assert ended.stdout.startswith("ReLU, level 2")
+
+
+def test_the_workloads_are_those_of_the_checkout() -> None:
+    ours, theirs = workloads.load("toy_model"), models.load("toy_model")
+
+    assert workloads.__all__ == models.__all__
+    assert workloads.names() == models.names()
+    for name, tensor in theirs.module.state_dict().items():
+        assert ours.module.state_dict()[name].equal(tensor)

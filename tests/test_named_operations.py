@@ -1,0 +1,115 @@
+"""Every operation that a pass or a table of operations names is one that some word produces.
+
+What is feasible follows from what the package speaks of, and not from the words there are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+import optimizer
+from optimizer import passes
+from optimizer._match import Pattern
+from optimizer.testing import SHAPES, TOKENS, Spec
+
+# ATen overloads are in no list: they stand for functions that are, in exported programs.
+TABLES = (
+    "_aten", "_calls", "_channels", "_expression", "_inplace", "_layers", "_spelling",
+    "_subgraph", "_vocabulary",
+    *(f"passes.{each.name}" for each in pkgutil.iter_modules(passes.__path__)),
+)  # fmt: skip
+NOT_MET = {
+    "what ends a recording as item() does": {".numpy", ".tolist"},
+    "an address, or of autograd": {".data_ptr", ".untyped_storage", ".requires_grad_"},
+    "needs a GPU": {".cuda"},
+    "what passes make": {"add_over", "mul_over"},
+}
+
+
+def key(value: Any) -> str:
+    """The name of an operation, the same for each way to get at it; none for all else."""
+    name = getattr(value, "__name__", "")
+    if isinstance(value, str):  # a method; special ones are operators or conversions
+        return f".{value}" if hasattr(torch.Tensor, value) and not value.startswith("__") else ""
+    if isinstance(value, type):  # what is private stands for its subclasses
+        known = issubclass(value, nn.Module) and value.__module__.startswith("torch")
+        return f"nn.{name}" if known and not name.startswith("_") else ""
+    home = getattr(value, "__module__", None) or "torch"
+    if not callable(value) or not name or isinstance(value, torch._ops.OpOverload):
+        return ""
+    if home in ("_operator", "optimizer._inplace"):
+        return name
+    in_functional = getattr(F, name, None) is value and getattr(torch, name, None) is not value
+    return f"{'F' if in_functional else 'torch'}.{name}" if home.startswith("torch") else ""
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What tables hold, also as keys."""
+    if isinstance(value, dict):
+        yield from leaves([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple | set | frozenset):
+        for each in value:
+            yield from leaves(each)
+    else:
+        yield value
+
+
+def targets(pattern: Pattern | None) -> Iterator[Any]:
+    if pattern is not None:
+        yield from pattern.targets
+        for each in pattern.args:
+            yield from targets(each)
+
+
+def named() -> set[str]:
+    modules = [importlib.import_module(f"optimizer.{name}") for name in TABLES]
+    tables = [v for m in modules for n, v in vars(m).items() if not n.startswith("__")]
+    found = [each for table in tables if not callable(table) for each in leaves(table)]
+    found += [each for one in optimizer.all_passes() for each in targets(one.pattern)]
+    return {key(each) for each in found} - {""}
+
+
+def operations(graph: fx.GraphModule) -> Iterator[Any]:
+    for node in graph.graph.nodes:
+        if node.op == "call_module":
+            yield from map(type, graph.get_submodule(str(node.target)).modules())
+        elif node.op.startswith("call"):
+            yield node.target
+            yield node.args[1] if node.target is getattr else None
+
+
+@cache
+def produced() -> dict[str, set[str]]:
+    """For each word what it calls, on a shape of each rank."""
+    shapes = {len(shape): shape for shape in reversed(SHAPES)}.values()
+    graphs = {t: [Spec((t,), s, entry="graph").build() for s in shapes] for t in TOKENS}
+    return {
+        token: {key(each) for one in built for each in operations(one)}  # type: ignore[arg-type]
+        for token, built in graphs.items()
+    }
+
+
+def test_a_word_produces_each_operation_that_is_named() -> None:
+    expected, known = named(), set().union(*produced().values())
+    assert len(expected) > 200
+
+    assert expected - known == set().union(*NOT_MET.values())
+
+
+@pytest.mark.parametrize(
+    ("word", "missing"),
+    [("sigmoid_module", "nn.Sigmoid"), ("iand", "iand"), ("draws", "torch.rand")],
+)
+def test_without_its_word_an_operation_is_missed(word: str, missing: str) -> None:
+    others = (found for token, found in produced().items() if token != word)
+
+    assert missing in named() - set().union(*others)

@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -119,7 +119,7 @@ class ProcessState:
 
     def __init__(self) -> None:
         self.before = [(get, put, get()) for get, put in _generators()]
-        self.alone = threading.active_count() == 1
+        self.alone = sum(not _is_of_tqdm(each) for each in threading.enumerate()) == 1
         self.touched = False
 
     def changed(self) -> bool:
@@ -137,10 +137,19 @@ class ProcessState:
 
         What is noted counts as a change by this thread, unless `note` answers no.
         """
+        numpys: dict[CodeType, bool] = {}  # by a function's code: asked of every call
 
         def look(frame: FrameType, event: str, called: Any) -> None:
-            own = event == "c_call" and isinstance(getattr(called, "__self__", None), _GENERATORS)
-            if own or (event == "return" and _names_numpys(frame) and self.changed()):
+            if event == "c_call":
+                found = isinstance(getattr(called, "__self__", None), _GENERATORS)
+            elif event == "return":
+                code = frame.f_code
+                if code not in numpys:
+                    numpys[code] = _names_numpys(frame)
+                found = numpys[code] and self.changed()
+            else:
+                return
+            if found:
                 self.touched |= bool(note(frame))
 
         def watched() -> Result:
@@ -149,6 +158,11 @@ class ProcessState:
 
         before = sys.getprofile()
         return put_back(lambda: sys.setprofile(before), watched)
+
+
+def _is_of_tqdm(thread: threading.Thread) -> bool:
+    """Whether it refreshes progress bars: it draws nothing, and fx.Interpreter starts it."""
+    return type(thread).__module__.startswith("tqdm.")
 
 
 def undrawn(run: Callable[[], Result]) -> Result:

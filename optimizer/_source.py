@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import traceback
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from optimizer._errors import CaptureError
 NOT_USER_CODE = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 
 
+@lru_cache(1024)  # a stack has the same few files for each node
 def is_user_code(path: str) -> bool:
     """Whether a file is neither torch's nor ours."""
     return not path.startswith((*NOT_USER_CODE, "<"))
@@ -57,4 +59,4 @@ def _innermost(lines: list[tuple[str, Any]]) -> str:
 
 
 def _told(path: str, line: object) -> str:
-    return f"{Path(path).name}:{line}"
+    return f"{path.rpartition(os.sep)[2]}:{line}"

@@ -68,7 +68,6 @@ class Tracer(Arguments, LiteralTracer):
         generators: ProcessState | None = None,
     ) -> None:
         super().__init__(autowrap_functions=tuple(FACTORIES))
-        self._autowrap_search.append(torch)  # a factory whose size is traced, torch.zeros(n)
         self.call = call
         self.opaque = opaque
         self.record_factories = record_factories
@@ -223,7 +222,10 @@ class Tracer(Arguments, LiteralTracer):
         return partial(self._called, called), args
 
     def _called(self, called: Callable[..., Any], *args: Any) -> Any:
-        answer_isinstance(self.root, self.is_tensor, fx_tracing.CURRENT_PATCHER)
+        patcher: Any = fx_tracing.CURRENT_PATCHER
+        for each in FACTORIES:  # torch.zeros(n) for a traced n; fx would search all of torch
+            patcher.patch(vars(torch), each.__name__, fx_tracing._create_wrapped_func(each))
+        answer_isinstance(self.root, self.is_tensor, patcher)
         return called(*args)
 
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import optimizer
+from optimizer._random import ProcessState
 from optimizer._undisturbed import ignoring
 
 np = pytest.importorskip("numpy")
@@ -150,6 +151,13 @@ def test_no_number_of_another_thread_is_drawn_twice(
     assert not any("left as it is" in remark for remark in fast.report.remarks)
     assert len(drawn) > 100
     assert len(set(drawn)) > 0.999 * len(drawn)  # of 2 ** 24 numbers, two may be the same
+
+
+def test_the_thread_that_an_interpreter_starts_draws_nothing() -> None:
+    fx.Interpreter(fx.symbolic_trace(nn.ReLU())).run(ROWS)
+
+    assert any(type(each).__module__ == "tqdm._monitor" for each in threading.enumerate())
+    assert ProcessState().alone
 
 
 def test_threads_leave_the_filters_of_warnings_alone() -> None:

@@ -1,6 +1,7 @@
 """Per-channel y = scale * x + shift, and layers that have absorbed one.
 
-All arithmetic is in float64 and rounded once, into the dtype of the layer.
+Scales and shifts are computed in float64. Weights are scaled in their own dtype, in float32 if
+that is narrower: eager rounds the same factors.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from optimizer._pass import require
 
 Layer: TypeAlias = Any  # a Linear, a Conv or a ConvTranspose
-
-_BLOCK = 1 << 17  # elements: a megabyte of float64
 
 
 @dataclass(frozen=True)
@@ -139,8 +138,10 @@ def _with_tensors(
     folded, factor = _shell(layer), _by_group(layer, affine.scale, over_outputs=over_outputs)
     folded.weight = as_parameter(layer.weight)
     if not (factor == 1).all():
-        require(_keeps_digits(layer.weight, factor), "the folded weights overflow or underflow")
-        folded.weight = _parameter_like(layer.weight, _scaled(layer.weight, factor))
+        scaled = _scaled(layer.weight, factor)
+        kept = _keeps_digits(layer.weight, scaled, factor)
+        require(kept, "the folded weights overflow or underflow")
+        folded.weight = _parameter_like(layer.weight, scaled)
     if bias is not None and (layer.bias is not None or bias.any()):
         folded.bias = _parameter_like(layer.weight, bias)
         require(bool(folded.bias.isfinite().all()), "the folded bias overflows")
@@ -160,17 +161,27 @@ def _by_group(layer: Layer, values: torch.Tensor, *, over_outputs: bool) -> torc
     return values.expand(groups * columns).reshape(groups, 1, -1)
 
 
-def _keeps_digits(weight: torch.Tensor, factor: torch.Tensor) -> bool:
-    """Whether no product is too large for the weight's dtype, and no channel's all too small."""
+def _keeps_digits(weight: torch.Tensor, scaled: torch.Tensor, factor: torch.Tensor) -> bool:
+    """Whether no product is too large for the weight's dtype, and no channel's all too small.
+
+    A sum is a cheaper look than a maximum: where |w1 + ... + wn| >= n t, one of them is >= t.
+    """
     if not weight.numel():
         return True
-    limits = torch.finfo(weight.dtype)
+    tiny = torch.finfo(weight.dtype).tiny
+    sums = _over_each(factor, torch.sum, scaled).abs()
+    if ((sums >= tiny * (scaled.numel() // factor.numel())) & sums.isfinite()).all():
+        return True
+    largest, was = (_over_each(factor, torch.amax, each.abs()) for each in (scaled, weight))
+    too_small = (largest < tiny) & (largest < was) & (factor != 0).to(weight.device)
+    return bool((largest.isfinite() & ~too_small).all())
+
+
+def _over_each(factor: torch.Tensor, reduce: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Reduce the weights that each factor scales to one number."""
     kernels = weight.reshape(len(factor), -1, weight.shape[1], weight[0, 0].numel())
-    others = [axis for axis in (1, 2) if factor.shape[axis] == 1]
-    largest = _wide(kernels.abs().amax([*others, 3], keepdim=True).squeeze(3))
-    product = largest * factor.abs()
-    enough = (product >= largest.clamp(max=limits.tiny)) | (factor == 0)
-    return bool((enough & (product <= limits.max)).all())
+    others = [*(axis for axis in (1, 2) if factor.shape[axis] == 1), 3]
+    return reduce(kernels, others, keepdim=True).squeeze(3)  # type: ignore[no-any-return]
 
 
 def _matrix(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -180,15 +191,9 @@ def _matrix(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Products, a few rows at a time: a float64 copy of them all would not fit a cache."""
-    weight = _on_float64_device(weight)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
     factor = _matrix(factor, weight).reshape(len(weight), -1, *[1] * (weight.ndim - 2))
-    scaled = torch.empty_like(weight)
-    rows = max(1, _BLOCK * len(weight) // max(1, weight.numel()))
-    for start in range(0, len(weight), rows):
-        few = slice(start, start + rows)
-        torch.mul(weight[few], factor[few], out=scaled[few])
-    return scaled
+    return (weight * factor.to(dtype).to(weight.device)).to(weight.dtype)
 
 
 def device_of_float64(layer: Layer) -> torch.device:

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from optimizer._arguments import sees_how_it_is_called
 from optimizer._caches import are_constants, listing, put_entries, take_entries
@@ -19,7 +20,7 @@ from optimizer._none_tests import tests_for_none
 from optimizer._observation import Fact, Facts
 from optimizer._origin import is_users_module
 from optimizer._outside import Outside
-from optimizer._random import DRAWS, Own, ProcessState, undrawn
+from optimizer._random import DRAWS, ProcessState, undrawn
 from optimizer._source import line_of, reason_of
 from optimizer._spelling import spell
 from optimizer._stateful import differing_when_recorded_again, recorded
@@ -95,11 +96,11 @@ def _captured(
     """Trace and observe; if `trusting`, what depends on no input is taken to be a constant."""
     tracer = partial(Tracer, call, record_factories=not trusting, generators=generators)
     copied, graph = _trace(model, call, tracer, trusting=trusting)
-    module = fx.GraphModule(copied, graph, type(model).__name__)
+    module = _LazyGraphModule(copied, graph, type(model).__name__)
     for name, tensor in _constants(module):  # a global's tensor is an object of the caller's
         setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
     if call is not None:
-        with Outside(copied).kept(), Own():  # what is opaque runs on meta tensors, and may draw
+        with Outside(copied).kept():
             undrawn(lambda: observe(module, call))
         require(not _hides_none(module, copied), "it may test a value inside it that is None")
         _own_what_is_written(module)

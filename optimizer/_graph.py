@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -87,7 +86,7 @@ def is_plain(module: nn.Module) -> bool:
     the instance or a `__call__` of the class: none may be matched as the class they decorate.
     """
     held = vars(module)
-    hooked = any(held.get(name) for name in _HOOKS)
+    hooked = any(map(held.get, _HOOKS))
     parametrized = "parametrizations" in module._modules
     return not (hooked or parametrized or "forward" in held or overrides_call(type(module)))
 
@@ -101,10 +100,11 @@ def overrides_call(kind: type[nn.Module]) -> bool:
     )
 
 
-def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Every parameter and buffer of a module."""
-    yield from module.parameters()
-    yield from module.buffers()
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Every parameter and buffer of a module, once."""
+    tables = (table for each in module.modules() for table in (each._parameters, each._buffers))
+    held = (tensor for table in tables for tensor in table.values())
+    return list({id(tensor): tensor for tensor in held if tensor is not None}.values())
 
 
 def has_plain_tensors(module: nn.Module) -> bool:

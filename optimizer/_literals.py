@@ -55,7 +55,7 @@ class LiteralTracer(fx.Tracer):
     _passing = False  # arguments, and not what the model returns
 
     def create_arg(self, a: Any) -> Any:
-        if not isinstance(a, (*_NUMBERS, *_of_numpy())):
+        if not (isinstance(a, _NUMBERS) or type(a).__module__ == "numpy"):
             return super().create_arg(a)
         try:
             found = literal(a)

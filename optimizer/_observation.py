@@ -26,6 +26,7 @@ from optimizer._origin import (
     may_vary_rank,
     name_of_call,
 )
+from optimizer._random import Own
 from optimizer._trees import hides_tensors, map_tensors, storages_in
 from optimizer._vocabulary import MAY_COPY
 
@@ -85,15 +86,15 @@ class Facts:
     def _remember(self, tensor: torch.Tensor) -> None:
         real = tensor.untyped_storage()
         if real._cdata not in self._storages:
-            empty = torch.empty(real.nbytes(), dtype=torch.uint8, device="meta")
-            self._storages[real._cdata] = empty.untyped_storage()
+            empty = torch.UntypedStorage(real.nbytes(), device="meta")  # type: ignore[no-untyped-call]
+            self._storages[real._cdata] = empty
+            self.external.add(empty._cdata)
         meta = on_storage(tensor, self._storages[real._cdata])
         if isinstance(tensor, nn.Parameter):
             meta = nn.Parameter(meta, tensor.requires_grad)
         self._meta[id(tensor)] = meta
         self._alive.append(tensor)
         self.devices.add(tensor.device)
-        self.external |= storages_in(meta)
 
     def input(self, node: fx.Node, example: Any) -> None:
         """Record the example that a placeholder is given."""
@@ -108,7 +109,7 @@ class Facts:
             self.failures.append(node)
             reason = str(error).split("\n")[0] or type(error).__name__
             # It may write all that it is given and, if it is a user's own code, all that it holds.
-            held = list(tensors_of(module_of(node))) if is_users_module(node) else []
+            held = tensors_of(module_of(node)) if is_users_module(node) else []
             writes = _given(node) | frozenset(storages_in(self.to_meta(held)))
             self._record(node, Fact(writes=writes, error=reason))
             return
@@ -130,7 +131,7 @@ class Facts:
     def _may_be_part_of_result(self, node: fx.Node, given: list[Fact]) -> frozenset[int]:
         """What a call that made a copy may share in another call, which needs none."""
         if may_do_anything(node):  # it may reshape what it is given or holds
-            held = list(tensors_of(module_of(node))) if node.op == "call_module" else []
+            held = tensors_of(module_of(node)) if node.op == "call_module" else []
             return _given(node) | frozenset(storages_in(self.to_meta(held)))
         return given[0].storages if given and name_of_call(node) in MAY_COPY else frozenset()
 
@@ -150,7 +151,8 @@ class Facts:
         ruled = None if kwargs else known_outcome(called, *args)
         if ruled is not None:
             return ruled
-        with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, Effects() as effects:
+        meta = torch.device("meta")  # what is opaque may draw elsewhere
+        with torch.no_grad(), meta, EVERY_MASK_IS_FULL, Own(), Effects() as effects:
             value = self._call(node, args, kwargs)
         return value, Effect(effects.writes, effects.random, effects.counts)
 

@@ -142,7 +142,8 @@ def _copy_on(model: nn.Module, devices: Mapping[str, torch.device]) -> nn.Module
     """A copy that shares nothing, with new storages for what a checkpoint brings all of."""
     tensors = _checkpoint(model)
     brought = {id(tensor) for tensor in tensors.values()}
-    kept = {_storage(tensor) for tensor in held_tensors(model) if id(tensor) not in brought}
+    held = (tensor for module in model.modules() for tensor in held_tensors(module))
+    kept = {_storage(tensor) for tensor in held if id(tensor) not in brought}
     onto: Storages = {
         _storage(tensor): _storage_like(tensor, devices[name])
         for name, tensor in tensors.items()

@@ -16,11 +16,13 @@ from optimizer._errors import CaptureError
 
 NOT_USER_CODE = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 
+_NOT_A_USERS = (*NOT_USER_CODE, "<")  # generated code has such names
+
 
 @lru_cache(1024)  # a stack has the same few files for each node
 def is_user_code(path: str) -> bool:
     """Whether a file is neither torch's nor ours."""
-    return not path.startswith((*NOT_USER_CODE, "<"))
+    return not path.startswith(_NOT_A_USERS)
 
 
 def user_line() -> str:

@@ -128,6 +128,7 @@ def _state_of(module: nn.Module, besides: tuple[str, ...]) -> Any:
     if not is_of_torch(type(module)):
         whole = fingerprint(values)
         return whole or {name: fingerprint(value) or id(value) for name, value in values.items()}
-    tables = [value for value in values.values() if isinstance(value, dict)]
-    inside = [*values.values(), *(value for table in tables for value in table.values())]
+    inside = [*values.values()]
+    for table in [each for each in inside if isinstance(each, dict)]:
+        inside += table.values()
     return [value if is_immutable(value) else id(value) for value in inside]

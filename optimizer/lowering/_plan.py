@@ -141,7 +141,7 @@ def make_plan(
     Raises:
         NotStraightLineError: the call cannot be written down.
     """
-    line = straight_line(run, list(tensors_of(module)), call)
+    line = straight_line(run, tensors_of(module), call)
     keep_freed_memory(line.taken)
     make = functools.partial(Plan, line, chooser)
     if precision is None:

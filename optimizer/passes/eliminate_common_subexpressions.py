@@ -49,10 +49,11 @@ def _twin(again: fx.Node) -> fx.Node | None:
         return None
     if isinstance(again.meta["fact"].value, list | dict):
         return None
-    first = facts.calls.setdefault(_call(again), again)
-    if _call(first) == _call(again) and first < again:
+    call_of_again = _call(again)
+    first = facts.calls.setdefault(call_of_again, again)
+    if first is not again and _call(first) == call_of_again and first < again:
         return first
-    facts.calls[_call(again)] = again
+    facts.calls[call_of_again] = again
     return None
 
 
@@ -62,14 +63,16 @@ def _call(node: fx.Node) -> Any:
 
 def _key(value: Any) -> Any:
     """Something that is equal only for arguments that no function can tell apart."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, fx.Node):
+        return value
+    if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_key, value))
     if isinstance(value, dict):
         return dict, tuple((name, _key(each)) for name, each in value.items())
     if isinstance(value, slice):
         return slice, _key((value.start, value.stop, value.step))
     # The text of a number has its sign, also that of zero, and all its digits.
-    return type(value), repr(value) if isinstance(value, int | float | complex) else value
+    return type(value), repr(value) if isinstance(value, (int, float, complex)) else value
 
 
 class _Twice(nn.Module):

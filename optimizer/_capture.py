@@ -49,8 +49,10 @@ def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx
     """
     call = None if example_inputs is None else as_call(example_inputs)
     copied = structural_copy(require_module(model), share=False)
-    module = undisturbed(lambda: capture_call(copied, call))
-    clean(module)
+    captured = undisturbed(lambda: capture_call(copied, call))
+    clean(captured)
+    module = fx.GraphModule(captured, captured.graph, type(captured).__name__)  # has its code now
+    module.meta = captured.meta
     return module
 
 

@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from optimizer._affine import Affine, Layer, device_of_float64
 from optimizer._edit import insert_call, insert_module
-from optimizer._facts import is_read_only, is_written, rank
-from optimizer._graph import attribute_of, is_attribute, module_of, owner
+from optimizer._facts import is_read_only, is_written, rank, tensor
+from optimizer._graph import arg, attribute_of, is_attribute, module_of, owner
 from optimizer._pass import require
 
 LAYERS = (
@@ -150,6 +150,14 @@ def _reads_shape(user: fx.Node, node: fx.Node) -> bool:
     return user.target in _SHAPE_METHODS or (
         user.target in _SHAPE_OF_SECOND and user.args[0] is not node
     )
+
+
+def may_keep_odd_strides(layer: fx.Node) -> bool:
+    """Whether the layer lays out an input of length 1 as if channels came last; others do not."""
+    if not isinstance(module_of(layer), nn.Conv1d | nn.ConvTranspose1d):
+        return False
+    given = tensor(arg(layer, 0))
+    return given.stride() != torch.empty_like(given, memory_format=torch.contiguous_format).stride()
 
 
 def call_folded(

@@ -11,11 +11,12 @@ from optimizer._channels import (
     LAYERS,
     affine_over,
     call_folded,
+    may_keep_odd_strides,
     operand,
     require_only_reader,
 )
 from optimizer._edit import insert_function, supersede
-from optimizer._facts import is_written, rank, tensor
+from optimizer._facts import is_written, rank
 from optimizer._graph import arg, callee, module_of
 from optimizer._match import call
 from optimizer._pass import require, rewrite
@@ -48,20 +49,12 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
     if flat is not None:
         require_only_reader(flat, affine)
         require(_keeps_last_dimension(flat, linear), "flattening mixes the layer's outputs")
-    laid_out_anew = affine.op == "call_module" and _may_keep_odd_strides(layer)
+    laid_out_anew = affine.op == "call_module" and may_keep_odd_strides(layer)
     folded = call_folded(layer, (layer, affine), layer.args, absorbed_after, transform)
     supersede(layer, folded)
     if laid_out_anew:
         return insert_function(affine, "contiguous", (folded,))
     return folded if flat is None else _flattened(flat, folded)
-
-
-def _may_keep_odd_strides(layer: fx.Node) -> bool:
-    """Whether the layer lays out an input of length 1 as if channels came last; BatchNorm1d not."""
-    if not isinstance(module_of(layer), nn.Conv1d | nn.ConvTranspose1d):
-        return False
-    given = tensor(arg(layer, 0))
-    return given.stride() != torch.empty_like(given, memory_format=torch.contiguous_format).stride()
 
 
 def _keeps_last_dimension(flat: fx.Node, layer: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._channels import require_only_reader
+from optimizer._channels import may_keep_odd_strides, require_only_reader
 from optimizer._edit import insert_copy
 from optimizer._facts import is_unchanged, is_written
 from optimizer._graph import arg, callee, module_of
@@ -60,6 +60,7 @@ def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
     same = len(layer.kernel_size) == dimensions
     require(same, "it pools other dimensions than the convolution has")
     require(not any(layer._reversed_padding_repeated_twice), "the convolution pads")
+    require(not may_keep_odd_strides(conv), "its output may be laid out otherwise")
     require(averages or layer.bias is None, "the pool does not divide by the number of places")
     require(_saves(layer, stride), "the pool would cost more than it saves")
     require_only_reader(conv, pool)

@@ -167,6 +167,17 @@ def test_refuses(case: str) -> None:
         assert_equivalent(given, fast, (x,), exact=True)
 
 
+def test_a_single_place_lies_in_memory_as_before() -> None:
+    layers = nn.Conv1d(4, 6, 1), nn.AdaptiveAvgPool1d(1), nn.Conv1d(6, 6, 1, padding=1)
+    given = randomize(nn.Sequential(*layers).double().eval())
+    x = torch.randn(2, 9, 4, dtype=torch.float64).transpose(1, 2)
+
+    fast = optimized_by(NAME, given, x)
+
+    assert [r.reason for r in fast.report.refused] == ["its output may be laid out otherwise"]
+    assert fast(x).stride() == given(x).stride()
+
+
 OTHERS: dict[str, tuple[Callable[..., Any], nn.Module]] = {
     "neighbours": (nn.AvgPool2d(2), conv(kernel=2)),
     "places left out": (nn.AvgPool2d(2), conv(stride=2)),

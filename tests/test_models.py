@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,12 @@ LIGHT = (*SEEDS, *SYNTHETIC, "shufflenet_v2_x1_0", "swin_v2_t")
 @pytest.fixture(scope="module", params=models.names())
 def workload(request: pytest.FixtureRequest) -> models.Workload:
     return models.load(request.param)
+
+
+@lru_cache(maxsize=1)
+def answer(workload: models.Workload) -> list[Tensor]:
+    """The outputs of the workload's own call, which several tests compare."""
+    return outputs(workload, workload.example_inputs)
 
 
 def outputs(
@@ -155,7 +162,7 @@ def test_every_floating_point_tensor_is_random(workload):
 
 
 def test_output_is_finite_and_not_constant(workload):
-    for output in outputs(workload):
+    for output in answer(workload):
         assert output.isfinite().all()
         assert output.std() > 0.01 * output.abs().max()
 
@@ -163,21 +170,21 @@ def test_output_is_finite_and_not_constant(workload):
 def test_output_varies_with_the_input(workload):
     opposite = tuple(-t if t.is_floating_point() else t for t in workload.example_inputs)
 
-    assert difference(outputs(workload), outputs(workload, opposite)) > 0.01
+    assert difference(answer(workload), outputs(workload, opposite)) > 0.01
 
 
 def test_output_varies_with_the_statistics_of_the_first_batchnorm(workload):
     first = batchnorms(workload)[:1]
-    changed = outputs(workload, buffers=other_statistics(workload, first))
-
-    assert not first or difference(outputs(workload), changed) > 0.001
+    if first:
+        changed = outputs(workload, buffers=other_statistics(workload, first))
+        assert difference(answer(workload), changed) > 0.001
 
 
 def test_output_varies_with_the_statistics_of_all_batchnorms(workload):
     every = batchnorms(workload)
-    changed = outputs(workload, buffers=other_statistics(workload, every))
-
-    assert not every or difference(outputs(workload), changed) > 0.01
+    if every:
+        changed = outputs(workload, buffers=other_statistics(workload, every))
+        assert difference(answer(workload), changed) > 0.01
 
 
 def test_bfloat16_stays_finite(workload):

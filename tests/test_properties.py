@@ -158,9 +158,12 @@ def test_nans_and_infinities_stay(regime: str) -> None:
     each(lambda spec: check_spec(spec, subject), regimes=[regime])
 
 
-@pytest.mark.parametrize("count", range(1, len(PASSES), 3))
-def test_every_prefix_keeps_the_answer(count: int) -> None:
-    each(lambda spec: check_spec(spec, Optimize(only=tuple(PASSES[:count]))))
+def test_every_prefix_keeps_the_answer() -> None:
+    def holds(spec: Spec) -> None:
+        count = 1 + len(spec.source()) % (len(PASSES) - 1)
+        check_spec(spec, Optimize(only=tuple(PASSES[:count])))
+
+    each(holds, count=120)
 
 
 def test_any_order_keeps_the_answer() -> None:

@@ -6,7 +6,9 @@ import hashlib
 import linecache
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from textwrap import indent
+from types import CodeType
 from typing import Literal, TypeAlias
 
 import torch
@@ -79,7 +81,7 @@ class Spec:
 
     def source(self) -> str:
         """Python source of `class Model(nn.Module)`, with the helpers that it needs."""
-        return _source(self._assembled())
+        return _source(self._assembled)
 
     def build(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """The module, with every parameter and statistic drawn anew; the same on each call."""
@@ -97,20 +99,20 @@ class Spec:
 
     def argument_names(self) -> list[str]:
         """The names of what `inputs` gives."""
-        return [argument.name for argument in self._assembled().arguments]
+        return [argument.name for argument in self._assembled.arguments]
 
     def argument_kinds(self) -> list[str]:
         """For each of them how it is drawn: see `inputs_like`."""
-        return [argument.kind for argument in self._assembled().arguments]
+        return [argument.kind for argument in self._assembled.arguments]
 
     def output_shapes(self) -> list[Shape]:
         """The shape of each output, as the stack machine keeps it."""
-        machine = self._assembled()
+        machine = self._assembled
         return [value.shape for value in (*machine.outputs, *machine.stack)]
 
     def is_autocast(self) -> bool:
         """Whether the model is called under autocast."""
-        return self._assembled().autocast
+        return self._assembled.autocast
 
     def surroundings(self) -> torch.autocast:
         """What the model is called under: autocast to bfloat16, or none.
@@ -120,6 +122,7 @@ class Spec:
         enabled = self.is_autocast()
         return torch.autocast("cpu", torch.bfloat16, enabled=enabled, cache_enabled=False)
 
+    @cached_property
     def _assembled(self) -> Machine:
         machine = Machine(self.shape)
         machine.autocast = "autocast" in self.tokens
@@ -138,11 +141,17 @@ def load(source: str) -> nn.Module:
     if len(_quotable) > 256:
         linecache.cache.pop(_quotable.popleft(), None)
     namespace = {"__name__": "generated", "torch": torch, "nn": nn, "F": functional}
-    exec(compile(source, filename, "exec"), namespace)
+    exec(_compiled(source, filename), namespace)
     with torch.random.fork_rng(devices=[]):
         model = namespace["Model"]()  # type: ignore[operator]
     assert isinstance(model, nn.Module)
     return model
+
+
+@lru_cache(256)
+def _compiled(source: str, filename: str) -> CodeType:
+    """The code of a source: a test builds its model several times."""
+    return compile(source, filename, "exec")
 
 
 def _source(machine: Machine) -> str:

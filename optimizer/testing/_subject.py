@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -85,11 +84,12 @@ class Optimize:
 
 @contextmanager
 def _everything_pays() -> Iterator[None]:
-    with (
-        patch.object(reuse_operands, "WORTHWHILE", 1),
-        patch.object(Chooser, "race", _won_by_what_is_new),
-    ):
+    kept = reuse_operands.WORTHWHILE, Chooser.race
+    reuse_operands.WORTHWHILE, Chooser.race = 1, _won_by_what_is_new  # type: ignore[method-assign,assignment]
+    try:
         yield
+    finally:
+        reuse_operands.WORTHWHILE, Chooser.race = kept  # type: ignore[method-assign]
 
 
 def _won_by_what_is_new(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -23,14 +24,15 @@ def recorded(tracer: Tracer, model: nn.Module) -> tuple[fx.Graph, set[str]]:
     Raises:
         CaptureError: it cannot be recorded.
     """
-    outside = tracer.outside or Outside(model)
+    outside = tracer.outside
+    assert outside is not None
     before = _state(model, outside)
     with outside.kept(), torch.enable_grad():
         graph = tracer.trace(model)
         after = _state(model, outside)
     for node in graph.nodes:
-        if node.op == "call_module" and node.target in tracer.opaque:
-            node.meta["opaque"] = tracer.opaque[node.target]
+        if node.target in tracer.opaque:
+            node.meta["opaque"] = tracer.opaque[str(node.target)]
     return graph, {name for name, state in before.items() if after.get(name) != state}
 
 
@@ -49,27 +51,24 @@ def differing_when_recorded_again(model: nn.Module, tracer: Tracer, graph: fx.Gr
     outside = Outside(copied)
     again = tracer.again(outside)
     found, _ = recorded(again, copied)
-    for one, other in zip_longest(graph.nodes, found.nodes):
-        if one is None or other is None or not _is_same(one, other, tracer.root, again.root):
-            name = (one or other).meta.get("within", "")
+    nothing = ("", "", torch.empty(0))
+    pairs = zip_longest(_told(graph, tracer.root), _told(found, again.root), fillvalue=nothing)
+    for (within, does, bits), (other, does_then, bits_then) in pairs:
+        if does != does_then or not torch.equal(bits, bits_then):
+            name = max(within, other, key=len)
             while name and name not in outside.reaches:
                 name = name.rpartition(".")[0]
             return {name}
     return set()
 
 
-def _is_same(one: fx.Node, other: fx.Node, root: nn.Module, other_root: nn.Module) -> bool:
-    """Whether two nodes do the same; constants that were made while tracing are compared."""
-    told, name = repr((one.op, one.target, one.args, one.kwargs)), str(one.target)
-    if told != repr((other.op, other.target, other.args, other.kwargs)):
-        return False
-    made = one.op == "get_attr" and name.startswith("_tensor_constant")
-    return not made or _are_equal(attribute(root, name), attribute(other_root, name))
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    alike = one.dtype == other.dtype and one.shape == other.shape
-    real = one.is_floating_point()
-    return torch.equal(one, other) or (
-        alike and real and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-    )
+def _told(graph: fx.Graph, root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Of each node: whose forward made it, what it does, and all bits of a constant, NaN too."""
+    for node in graph.nodes:
+        does = repr((node.op, node.target, node.args, node.kwargs))
+        bits = torch.empty(0)
+        if str(node.target).startswith("_tensor_constant"):
+            constant: torch.Tensor = attribute(root, str(node.target))
+            does += repr((constant.dtype, constant.shape))
+            bits = constant.detach().contiguous().view(-1).view(torch.uint8)
+        yield node.meta.get("within", ""), does, bits

@@ -147,6 +147,22 @@ def tensor_of_steps(self: Any, x: Tensor) -> Tensor:
     return torch.tensor([float(secretive.step())])
 
 
+def nan_and_steps(self: Any, x: Tensor) -> Tensor:
+    return torch.tensor([float("nan"), float(secretive.step())]).nan_to_num().sum()
+
+
+def more_each_time(self: Any, x: Tensor) -> Tensor:
+    for _ in range(1 + secretive.step() % 4):
+        x = x + 1.0
+    return x
+
+
+def less_each_time(self: Any, x: Tensor) -> Tensor:
+    for _ in range(4 - secretive.step() % 4):
+        x = x + 1.0
+    return x
+
+
 def in_a_helper(self: Any, x: Tensor) -> int:
     return by_a_list(self, x)
 
@@ -372,8 +388,11 @@ def test_what_no_call_changes_is_recorded(name: str) -> None:
     torch.testing.assert_close(sequence(fast), sequence(model))
 
 
+HIDDEN = (number_of_steps, tensor_of_steps, nan_and_steps, more_each_time, less_each_time)
+
+
 @pytest.mark.parametrize("child", [True, False], ids=["child", "model"])
-@pytest.mark.parametrize("function", [number_of_steps, tensor_of_steps])
+@pytest.mark.parametrize("function", HIDDEN)
 def test_what_a_second_recording_does_otherwise_is_called_as_it_is(
     function: Function, child: bool
 ) -> None:

@@ -137,17 +137,12 @@ def test_a_rule_for_a_layer_is_what_the_layer_gives(name: str, kind: str) -> Non
     assert ruled or RULED.get(name) != kind
 
 
-@pytest.mark.parametrize("other", INPUTS)
 @pytest.mark.parametrize("one", INPUTS)
 @pytest.mark.parametrize("function", [operator.add, torch.mul, operator.sub, torch.sub, torch.dot])
-def test_a_rule_for_a_sum_is_what_the_sum_gives(
-    function: Callable[..., Any], one: str, other: str
-) -> None:
-    values = INPUTS[one](), INPUTS[other]()
+def test_a_rule_for_a_sum_is_what_the_sum_gives(function: Callable[..., Any], one: str) -> None:
+    ruled = {other for other in INPUTS if agrees(function, INPUTS[one](), INPUTS[other]())}
 
-    ruled = agrees(function, *values)
-
-    assert ruled or not (one == other == "an image" and function is torch.mul)
+    assert "an image" in ruled or one != "an image" or function is not torch.mul
 
 
 def test_a_sum_with_a_number_or_of_three_has_no_rule() -> None:

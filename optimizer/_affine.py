@@ -1,7 +1,6 @@
 """Per-channel y = scale * x + shift, and layers that have absorbed one.
 
-Scales and shifts are computed in float64. Weights are scaled in their own dtype, in float32 if
-that is narrower: eager rounds the same factors.
+All arithmetic is in float64 and rounded once, into the dtype of the layer.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from optimizer._pass import require
 
 Layer: TypeAlias = Any  # a Linear, a Conv or a ConvTranspose
+
+_BLOCK = 1 << 16  # elements: half a megabyte of float64
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,10 @@ def _keeps_digits(weight: torch.Tensor, scaled: torch.Tensor, factor: torch.Tens
     sums = _over_each(factor, torch.sum, scaled).abs()
     if ((sums >= tiny * (scaled.numel() // factor.numel())) & sums.isfinite()).all():
         return True
-    largest, was = (_over_each(factor, torch.amax, each.abs()) for each in (scaled, weight))
-    too_small = (largest < tiny) & (largest < was) & (factor != 0).to(weight.device)
+    largest, was = (
+        _over_each(factor, torch.amax, each.abs()) for each in (scaled, weight.to(scaled.device))
+    )
+    too_small = (largest < tiny) & (largest < was) & (factor != 0)
     return bool((largest.isfinite() & ~too_small).all())
 
 
@@ -191,9 +194,15 @@ def _matrix(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    factor = _matrix(factor, weight).reshape(len(weight), -1, *[1] * (weight.ndim - 2))
-    return (weight * factor.to(dtype).to(weight.device)).to(weight.dtype)
+    """Products in float64, a few rows at a time: a copy of them all would not fit a cache."""
+    wide = _on_float64_device(weight)
+    factor = _matrix(factor, wide).reshape(len(wide), -1, *[1] * (wide.ndim - 2))
+    scaled = torch.empty_like(wide)
+    rows = max(1, _BLOCK * len(wide) // max(1, wide.numel()))
+    blocks = (torch.split(each, rows) for each in (scaled, wide, factor))
+    for made, few, by in zip(*blocks, strict=True):
+        made.copy_(few.double() * by)
+    return scaled
 
 
 def device_of_float64(layer: Layer) -> torch.device:

@@ -32,8 +32,8 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
     with the outputs of their weight W, so W' = s * W and b' = s * b + t absorb it. Flattening
     all but the last dimension leaves the outputs of a Linear in the last one. Nobody else may
     read the layer's output, since it is no longer computed; its shape stays what it was. The
-    factors are computed in float64 and rounded as eager rounds them. The layer itself is left as it
-    is, for other calls.
+    fold is computed in float64 and rounded once. The layer itself is left as it is, for other
+    calls.
     """
     source = operand(affine)
     if source is None:

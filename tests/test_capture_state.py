@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import optimizer
 
@@ -211,7 +211,18 @@ def step_of_array(array: Any) -> float:
     return float(array[0])
 
 
+def list_of_itself() -> list[Any]:
+    kept: list[Any] = [0]
+    return [kept, kept.append(kept)]
+
+
+def step_of_list(kept: Any) -> int:
+    kept[0][0] += 1
+    return int(kept[0][0])
+
+
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list that holds itself": (list_of_itself, step_of_list),
     "numpy generator": (lambda: np.random.default_rng(0), lambda kept: float(kept.random())),
     "numpy RandomState": (lambda: np.random.RandomState(0), lambda kept: float(kept.rand())),
     "Python generator": (lambda: random.Random(0), lambda kept: kept.random()),
@@ -294,6 +305,23 @@ def test_every_call_answers_as_the_original(name: str, check: Any, child: bool) 
     if child:  # and what optimizing did to the state was undone
         assert fast.report.counts() == {"fold_affine": 1}
         assert "'2' (Counted) is called as it is" in fast.report.remarks[-1]
+    torch.testing.assert_close(sequence(fast), expected)
+
+
+def scaled_by_a_list(x: Tensor) -> Tensor:
+    return x * by_a_list(None, x)
+
+
+def test_the_code_of_a_graph_may_keep_state() -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_function(scaled_by_a_list, (graph.placeholder("x"),)))
+    model = nn.Sequential(nn.Linear(4, 4), fx.GraphModule(nn.Module(), graph)).eval()
+    expected = sequence(model)
+    start()
+
+    fast = optimizer.optimize(model, X, level=1)
+
+    assert "'1' (GraphModule) is called as it is: its forward keeps" in fast.report.remarks[-1]
     torch.testing.assert_close(sequence(fast), expected)
 
 

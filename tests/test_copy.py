@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from optimizer._copy import structural_copy
+from optimizer._copy import snapshot, structural_copy
 from optimizer._errors import CaptureError
 from tests.conftest import address
 
@@ -321,3 +321,19 @@ def test_what_cannot_be_copied_is_a_capture_error() -> None:
 
     with pytest.raises(CaptureError, match="cannot be copied"):
         structural_copy(model)
+
+
+def test_a_tensor_with_a_history_is_copied_without_it(original: Holder) -> None:
+    original.names["made"] = made = original.layer.weight * 2.0
+
+    copied = structural_copy(original).names["made"]
+
+    assert copied is not made and copied.is_leaf
+    assert torch.equal(copied, made)
+
+
+def test_a_view_that_conjugates_is_of_what_it_was_and_not_copied(original: Holder) -> None:
+    original.register_buffer("complex", torch.ones(3, dtype=torch.complex64))
+    original.conjugated = original.complex.conj()
+
+    assert snapshot(original) == (original, False)

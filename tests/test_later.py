@@ -46,10 +46,24 @@ def asserts(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
+def remembers() -> Function:
+    """A function that keeps what it gave first."""
+    kept: list[torch.Tensor] = []
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x * 2)
+        return kept[0]
+
+    return first
+
+
 SPOILED: dict[str, tuple[Function, Function]] = {
     "more rows": (lambda x: x + len(x), lambda x: x + 3),
     "one row": (lambda x: x + len(x), lambda x: x + 3),
     "longer rows": (lambda x: x + x.shape[-1], lambda x: x + 4),
+    "one channel": (lambda x: x + x.shape[1], lambda x: x + 4),
+    "one column": (lambda x: x + x.shape[-1], lambda x: x + 4),
+    "one more": (lambda x, *more: x + len(more), lambda x, *more: x + 0),
     "one row of the last": (lambda x, y: x + y, lambda x, y: x + y * (len(y) == len(x))),
     "one tensor for all": (written_first, read_first),
     "another layout": (lambda x: x + 1, lambda x: (x + 1).contiguous()),
@@ -59,6 +73,7 @@ SPOILED: dict[str, tuple[Function, Function]] = {
     "cast to half": (lambda x: x * 3, lambda x: x * torch.full((1,), 3, dtype=torch.float32)),
     "gradient": (lambda x: x * 2, lambda x: x + x.detach()),
     "weights written": (lambda x: x * 3, lambda x: x * 3),
+    "twice": (lambda x: x * 2, lambda x: x * 2),
 }
 INPUTS = (torch.arange(12, dtype=torch.float64).reshape(3, 4),)
 
@@ -75,6 +90,8 @@ def test_each_later_call_is_spoiled_and_seen(name: str, exact: bool) -> None:
     if name == "weights written":
         model = nn.Linear(4, 2, dtype=torch.float64)
         candidate = nn.Sequential(model)  # it is no snapshot
+    if name == "twice":
+        candidate = Of(remembers())
     assert_equivalent(model, candidate, inputs_of(name))
 
     with pytest.raises(AssertionError):

@@ -157,8 +157,8 @@ def _compiled(source: str, filename: str) -> CodeType:
 def _source(machine: Machine) -> str:
     helpers = [text + "\n\n" for name, text in HELPERS.items() if name in machine.helpers]
     written = "".join([*helpers, *machine.statements])
-    modules = {"functools.": "import functools\n", "np.": "import numpy as np\n"}
-    imports = "".join(text for name, text in modules.items() if name in written)
+    modules = {"functools.": "functools", "random.Random": "random", "np.": "numpy as np"}
+    imports = "".join(f"import {name}\n" for use, name in modules.items() if use in written)
     helpers = [imports + "\n\n", *helpers] if imports else helpers
     arguments = ", ".join([*(value.name for value in machine.arguments), *machine.defaults])
     decorator = "    @doubled_by_keyword\n" if "doubled_by_keyword" in machine.helpers else ""

@@ -6,8 +6,9 @@ from optimizer.testing._convolutions import conv
 from optimizer.testing._elementwise import broadcast, expression
 from optimizer.testing._layers import linear
 from optimizer.testing._machine import KEYWORD, Emit, Machine, ranked
+from optimizer.testing._outside import OUTSIDE
 
-HELPERS = {
+HELPERS = OUTSIDE | {
     "doubled_by_keyword": """\
 def doubled_by_keyword(forward):
     @functools.wraps(forward)
@@ -63,6 +64,23 @@ class Held(nn.Linear):
         del self.weight
         self.register_buffer("weight", weight)
 """,
+    "Retuned": """\
+class Retuned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.leaky = nn.LeakyReLU(0.5)
+
+    def forward(self, input):
+        self.leaky.negative_slope = 0.25
+        result = self.leaky(input)
+        self.leaky.negative_slope = 0.5
+        return result
+""",
+    "Viewing": """\
+class Viewing(nn.Module):
+    def forward(self, input):
+        return input * 2.0 if input.sum().isnan() else input.view_as(input)
+""",
     "Grandparent": """\
 class Untraceable(nn.Linear):
     def forward(self, input):
@@ -96,6 +114,16 @@ def helped(name: str) -> Emit:
     def emit(machine: Machine) -> None:
         machine.helpers.add(name)
         machine.replace(f"{name}({{v}})")
+
+    return emit
+
+
+def called(name: str) -> Emit:
+    """A layer of `HELPERS` that keeps the shape, and has no weights."""
+
+    def emit(machine: Machine) -> None:
+        machine.helpers.add(name)
+        machine.call(machine.add("called", f"{name}()", lambda shape: shape))
 
     return emit
 
@@ -134,6 +162,9 @@ CLASSES: dict[str, Emit] = {
     "linear_keyed": linear(cls="Keyed"),
     "linear_keyed_kw": linear(cls="Keyed", spelling=KEYWORD),
     "linear_held": linear(cls="Held"),
+    "view_opaque": called("Viewing"),
+    "retuned": called("Retuned"),
+    **{name.lower(): called(name) for name in OUTSIDE},
     "linear_grandchild": linear(cls="Grandparent"),
     "numpy_scale": expression("{v} * np.float64(0.5)"),
     "numpy_shift": expression("{v} + np.float32(2.0)"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from optimizer.testing._machine import Emit, Machine
+import re
+
+from optimizer.testing._machine import Emit, Layer, Machine, Value
 
 
 def duplicate(machine: Machine) -> None:
@@ -57,9 +59,49 @@ def again(machine: Machine) -> None:
     return None
 
 
+def _weighted(machine: Machine) -> list[Layer]:
+    """The layers with weights, the newest first."""
+    return [layer for layer in reversed(machine.layers) if layer.weight is not None]
+
+
+def _newest(machine: Machine) -> str:
+    """How the newest value was computed, if it was."""
+    start = f"{machine.history[-1].name} = "
+    texts = [text for text in machine.statements if text.startswith(start)]
+    return texts[-1].removeprefix(start) if texts else ""
+
+
+def recompute(machine: Machine) -> None:
+    """Compute the newest value once more, of what its operands hold by now."""
+    if text := _newest(machine):
+        machine.stack.append(machine.history[-1])
+        machine.replace(text.replace("{", "{{").replace("}", "}}"))
+
+
+def write_read(machine: Machine) -> None:
+    """Write to the last that the newest value was computed from."""
+    floating = [each for each in machine.arguments if each.kind == "value"]
+    names = {each.name for each in [*machine.history[:-1], *floating]}
+    read = [each for each in re.findall(r"\b[vx]\d*\b", _newest(machine)) if each in names]
+    machine.statements += [f"{name}.mul_(2.0)" for name in read[-1:]]
+
+
+def write_layer(machine: Machine) -> None:
+    """Write to the weight of the newest layer that has one."""
+    for layer in _weighted(machine)[:1]:
+        machine.statements.append(f"self.{layer.name}.weight.mul_(2.0)")
+
+
+def return_weight(machine: Machine) -> None:
+    """Let the caller have the weight of the newest layer that has one."""
+    for layer in _weighted(machine)[:1]:
+        assert layer.weight is not None
+        machine.outputs.append(Value(f"self.{layer.name}.weight", layer.weight[1]))
+
+
 def tie(machine: Machine) -> None:
     """Let the two newest layers with weights of one kind and shape share the Parameter."""
-    weighted = [layer for layer in reversed(machine.layers) if layer.weight is not None]
+    weighted = _weighted(machine)
     for index, newer in enumerate(weighted):
         for older in weighted[index + 1 :]:
             if older.weight == newer.weight:
@@ -77,6 +119,13 @@ def hook(registration: str) -> Emit:
             machine.finishing.append(f"self.{layer}.{registration}")
 
     return emit
+
+
+def further_arguments(machine: Machine) -> None:
+    """The model counts with whether it is given more than it names."""
+    if "*more" not in machine.defaults:
+        machine.defaults.append("*more")
+    machine.replace("{v} * (2.0 if more else 1.0)")
 
 
 def narrow_scaled(machine: Machine) -> None:
@@ -110,6 +159,10 @@ CONTROL: dict[str, Emit] = {
     "drop": drop,
     "out": output,
     "again": again,
+    "recompute": recompute,
+    "write_read": write_read,
+    "write_layer": write_layer,
+    "out_weight": return_weight,
     "tie": tie,
     "hook": hook(HOOK),
     "pre_hook": hook(PRE_HOOK),
@@ -118,6 +171,7 @@ CONTROL: dict[str, Emit] = {
     "arg_mask": mask_argument,
     "arg_index": index_argument,
     "optional": option("{v} if {o} is None else {v} + {o}", "None"),
+    "more": further_arguments,
     "flag": option("{v} * 2.0 if {o} else {v}", "True"),
     "number": option("{v} * {o}", "0.5"),
     "arg_narrow_scaled": narrow_scaled,

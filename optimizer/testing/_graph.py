@@ -84,6 +84,7 @@ class _Builder:
         count = len(given.args) - len(given.defaults)
         for argument in given.args[1:count]:
             self.names[argument.arg] = self.graph.placeholder(argument.arg)
+        self.names |= {given.vararg.arg: ()} if given.vararg else {}
         for argument, default in zip(given.args[count:], given.defaults, strict=True):
             self.names[argument.arg] = value = ast.literal_eval(default)
             self.graph.placeholder(argument.arg, default_value=value)

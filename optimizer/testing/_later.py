@@ -20,7 +20,7 @@ from torch import nn
 from optimizer import InputError
 from optimizer._trees import tensors_in
 from optimizer.testing._assemble import Spec
-from optimizer.testing._observe import Outcome, observe, tensors_of
+from optimizer.testing._observe import Outcome, observe, put_back, tensors_of
 from optimizer.testing._oracles import assert_answers
 from optimizer.testing._rounding import TOLERANCE, Near
 
@@ -106,6 +106,34 @@ def _with_infinities(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(tensor > 1, torch.inf, tensor) if tensor.is_floating_point() else tensor
 
 
+class _Twice(nn.Module):
+    """Two calls of a module: what the first returned is written, and other numbers are given.
+
+    It holds what the module holds, under the same names.
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        vars(self).update(vars(module), module=module)
+
+    def __deepcopy__(self, memo: Any) -> _Twice:
+        return _Twice(copy.deepcopy(self.module, memo))
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        first = self.module(*(tensor.clone() for tensor in inputs))
+        for tensor in tensors_in(first):
+            with suppress(RuntimeError):  # it is a mask, or expanded
+                tensor.add_(1)
+        return first, self.module(*(-each if each.is_floating_point() else each for each in inputs))
+
+
+def twice(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: bool) -> None:
+    """What is kept from one call to the next, or returned by both, shows."""
+    _compare(_Twice(model), _Twice(candidate), inputs, exact=exact)
+
+
 def cast(dtype: torch.dtype) -> LaterCall:
     """Cast both, as a user does who moves a model."""
 
@@ -139,6 +167,7 @@ def gradient(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: b
 @torch.enable_grad()
 def _gradients(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
     module = copy.deepcopy(module)
+    put_back(module)
     wide = [tensor.dtype == torch.float64 for tensor in inputs]
     leaves = [x.clone().requires_grad_(is_wide) for x, is_wide in zip(inputs, wide, strict=True)]
     with torch.random.fork_rng(devices=[]):
@@ -182,7 +211,10 @@ LATER_CALLS: dict[str, LaterCall] = {
     "more rows": on(_more_rows),
     "one row": on(lambda tensor: tensor[:1]),
     "longer rows": on(_longer),
+    "one channel": on(lambda tensor: tensor[:, :1] if tensor.dim() > 1 else tensor),
+    "one column": on(lambda tensor: tensor[..., :1]),
     "one row of the last": among(lambda inputs: (*inputs[:-1], inputs[-1][:1])),
+    "one more": among(lambda inputs: (*inputs, inputs[0])),
     "one tensor for all": among(lambda inputs: inputs[:1] * len(inputs)),
     "another layout": on(_other_layout),
     "another rank": on(_one_more_dimension),
@@ -191,6 +223,7 @@ LATER_CALLS: dict[str, LaterCall] = {
     "cast to half": cast(torch.float16),
     "gradient": gradient,
     "weights written": weights_written,
+    "twice": twice,
 }
 
 

@@ -33,7 +33,9 @@ def linear(
         machine.helpers.add(cls)
         kind = "linear" if bias else "bare"
         constructor = f"{cls}({features}, {out}{extra})"
-        layer = machine.add(kind, constructor, result, ("linear", (out, features)))
+        own = cls != "Grandparent"  # those of its layers are theirs
+        weight = ("linear", (out, features)) if own else None
+        layer = machine.add(kind, constructor, result, weight)
         machine.call(layer, spelling if rank in (None, len(shape)) else MODULE)
 
     return emit

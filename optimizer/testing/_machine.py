@@ -103,7 +103,7 @@ class Machine:
     def default(self, value: str) -> str:
         """The name of a further argument of forward, which is not given and has a default."""
         name = f"option{len(self.defaults)}"
-        self.defaults.append(f"{name}={value}")
+        self.defaults.insert(0, f"{name}={value}")  # what is starred stays the last
         return name
 
     def do(self, statement: str) -> None:

@@ -48,6 +48,7 @@ def observe(module: nn.Module, inputs: Inputs) -> Outcome:
     given = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     args, kwargs = pytree.tree_map(_Copies(), given)
     before = {tensor: tensor.clone() for tensor in tensors_of(module)}
+    put_back(module)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
@@ -64,6 +65,21 @@ def observe(module: nn.Module, inputs: Inputs) -> Outcome:
     values |= {f"input {i} after the call": tensor for i, tensor in enumerate(arguments)}
     written = frozenset(name for name, b in module.named_buffers() if any(b is t for t in changed))
     return Outcome(structure, values, buffers, written, _sharing(values, module), random_state)
+
+
+def state_of(module: nn.Module) -> list[Any]:
+    """What generated layers keep in Python, where they are not told apart by their tensors."""
+    return [each.get_state() for each in _keepers(module)]
+
+
+def put_back(module: nn.Module) -> None:
+    """Let all that they keep be as it was at first."""
+    for each in _keepers(module):
+        each.put_state(each.first)
+
+
+def _keepers(module: nn.Module) -> list[Any]:
+    return [each for each in module.modules() if hasattr(type(each), "put_state")]
 
 
 class _Copies:

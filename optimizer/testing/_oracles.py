@@ -23,6 +23,7 @@ from optimizer.testing._observe import (
     in_buffer,
     observe,
     same_bits,
+    state_of,
     tensors_of,
 )
 from optimizer.testing._rounding import Same, error, judge
@@ -79,14 +80,16 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Assert that the block leaves `model` and the global random state as they were.
 
     Parameters and buffers must be the same objects with the same bits; modules, modes,
-    requires_grad and hooks must be the same.
+    requires_grad, hooks and what is kept in Python must be the same.
     """
     objects, values = _identity(model), [tensor.clone() for tensor in tensors_of(model)]
+    kept = state_of(model)
     random_state = torch.get_rng_state()
     yield
     assert _identity(model) == objects, "the model's modules, modes, parameters or hooks changed"
     assert all(map(same_bits, tensors_of(model), values)), "a parameter or buffer was overwritten"
     assert torch.equal(torch.get_rng_state(), random_state), "the global random state changed"
+    assert state_of(model) == kept, "what the model keeps in Python changed"
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, message: str) -> None:

@@ -42,6 +42,8 @@ SHAPES: tuple[Shape, ...] = (
 
 # The vocabularies that a model without an alphabet of its own may be written in.
 SWARMS = range(1024)
+# What is done between two readings of a value.
+WRITES = ("idouble_statement", "write_read", "write_layer", "arg idouble_statement drop")
 # What two branches of a model meet in.
 JOINS = ("add", "mul", "sub", "maximum", "cat", "out")
 
@@ -59,7 +61,7 @@ def models(
     regimes: Iterable[str] = FINITE,
     layouts: Iterable[str] = WRITABLE,
     entries: Iterable[Entry] = ("module", "graph"),
-    max_size: int = 12,
+    max_size: int = 8,
 ) -> st.SearchStrategy[Spec]:
     """Generated models, as `Spec`s: build the module in the body of the test.
 
@@ -137,9 +139,9 @@ def swarm(focus: str | None, number: int) -> list[str]:
 
     A model that has some of each family seldom has two words that meet; one with few of them
     does (Groce et al., Swarm Testing, ISSTA 2012). There stand half of the words of the motif and
-    its near misses, a few others, and programs that are made of them: two branches that meet,
-    often alike, and motifs into which a word was put, or in which it replaced one, or did something
-    to an earlier value. No near miss stands there whole.
+    its near misses, a few others, and motifs that were changed up to three times: a word was
+    put in or replaced, or two branches, often alike, were made of a part and meet, or a value is
+    computed twice, often with a write in between. No near miss stands there whole.
 
     Args:
         focus: name of the pass whose motif it is; if None, half the numbers have the motif of some
@@ -155,25 +157,48 @@ def swarm(focus: str | None, number: int) -> list[str]:
         kept = [*choices]
         return [each for each in kept if random.random() < 0.5] or kept[:1]
 
+    def another(program: list[str]) -> list[str]:
+        """The same with another word in the place of one, often of its kin."""
+        place = random.randrange(max(1, len(program)))
+        others = random.choice([own, planted, *[kin(each) for each in program[place : place + 1]]])
+        return [*program[:place], random.choice(others), *program[place + 1 :]]
+
+    def changed(program: list[str]) -> list[str]:
+        """The same with one word more, with another one, or with something else around a part."""
+        start, end = sorted(random.choices(range(len(program) + 1), k=2))
+        before, part, after = program[:start], program[start:end], program[end:]
+        deed = random.choice([*WRITES, random.choice(planted)]).split()
+        word, join = random.choice(random.choice([own, planted])), random.choice(JOINS)
+        second = random.choice([part, another(part), ["again"], ["again", word]])
+        return random.choice(
+            [
+                [*before, word, *program[start:]],
+                another(program),
+                [*before, "dup", *part, "swap", *deed, "swap", *after],
+                [*before, "dup", *part, "swap", *deed, *second, join, *after],
+                [*before, "dup", *part, "swap", *second, join, *after],
+                [*before, *part, *deed, "recompute", join, *after],
+            ]
+        )
+
     own = half(dict.fromkeys(w for p in (*motif.fires, *motif.near) for w in p.split()))
     family = list(random.choice(list(FAMILIES.values())))
     others = random.sample(family, min(4, len(family))) + random.sample(list(TOKENS), 4)
     planted = [*own, *others, *random.sample(list(FAMILIES["control"]), 4), *half(INTERRUPTIONS)]
     programs = [*half(motif.fires) * 2]
-    for _ in range(4):
-        first = random.choice([*own, *motif.fires])
-        second = random.choice([first, random.choice([*own, *motif.fires])])
-        deed = random.choice(["idouble_statement", random.choice(planted)])
-        join, between = random.choice(JOINS), random.choice(["", deed])
-        programs.append(f"dup {first} swap {between} {second} {join}")
-        put, replaced, kept = (random.choice(motif.fires).split() for _ in range(3))
-        put.insert(random.randrange(len(put) + 1), random.choice(planted))
-        replaced[random.randrange(len(replaced))] = random.choice(planted)
-        start, end = sorted(random.choices(range(len(kept) + 1), k=2))
-        kept[end:end] = ["swap", deed, "swap"]
-        kept.insert(start, "dup")
-        programs += map(" ".join, (put, replaced, kept))
+    for changes in (1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3):
+        program = random.choice(motif.fires).split()
+        for _ in range(changes):
+            program = changed(program)
+        programs.append(" ".join(program))
     return planted + programs
+
+
+@cache
+def kin(word: str) -> list[str]:
+    """The words that begin as one does: the same layer or operation, set or spelled otherwise."""
+    start = word.partition("_")[0]
+    return [each for each in TOKENS if each.partition("_")[0] == start] or [word]
 
 
 def around(motif: Motif) -> list[str]:

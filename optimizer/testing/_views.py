@@ -215,6 +215,9 @@ ASSIGNMENTS: dict[str, Emit] = {
     "mask_booleans": expression("{v} + {n}", "{n} = {v} > 0", "{n}[{v} < 0] = torch.nan"),
     "mask_complex": expression("{v} + {n}.imag", "{n} = {v} * 1j", "{n}[{v} > 0] = 2.0"),
     "mask_integer_tensor": assignment("{v}[{v} > 0] = torch.ones((), dtype=torch.long)"),
+    "mask_float_tensor": expression(
+        "{v} + {n}", "{n} = ({v} > 0) * 2", "{n}[{v} < 0] = torch.full((), 1.5, dtype={v}.dtype)"
+    ),
     # Torch casts what it writes where the mask has one True.
     "mask_one_integer": broadcast(
         "{v} + {n}",

@@ -40,6 +40,7 @@ MOTIF = Motif(
         "mask_booleans",
         "mask_complex",
         "clone mask_integer_tensor",
+        "mask_float_tensor",
         "two_devices mask",
     ),
 )

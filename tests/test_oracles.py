@@ -202,3 +202,12 @@ def test_a_touched_model_is_noticed(name: str) -> None:
 
     with pytest.raises(AssertionError, match=r"changed|overwritten"), untouched(model):
         SPOILERS[name](model)
+
+
+def test_what_a_layer_keeps_in_python_is_put_back_and_compared() -> None:
+    spec = Spec(("kept_list",))
+    model = spec.build()
+
+    assert_equivalent(model, copy.deepcopy(model), spec.inputs(), exact=True)
+    with pytest.raises(AssertionError, match="keeps in Python"), untouched(model):
+        model(*spec.inputs())

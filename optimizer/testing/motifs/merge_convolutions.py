@@ -15,6 +15,7 @@ MOTIF = Motif(
     near=(
         "dup conv swap conv4 add",
         "dup conv_k3 swap conv_groups add",
+        "dup conv_k3 swap conv_reflect add",
         "dup conv_stride swap conv_stride add",
         "dup conv_k3 swap conv_k3_stride add",
         "dup conv_valid swap conv_dilated add",

@@ -29,6 +29,7 @@ from optimizer._graph import attribute, is_plain
 from optimizer._guards import expect_like, expect_structure, expect_value
 from optimizer._inputs import Call
 from optimizer._observation import Facts
+from optimizer._outside import Outside
 from optimizer._random import ProcessState
 from optimizer._source import line_in
 from optimizer._trees import storages_in
@@ -90,13 +91,14 @@ def _exported(model: nn.Module, call: Call, *, dynamic: bool) -> Any:
     require(all(map(is_plain, copied.modules())), "export would lose what hooks do")
     require(not torch.is_autocast_enabled("cpu"), "export would bake autocast in")
     state = ProcessState()
-    noted = watch(copied, state)
+    outside = Outside(copied)
+    noted = watch(copied, state, outside)
     config: Any = torch.fx.experimental._config
     any_batch = config.patch(backed_size_oblivious=True)  # of 1, as well
 
     def exported() -> Any:
         shapes = batch if dynamic else None
-        with any_batch, ignoring("", Warning):
+        with any_batch, ignoring("", Warning), outside.kept():
             return torch.export.export(
                 copied, *_passed(model, call), dynamic_shapes=shapes, strict=False
             )

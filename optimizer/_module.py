@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 from torch import fx, nn
@@ -154,7 +155,7 @@ class Retracer(Tracer):
         code: Any = root_fn
         names = code.__code__.co_varnames[1 : len(made) + 1]
         function: Any = _patch_function(code, len(made) + 1)
-        return function, [self.root, *(made[name] for name in names)]
+        return partial(self._called, function), [self.root, *(made[name] for name in names)]
 
 
 def _rebuild(

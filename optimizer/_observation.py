@@ -174,7 +174,8 @@ class Facts:
         """Record that nodes that hold, or write, some storages do so to others instead."""
         gone = set(nodes)
         for storage, table in product(was, (self.holders, self.writers)):
-            table[storage] = [each for each in table.get(storage, ()) if each not in gone]
+            if storage in table:
+                table[storage] = [each for each in table[storage] if each not in gone]
         for node in nodes:
             fact: Fact = node.meta["fact"]
             held, written = (a - was | now if was & a else a for a in (fact.storages, fact.writes))

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from optimizer._graph import callee, module_of
 from optimizer._layers import affine_as_module, norm_as_module
+from optimizer._state import is_of_torch
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -123,7 +124,7 @@ def _arithmetic(node: fx.Node) -> None:
 
 def _module(node: fx.Node) -> None:
     kind = callee(node)
-    if node.op != "call_module" or kind is None:
+    if node.op != "call_module" or kind is None or not is_of_torch(kind):
         return
     if not node.args and set(node.kwargs) == {"input"}:
         node.args, node.kwargs = (node.kwargs["input"],), {}

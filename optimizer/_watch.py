@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from optimizer._outside import Outside
 from optimizer._random import DRAWS, ProcessState
 from optimizer._state import python_state
 
@@ -23,7 +24,7 @@ _HAND_ON = (
 )  # fmt: skip
 
 
-def watch(model: nn.Module, state: ProcessState) -> list[str]:
+def watch(model: nn.Module, state: ProcessState, outside: Outside) -> list[str]:
     """Replace the forward of a module by one that notes what each call does besides computing.
 
     Export puts attributes back, so that they are looked at before the call ends. An error that
@@ -38,11 +39,11 @@ def watch(model: nn.Module, state: ProcessState) -> list[str]:
     @functools.wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:  # pragma: no cover - it sets the tracer
         # An assigned buffer is recorded, as a copy into it.
-        before, inputs = python_state(model, "_buffers"), _parts((args, kwargs))
+        kept, inputs = (python_state(model, "_buffers"), outside.state()), _parts((args, kwargs))
         with _errors_of_the_model() as errors:
             result = state.watch(lambda: forward(*args, **kwargs), note_draw)
-        if python_state(model, "_buffers") != before:
-            noted.append("its forward keeps state in attributes of the model")
+        if (python_state(model, "_buffers"), outside.state()) != kept:
+            noted.append("its forward keeps state in Python")
         if _parts((args, kwargs)) != inputs:
             noted.append("it changes a container that it is given")
         if errors:

@@ -190,6 +190,24 @@ def test_a_child_is_called_as_its_parent_calls_it(
     torch.testing.assert_close(fast(X + 1), model(X + 1), rtol=1e-4, atol=1e-4)
 
 
+class Told(nn.Linear):
+    """Sees how it is called, and cannot be recorded."""
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        (given,) = (*args, *kwargs.values())
+        factor = 2.0 if kwargs else 1.0
+        return super().forward(given) * (factor if given.isfinite().all() else 0.0)
+
+
+def test_an_opaque_child_is_called_by_name_where_its_parent_does_that() -> None:
+    model = Calling(Told(4, 4), lambda child, x: child(input=x)).eval()
+
+    fast: Any = optimizer.optimize(model, X, level=1)
+
+    assert "'child' (Told) is called as it is" in fast.report.remarks[-1]
+    torch.testing.assert_close(fast(X), model(X))
+
+
 def test_an_ordinary_forward_takes_its_arguments_in_any_way() -> None:
     model = decorated(lambda forward: forward)
 

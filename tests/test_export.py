@@ -180,6 +180,14 @@ def writes_a_parameter(m: Any, x: Tensor) -> Tensor:
     return x * m.scale
 
 
+CALLS = [0]
+
+
+def counts_elsewhere(m: Any, x: Tensor) -> Tensor:
+    CALLS[0] += 1
+    return x * CALLS[0]
+
+
 def writes_a_plain_tensor(m: Any, x: Tensor) -> Tensor:
     return x + m.plain.add_(2)
 
@@ -226,10 +234,11 @@ def checks_the_data(m: Any, x: Tensor) -> Any:
     ("function", "reason"),
     [
         (branch_on_data, "data-dependent"),
-        (keeps_count, "keeps state in attributes"),
-        (keeps_a_tensor, "keeps state in attributes"),
-        (keeps_a_list, "keeps state in attributes"),
-        (assigns_a_parameter, "keeps state in attributes"),
+        (keeps_count, "keeps state in Python"),
+        (keeps_a_tensor, "keeps state in Python"),
+        (keeps_a_list, "keeps state in Python"),
+        (assigns_a_parameter, "keeps state in Python"),
+        (counts_elsewhere, "keeps state in Python"),
         (swallows_an_error, "it catches an error"),
         (rolls_dice, "random numbers in Python"),
         (writes_a_parameter, "a tensor that is no buffer"),
@@ -242,13 +251,15 @@ def checks_the_data(m: Any, x: Tensor) -> Any:
     ],
 )
 def test_what_export_would_lose_is_refused(function: Callable[..., Any], reason: str) -> None:
+    CALLS[0] = 0
     model, fast = Model(function), exported(function)
 
+    assert CALLS == [0]
     assert fast.report.front_end == ""
     assert reason in fast.report.remarks[-1]
     for step in range(2):
         random.seed(step)
-        expected = model(ROWS + step)
+        expected, CALLS[0] = model(ROWS + step), step
         random.seed(step)
         assert_same(expected, fast(ROWS + step))
 

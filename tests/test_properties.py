@@ -186,15 +186,18 @@ def compiled(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
 @pytest.mark.parametrize("front_end", ["export", "dynamo"])
 def test_other_front_ends_keep_the_answer(front_end: str) -> None:
     subject = compiled if front_end == "dynamo" else Optimize(capture="export")
+    # Dynamo imports the module of a global by its name, which generated code has not.
+    words = [each for each in TOKENS if front_end == "export" or not each.startswith("kept_")]
 
-    each(lambda spec: check_spec(spec, subject), count=20)
+    each(lambda spec: check_spec(spec, subject), count=20, alphabet=words)
 
 
 def test_expanded_inputs() -> None:
     def writes_nothing(token: str) -> bool:
-        spec = Spec((token, "dup", token, "add"), (2, 4, 4, 4), layout="expanded")
         try:
-            spec.build()(*spec.inputs())
+            for tokens in ((token, "dup", token, "add"), ("relu", token)):
+                spec = Spec(tokens, (2, 4, 4, 4), layout="expanded")
+                spec.build()(*spec.inputs())
         except (RuntimeError, UserWarning):
             return False
         return True
@@ -290,7 +293,9 @@ def test_identities_in_between_change_nothing() -> None:
         between = replace(spec, tokens=tuple(tokens))
         assert_equivalent(spec.build(), optimized(between), spec.inputs())
 
-    each(holds, max_size=6)
+    of_the_newest = ("recompute", "write_read")  # and so of what stands between
+
+    each(holds, max_size=6, alphabet=[word for word in TOKENS if word not in of_the_newest])
 
 
 class Wrapped(nn.Module):

@@ -70,13 +70,13 @@ class Random:
 
 
 class Ill(Random):
-    """Ill-conditioned: variances from 1e-6 to 1e2, means near 100, weights over four decades."""
+    """Ill-conditioned: variances from 1e-6 to 1e2, means near +-100, weights over four decades."""
 
     def weight(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
         return _normal(shape, generator) * 10 ** _uniform(-2, 2, shape, generator)
 
     def mean(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return 100 + 10 * _normal(shape, generator)
+        return (100 + 10 * _normal(shape, generator)) * (2 * _integers(0, 1, shape, generator) - 1)
 
     def variance(self, shape: Sequence[int], eps: float, generator: torch.Generator) -> Draw:
         return 10 ** _uniform(-6, 2, shape, generator)

@@ -99,6 +99,11 @@ def return_weight(machine: Machine) -> None:
         machine.outputs.append(Value(f"self.{layer.name}.weight", layer.weight[1]))
 
 
+def return_made(machine: Machine) -> None:
+    """Let the caller have a tensor that the forward makes of nothing."""
+    machine.outputs.append(Value("torch.zeros(3)", (3,)))
+
+
 def tie(machine: Machine) -> None:
     """Let the two newest layers with weights of one kind and shape share the Parameter."""
     weighted = _weighted(machine)
@@ -163,6 +168,7 @@ CONTROL: dict[str, Emit] = {
     "write_read": write_read,
     "write_layer": write_layer,
     "out_weight": return_weight,
+    "out_made": return_made,
     "tie": tie,
     "hook": hook(HOOK),
     "pre_hook": hook(PRE_HOOK),

@@ -150,4 +150,5 @@ CONVOLUTIONS: dict[str, Emit] = {
     "conv_t_stride": conv_transpose(3, stride=2, padding=1, output_padding=1, bias=False),
     "conv_t_dilated": conv_transpose(2, dilation=2, padding=1),
     "conv_t_F": conv_transpose(2, stride=2, grouped=True, functional=True),
+    "conv_t_F_dilated": conv_transpose(2, dilation=2, functional=True),
 }

@@ -126,6 +126,7 @@ RARE: dict[str, Emit] = {
     "scale_written": written(LAYERS["scale_last"], "self.{m}.weight.mul_(2.0)"),
     "matmul_vector": constant("({v} @ {c}).unsqueeze(-1) + {v}", "last"),
     "scale_integers": ranked(2, scale_integers),
+    "matmul_square": linear(spelling=MATRIX_PRODUCT),
     "matmul_written": written(linear(spelling=MATRIX_PRODUCT), "self.{m}.weight.mul_(2.0)"),
     "addmm_scaled": of_matrix(
         "torch.addmm(self.{m}.bias, {v}, self.{m}.weight.t(), alpha=2.0, beta=0.5)"

@@ -92,6 +92,7 @@ RESHAPES: dict[str, Emit] = {
     "unflatten": reshaped("{v}.unflatten(1, (2, -1))", _halves),
     "shuffle": reshaped("{v}.unflatten(1, (2, {n} // 2)).transpose(1, 2).flatten(1, 2)", _shuffled),
     "squeeze": reshaped("{v}.squeeze(1)", _squeezed),
+    "flatten_all": reshaped("torch.flatten({v})", _flat),
     "flatten_module": reshaped("torch.flatten({v}, start_dim=-1)", lambda shape: shape),
     "none_last": reshaped("{v}[..., None]", lambda shape: (*shape, 1)),
     "none_first": reshaped("{v}[None]", lambda shape: (1, *shape)),

@@ -50,8 +50,11 @@ def _compare(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: b
         _require_assertion(str(assertion), candidate, inputs)
         return
     if reference is not None:
+        # torch lays out what depends on the strides of single elements, which it makes up: of two
+        # operations in another order, others.
+        single = any(1 in tensor.shape for tensor in (*inputs, *reference.tensors().values()))
         with suppress(InputError):
-            assert_answers(reference, model, candidate, inputs, exact=exact)
+            assert_answers(reference, model, candidate, inputs, exact=exact, layout=not single)
 
 
 def _require_assertion(message: str, candidate: nn.Module, inputs: Inputs) -> None:

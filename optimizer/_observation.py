@@ -170,6 +170,19 @@ class Facts:
         """Record for another node what is known of this one."""
         self._record(other, node.meta["fact"])
 
+    def identify(self, node: fx.Node, replaced: fx.Node) -> None:
+        """Record that views of a value that is replaced will be views of another one.
+
+        Where one of them is written, whatever shares memory with either is told.
+        """
+        held = node.meta["fact"].storages
+        both: frozenset[int] = held | replaced.meta["fact"].storages
+        if not self.any_written(both):
+            self.rename([node], held, both)
+            return
+        known = (table.get(n, ()) for n in both for table in (self.holders, self.writers))
+        self.rename(list({each: None for nodes in known for each in nodes}), both, both)
+
     def rename(self, nodes: list[fx.Node], was: frozenset[int], now: frozenset[int]) -> None:
         """Record that nodes that hold, or write, some storages do so to others instead."""
         gone = set(nodes)

@@ -147,9 +147,7 @@ class Pipeline:
             replacement.meta["stands_for"] = root.meta.get("stands_for", root.name)
         facts = facts_of(root.graph)
         if facts is not None:
-            # Views of the replaced value name its storage.
-            held = replacement.meta["fact"].storages
-            facts.rename([replacement], held, held | root.meta["fact"].storages)
+            facts.identify(replacement, root)
         root.replace_all_uses_with(replacement)
         _sign(replacement, each, [*captured.values(), *_erase(root)])
 

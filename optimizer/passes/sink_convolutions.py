@@ -59,6 +59,8 @@ def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
     stride, averages = window
     same = len(layer.kernel_size) == dimensions
     require(same, "it pools other dimensions than the convolution has")
+    autocast = torch.is_autocast_enabled(layer.weight.device.type)
+    require(not autocast, "autocast gives the pool another dtype than the convolution")
     require(not any(layer._reversed_padding_repeated_twice), "the convolution pads")
     require(not may_keep_odd_strides(conv), "its output may be laid out otherwise")
     require(averages or layer.bias is None, "the pool does not divide by the number of places")

@@ -178,6 +178,18 @@ def test_a_single_place_lies_in_memory_as_before() -> None:
     assert fast(x).stride() == given(x).stride()
 
 
+def test_refuses_under_autocast_which_gives_the_two_other_dtypes() -> None:
+    given = model(nn.AdaptiveAvgPool3d(1), nn.Conv3d(4, 4, 1)).float()
+    x = torch.randn(2, 4, 3, 3, 3)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        fast = optimized_by(NAME, given, x)
+
+        reason = "autocast gives the pool another dtype than the convolution"
+        assert [refusal.reason for refusal in fast.report.refused] == [reason]
+        assert fast(x).dtype == given(x).dtype
+
+
 OTHERS: dict[str, tuple[Callable[..., Any], nn.Module]] = {
     "neighbours": (nn.AvgPool2d(2), conv(kernel=2)),
     "places left out": (nn.AvgPool2d(2), conv(stride=2)),

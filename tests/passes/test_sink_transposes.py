@@ -264,3 +264,18 @@ def test_a_chain_with_operations_between_needs_one_transpose(count: int) -> None
     assert transposes(fast) == 1
     assert fast(tensor(2, 3, 4)).stride() == function(tensor(2, 3, 4)).stride()
     assert_equivalent(model_of(function), fast, (tensor(2, 3, 4),), exact=True)
+
+
+def test_a_view_that_is_written_later_is_one_of_what_was_sunk() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = x.permute(1, 2, 0).sigmoid().transpose(0, 1)
+        z = y + y
+        y.mul_(2.0)
+        return (z + (y + y)).transpose(0, 1)
+
+    given, x = Forward(forward).eval(), torch.randn(2, 3, 3, dtype=torch.float64)
+
+    fast = optimizer.optimize(given, x, level=1)
+
+    assert fast.report.counts()["sink_transposes"] == 2
+    torch.testing.assert_close(fast(x), given(x), rtol=0, atol=0)

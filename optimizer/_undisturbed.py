@@ -83,7 +83,7 @@ def alone_and_unpatched(run: Callable[[], Result]) -> Result:
 
 def _what_fx_patches() -> Callable[[], None]:
     """What undoes all that fx patches from now on, should its own undoing be interrupted."""
-    patcher, tracing = fx_tracing.CURRENT_PATCHER, fx_tracing._is_fx_tracing_flag
+    patcher, tracing = fx_tracing.CURRENT_PATCHER, is_tracing()
     leave_modes = _modes()
 
     def undo() -> None:
@@ -93,9 +93,22 @@ def _what_fx_patches() -> Callable[[], None]:
                 with suppress(KeyError):  # undone already
                     patch.revert()
             fx_tracing.CURRENT_PATCHER = patcher
-        fx_tracing._is_fx_tracing_flag = tracing
+        _set_tracing(tracing)
 
     return undo
+
+
+def is_tracing() -> bool:
+    """fx's mark that it traces: one of the process, and of each thread from torch 2.15 on."""
+    ask = getattr(fx_tracing, "_get_is_fx_tracing", None)
+    return ask() if ask else fx_tracing._is_fx_tracing_flag
+
+
+def _set_tracing(value: bool) -> None:
+    if hasattr(fx_tracing, "_set_is_fx_tracing"):
+        fx_tracing._set_is_fx_tracing(value)
+    else:
+        fx_tracing._is_fx_tracing_flag = value
 
 
 def _modes() -> Callable[[], None]:

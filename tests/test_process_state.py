@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 import optimizer
 from optimizer._random import ProcessState
-from optimizer._undisturbed import ignoring
+from optimizer._undisturbed import ignoring, is_tracing
 
 np = pytest.importorskip("numpy")
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
@@ -49,7 +49,7 @@ def process_state() -> list[Any]:
         torch.is_inference_mode_enabled(),
         torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),
-        torch.fx._symbolic_trace._is_fx_tracing_flag,
+        is_tracing(),
         torch.fx._symbolic_trace.CURRENT_PATCHER,
         gc.isenabled(),
         list(warnings.filters),

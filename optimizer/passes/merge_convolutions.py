@@ -77,6 +77,8 @@ def _as_layer(term: fx.Node, conv: Layer) -> Layer:
         require(same, "dtype or device differ")
     else:
         require(conv.in_channels == conv.out_channels, "the convolution changes the channels")
+        volume = isinstance(conv, nn.Conv3d)
+        require(not volume, "it may lay its output out otherwise than a BatchNorm does")
         autocast = torch.is_autocast_enabled(conv.weight.device.type)
         require(not autocast, "autocast gives the terms two dtypes")
         affine = affine_over(term, conv, conv.in_channels)

@@ -97,7 +97,7 @@ MERGED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], type]] = {
         nn.Conv1d,
     ),
     "three dimensions": (
-        lambda: Branches(nn.Conv3d(4, 4, 3, padding=1), nn.BatchNorm3d(4)),
+        lambda: Branches(nn.Conv3d(4, 4, 3, padding=1), nn.Conv3d(4, 4, 1)),
         (2, 4, 3, 3, 3),
         nn.Conv3d,
     ),
@@ -258,6 +258,10 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Branches(conv(), point(), writes("other")).requires_grad_(False),
         "the forward writes their tensors",
     ),
+    "a BatchNorm of volumes, which lies as its input does": (
+        lambda: Branches(nn.Conv3d(4, 4, 1), nn.BatchNorm3d(4)),
+        "it may lay its output out otherwise than a BatchNorm does",
+    ),
     "training mode": (in_training, "BatchNorm is in training mode and uses batch statistics"),
     "weights beyond the dtype": (large, "the merged weights overflow"),
     "a mean far beyond the deviation": (
@@ -266,7 +270,10 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
 }
 
-SHAPES = {"a kernel without a centre": (1, 4, 2, 2)}  # 1 x 1 and 2 x 2 after the layers
+SHAPES = {
+    "a kernel without a centre": (1, 4, 2, 2),  # 1 x 1 and 2 x 2 after the layers
+    "a BatchNorm of volumes, which lies as its input does": (1, 4, 3, 3, 3),
+}
 
 
 @pytest.mark.parametrize("case", REFUSALS)

@@ -32,7 +32,11 @@ FACTORIES: frozenset[Callable[..., Any]] = frozenset((
     torch.randint, torch.randn, torch.randperm, torch.scalar_tensor, torch.tensor,
     torch.tril_indices, torch.triu_indices, torch.zeros,
 ))  # fmt: skip
-RANDOM = (torch.normal, torch.rand, torch.randint, torch.randn, torch.randperm)
+# What these make is not the same each time; what is empty holds what lay in memory.
+RANDOM = (
+    torch.empty, torch.empty_strided, torch.normal, torch.rand, torch.randint, torch.randn,
+    torch.randperm,
+)  # fmt: skip
 # These return their input, or a copy where dtype, device or strides make them.
 MAY_COPY = frozenset((
     "bfloat16", "bool", "contiguous", "cpu", "cuda", "double", "flatten", "float", "half", "int",

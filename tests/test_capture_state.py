@@ -416,6 +416,14 @@ def test_what_no_call_changes_is_recorded(name: str) -> None:
     torch.testing.assert_close(sequence(fast), sequence(model))
 
 
+def test_what_lay_in_memory_is_no_constant() -> None:
+    model = Counted(lambda self, x: x * torch.empty(4).nan_to_num(1.0).clamp(1.0, 1.0)).eval()
+
+    graph = optimizer.capture(model, X).graph
+
+    assert torch.empty in {node.target for node in graph.nodes}
+
+
 HIDDEN = (number_of_steps, tensor_of_steps, nan_and_steps, more_each_time, less_each_time)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import optimizer
 from optimizer.testing import MOTIFS, Spec, _examples, _mutants, _score
@@ -72,6 +73,14 @@ def test_the_package_as_it_is_passes(name: str) -> None:
     assert _examples.first_failing_model([name], 5) == (5, "")
 
 
+def test_a_model_that_is_left_as_it_is_though_no_word_asks_for_it_is_a_failure() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_examples, "check_spec", lambda *_, **__: nn.Identity())
+        _examples.examine(Spec(("relu", "t_inplace")), "capture")
+        with pytest.raises(AssertionError, match="the model is not recorded"):
+            _examples.examine(Spec(("relu",)), "capture")
+
+
 def test_passes_are_fuzzed_alone_and_together() -> None:
     tried: list[tuple[str, ...] | None] = []
 
@@ -113,6 +122,8 @@ def test_a_pass_that_many_models_leave_idle_is_found(monkeypatch: pytest.MonkeyP
             9,
             "fuse_linear_relu never fires",
         )
+        # Of two passes, each needs so many models.
+        assert fresh.first_failing_model(["fuse_linear_relu", "remove_clones"], 9) == (9, "")
 
 
 def test_every_change_plants_some_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,8 @@ def _compiled(source: str, filename: str) -> CodeType:
 def _source(machine: Machine) -> str:
     helpers = [text + "\n\n" for name, text in HELPERS.items() if name in machine.helpers]
     written = "".join([*helpers, *machine.statements])
-    modules = {"functools.": "functools", "random.Random": "random", "np.": "numpy as np"}
+    modules = {name: name.rstrip(".") for name in ("functools.", "types.")}
+    modules |= {"random.Random": "random", "np.": "numpy as np"}
     imports = "".join(f"import {name}\n" for use, name in modules.items() if use in written)
     helpers = [imports + "\n\n", *helpers] if imports else helpers
     arguments = ", ".join([*(value.name for value in machine.arguments), *machine.defaults])

@@ -7,8 +7,11 @@ from optimizer.testing._elementwise import broadcast, expression
 from optimizer.testing._layers import linear
 from optimizer.testing._machine import KEYWORD, Emit, Machine, ranked
 from optimizer.testing._outside import OUTSIDE
+from optimizer.testing._python import PYTHON
 
-HELPERS = OUTSIDE | {
+HELPERS = {
+    **OUTSIDE,
+    **PYTHON,
     "doubled_by_keyword": """\
 def doubled_by_keyword(forward):
     @functools.wraps(forward)
@@ -17,29 +20,6 @@ def doubled_by_keyword(forward):
         return forward(self, *args, **doubled)
 
     return wrapper
-""",
-    "without_gradients": """\
-def without_gradients(value):
-    with torch.no_grad():
-        return value * 2.0
-""",
-    "by_gradients": """\
-def by_gradients(value):
-    return value * 3.0 if torch.is_grad_enabled() else value * 2.0
-""",
-    "forked": """\
-def forked(value):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return value + torch.rand((), dtype=torch.float64)
-""",
-    "seeded": """\
-def seeded(value):
-    state = torch.get_rng_state()
-    torch.manual_seed(3)
-    drawn = torch.rand((), dtype=torch.float64)
-    torch.set_rng_state(state)
-    return value + drawn
 """,
     "Keyed": """\
 def told_keywords(forward):
@@ -63,23 +43,6 @@ class Held(nn.Linear):
         weight = self.weight.detach()
         del self.weight
         self.register_buffer("weight", weight)
-""",
-    "Retuned": """\
-class Retuned(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.leaky = nn.LeakyReLU(0.5)
-
-    def forward(self, input):
-        self.leaky.negative_slope = 0.25
-        result = self.leaky(input)
-        self.leaky.negative_slope = 0.5
-        return result
-""",
-    "Viewing": """\
-class Viewing(nn.Module):
-    def forward(self, input):
-        return input * 2.0 if input.sum().isnan() else input.view_as(input)
 """,
     "Grandparent": """\
 class Untraceable(nn.Linear):
@@ -108,22 +71,25 @@ class Grandparent(nn.Module):
 }
 
 
-def helped(name: str) -> Emit:
-    """The top given to a function of `HELPERS`."""
-
-    def emit(machine: Machine) -> None:
-        machine.helpers.add(name)
-        machine.replace(f"{name}({{v}})")
-
-    return emit
-
-
 def called(name: str) -> Emit:
     """A layer of `HELPERS` that keeps the shape, and has no weights."""
 
     def emit(machine: Machine) -> None:
         machine.helpers.add(name)
         machine.call(machine.add("called", f"{name}()", lambda shape: shape))
+
+    return emit
+
+
+def written_part(name: str) -> Emit:
+    """A layer of `HELPERS` that gives an object, of which what it holds is written and read."""
+    parts = ("{n} = self.{m}({v})", "{n}[0].mul_(2.0)", "{n}[1].add_(1.0)")
+
+    def emit(machine: Machine) -> None:
+        machine.helpers.add(name)
+        layer = machine.add("called", f"{name}()", lambda shape: None)
+        given = [each.replace("{m}", layer.name) for each in parts]
+        expression("{v} + {n}[0] * {n}[1]", *given)(machine)
 
     return emit
 
@@ -154,17 +120,12 @@ def decorated(machine: Machine) -> None:
 
 CLASSES: dict[str, Emit] = {
     "decorated": decorated,
-    "no_grad": helped("without_gradients"),
-    "grad_enabled": helped("by_gradients"),
-    "fork_rng": helped("forked"),
-    "set_rng_state": helped("seeded"),
     "draw_normal": expression("{v} + torch.normal(0.0, 1.0, ())"),
     "linear_keyed": linear(cls="Keyed"),
     "linear_keyed_kw": linear(cls="Keyed", spelling=KEYWORD),
     "linear_held": linear(cls="Held"),
-    "view_opaque": called("Viewing"),
-    "retuned": called("Retuned"),
-    **{name.lower(): called(name) for name in OUTSIDE},
+    **{f"{name.lower()}_written": written_part(name) for name in ("Py_hides", "Unknown_Py_hides")},
+    **{name.lower(): called(name) for name in OUTSIDE | PYTHON if "hides" not in name},
     "linear_grandchild": linear(cls="Grandparent"),
     "numpy_scale": expression("{v} * np.float64(0.5)"),
     "numpy_shift": expression("{v} + np.float32(2.0)"),

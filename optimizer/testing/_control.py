@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from optimizer.testing._machine import Emit, Layer, Machine, Value
 
@@ -71,11 +72,30 @@ def _newest(machine: Machine) -> str:
     return texts[-1].removeprefix(start) if texts else ""
 
 
-def recompute(machine: Machine) -> None:
-    """Compute the newest value once more, of what its operands hold by now."""
-    if text := _newest(machine):
+def recompute(machine: Machine, *, halved: bool = False) -> None:
+    """Compute the newest value once more, of what its operands hold by now.
+
+    Where it is `halved`, with half of the last number that is written there.
+    """
+    text = _newest(machine)
+    if halved:
+        text = re.sub(r"\b\d+\.\d+\b(?!.*\b\d\.)", lambda n: str(float(n[0]) / 2), text)
+    if text:
         machine.stack.append(machine.history[-1])
         machine.replace(text.replace("{", "{{").replace("}", "}}"))
+
+
+def recall(machine: Machine) -> None:
+    """Push a value of before."""
+    machine.stack.append(machine.history[len(machine.history) // 2])
+
+
+def keyword_only(machine: Machine) -> None:
+    """The model has an argument that is given by name alone, and is not given."""
+    name = f"named{len(machine.defaults)}"
+    starred = not {"*", "*more"}.isdisjoint(machine.defaults)
+    machine.defaults += ["*"] * (not starred) + [f"{name}=0.5"]
+    machine.replace(f"{{v}} * {name}")
 
 
 def write_read(machine: Machine) -> None:
@@ -128,6 +148,8 @@ def hook(registration: str) -> Emit:
 
 def further_arguments(machine: Machine) -> None:
     """The model counts with whether it is given more than it names."""
+    if "*" in machine.defaults:
+        return
     if "*more" not in machine.defaults:
         machine.defaults.append("*more")
     machine.replace("{v} * (2.0 if more else 1.0)")
@@ -165,6 +187,8 @@ CONTROL: dict[str, Emit] = {
     "out": output,
     "again": again,
     "recompute": recompute,
+    "recompute_otherwise": partial(recompute, halved=True),
+    "recall": recall,
     "write_read": write_read,
     "write_layer": write_layer,
     "out_weight": return_weight,
@@ -178,6 +202,7 @@ CONTROL: dict[str, Emit] = {
     "arg_index": index_argument,
     "optional": option("{v} if {o} is None else {v} + {o}", "None"),
     "more": further_arguments,
+    "keyword_only": keyword_only,
     "flag": option("{v} * 2.0 if {o} else {v}", "True"),
     "number": option("{v} * {o}", "0.5"),
     "arg_narrow_scaled": narrow_scaled,

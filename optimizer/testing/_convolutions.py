@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 from optimizer.testing._layers import linear
@@ -20,11 +21,13 @@ def conv(
     bias: bool = True,
     mode: str = "zeros",
     batched: bool = True,
+    uneven: bool = False,
     functional: bool = False,
     spelling: str = MODULE,
 ) -> Emit:
     """A Conv; a Linear where there is no dimension to slide along.
 
+    What is uneven has its kernel, steps and padding along the last dimension alone.
     `width` is the number of channels that come out, as many as go in if None. What is grouped has
     two groups, or one for each channel of an odd number; what is depthwise makes two of each.
     """
@@ -39,6 +42,7 @@ def conv(
         channels = shape[axis]
         out = 2 * channels if depthwise else width or channels
         groups = 2 if grouped and channels % 2 == 0 else channels if grouped or depthwise else 1
+        each = partial(_along, uneven, dimensions)
         window, pad = dilation * (kernel - 1) + 1, 0 if isinstance(padding, str) else padding
 
         def result(shape: Shape) -> Shape | None:
@@ -46,15 +50,16 @@ def conv(
                 return None
             if padding == "same":
                 return (*shape[:axis], out, *shape[axis + 1 :])
-            space = tuple((n + 2 * pad - window) // stride + 1 for n in shape[axis + 1 :])
+            slid = [(n + 2 * pad - window) // stride + 1 for n in shape[axis + 1 :]]
+            space = (*shape[axis + 1 : -1], slid[-1]) if uneven else tuple(slid)
             # What is padded with its own values must have enough of them.
             enough = mode == "zeros" or min(shape[axis + 1 :]) > pad
             return (*shape[:axis], out, *space) if enough and min(space) > 0 else None
 
         given = {
-            "stride": (stride, 1),
-            "padding": (padding, 0),
-            "dilation": (dilation, 1),
+            "stride": (each(stride, 1), 1),
+            "padding": (each(padding, 0), 0),
+            "dilation": (each(dilation, 1), 1),
             "groups": (groups, 1),
             "bias": (bias, True),
             "padding_mode": (mode, "zeros"),
@@ -62,8 +67,8 @@ def conv(
         extra = "".join(f", {k}={v!r}" for k, (v, default) in given.items() if v != default)
         if (target := result(shape)) is None or not fits(target):
             return None
-        weight = (out, channels // groups, *[kernel] * dimensions)
-        constructor = f"nn.Conv{dimensions}d({channels}, {out}, {kernel}{extra})"
+        weight = (out, channels // groups, *[1 if uneven else kernel] * (dimensions - 1), kernel)
+        constructor = f"nn.Conv{dimensions}d({channels}, {out}, {each(kernel, 1)}{extra})"
         layer = machine.add("conv", constructor, result, ("conv", weight))
         plain = extra.replace(", bias=False", "")
         call = f"F.conv{dimensions}d({{v}}, self.{{m}}.weight, self.{{m}}.bias{plain})"
@@ -71,6 +76,10 @@ def conv(
         return None
 
     return emit
+
+
+def _along(uneven: bool, dimensions: int, last: int | str, others: int) -> object:
+    return (*[others] * (dimensions - 1), last) if uneven else last
 
 
 def conv_transpose(
@@ -145,10 +154,15 @@ CONVOLUTIONS: dict[str, Emit] = {
     "conv_F": conv(3, padding=1, functional=True),
     "conv_F_groups": conv(grouped=True, functional=True),
     "conv_unbatched": conv(2, batched=False),
+    "conv_uneven": conv(3, stride=2, padding=1, uneven=True),
+    "conv_many": conv(2, padding=1, dilation=2, grouped=True, uneven=True),
+    "conv_many_F": conv(2, stride=2, padding=1, dilation=2, grouped=True, functional=True),
     "conv_t": conv_transpose(2),
     "conv_t_groups": conv_transpose(grouped=True),
     "conv_t_stride": conv_transpose(3, stride=2, padding=1, output_padding=1, bias=False),
     "conv_t_dilated": conv_transpose(2, dilation=2, padding=1),
     "conv_t_F": conv_transpose(2, stride=2, grouped=True, functional=True),
-    "conv_t_F_dilated": conv_transpose(2, dilation=2, functional=True),
+    "conv_t_many_F": conv_transpose(
+        2, stride=2, padding=1, output_padding=1, dilation=2, grouped=True, functional=True
+    ),
 }

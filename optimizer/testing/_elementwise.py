@@ -129,6 +129,9 @@ ARITHMETIC: dict[str, Emit] = {
     "sub_plain": binary("{w}.sub({v})"),
     "swish_gate": binary("{w} * torch.sigmoid({v})"),
     "attention_scaled": ranked(2, expression("F.softmax(({v} * 0.5) @ {v}.mT, dim=-1) @ {v}")),
+    "attention_narrow": in_four(
+        "{v} + F.softmax({v} @ {v}.mT, dim=-1, dtype=torch.float32) @ {v}.float()"
+    ),
     "attention_maps": ranked(2, expression("(w := ({v} @ {v}.mT).softmax(-1)) @ {v} + w.mean()")),
     "attention_masked": ranked(2, expression("({v} @ {v}.mT + {v}.mean()).softmax(-1) @ {v}")),
     "attention_columns": ranked(2, expression("({v} @ {v}.mT).softmax(-2) @ {v}")),

@@ -85,7 +85,9 @@ class _Builder:
         for argument in given.args[1:count]:
             self.names[argument.arg] = self.graph.placeholder(argument.arg)
         self.names |= {given.vararg.arg: ()} if given.vararg else {}
-        for argument, default in zip(given.args[count:], given.defaults, strict=True):
+        optional = [*given.args[count:], *given.kwonlyargs]
+        defaults = [*given.defaults, *filter(None, given.kw_defaults)]
+        for argument, default in zip(optional, defaults, strict=True):
             self.names[argument.arg] = value = ast.literal_eval(default)
             self.graph.placeholder(argument.arg, default_value=value)
 

@@ -7,7 +7,7 @@ from math import prod
 from optimizer.testing._convolutions import conv
 from optimizer.testing._elementwise import binary, expression, member, statement
 from optimizer.testing._layers import LAYERS, constant, linear
-from optimizer.testing._machine import Emit, Machine, Shape, fits, ranked
+from optimizer.testing._machine import Emit, Machine, Shape, Value, fits, ranked
 from optimizer.testing._norms import batchnorm
 
 MATRIX_PRODUCT = "{v} @ self.{m}.weight + self.{m}.bias"
@@ -78,12 +78,42 @@ def softmax(dimension: int) -> Emit:
     return expression(f"torch.softmax({{v}}, dim={dimension})")
 
 
+def typed(made: str, *deeds: str) -> Emit:
+    """Return `made`, which is `{n}` in the deeds that follow, beside the top."""
+
+    def emit(machine: Machine) -> None:
+        name = f"typed{len(machine.statements)}"
+        for each in (f"{{n}} = {made}", *deeds):
+            machine.do(each.replace("{n}", name))
+        machine.outputs.append(Value(name, machine.top.shape))
+
+    return emit
+
+
 def of_two_ranks(machine: Machine) -> None:
     if len(machine.top.shape) == 3 and len({*machine.top.shape}) == 1:
         machine.replace("({v}.transpose(0, 1) + {v}[0].transpose(0, 1)).transpose(0, 1)")
 
 
+# What is made of floating point numbers in another dtype, and done there: it rounds nothing.
+_KINDS = {
+    "integer": "({v} > 0) * 3 - 1",
+    "truth": "{v} > 0",
+    "imaginary": "{v} * (1 + 2j)",
+    "single": "({v} > 0).float()",
+}
+_DEEDS: dict[str, tuple[str, ...]] = {
+    "promoted": ("{n} = {n} * 1.5 + 1",),
+    "both": ("{n} = torch.stack([{n} * 1, {n} * 1.0])[0]",),
+    "masked": ("{n}[{v} > 0] = 1.5",),
+    "turned": ("{n} = ({n}.transpose(0, -1) * 2).transpose(0, -1)",),
+    "copied": ("{n}_copy = {n}.clone()", "{n}.fill_(1)", "{n} = {n}_copy"),
+    "gated": ("{n} = {n} * torch.sigmoid({n})",),
+    "flat": ("{n} = ({n}.flatten() * 2).reshape({v}.shape)", "{n} += 1"),
+}
+
 RARE: dict[str, Emit] = {
+    **{f"{k}_{d}": typed(_KINDS[k], *_DEEDS[d]) for k in _KINDS for d in _DEEDS},
     "lower": expression("{v} - 1.0"),
     "quarter": expression("{v} / 4.0"),
     # Clamped, since layers that read infinities cannot be merged: they do not distribute.

@@ -43,7 +43,10 @@ SHAPES: tuple[Shape, ...] = (
 # The vocabularies that a model without an alphabet of its own may be written in.
 SWARMS = range(1024)
 # What is done between two readings of a value.
-WRITES = ("idouble_statement", "write_read", "write_layer", "arg idouble_statement drop")
+WRITES = (
+    "idouble_statement", "write_read", "write_layer", "arg idouble_statement drop",
+    "recall idouble_statement drop", "dup contiguous iview_statement drop", "out_weight",
+)  # fmt: skip
 # What two branches of a model meet in.
 JOINS = ("add", "mul", "sub", "maximum", "cat", "out")
 
@@ -178,6 +181,7 @@ def swarm(focus: str | None, number: int) -> list[str]:
                 [*before, "dup", *part, "swap", *deed, *second, join, *after],
                 [*before, "dup", *part, "swap", *second, join, *after],
                 [*before, *part, *deed, "recompute", join, *after],
+                [*before, *part, "recompute_otherwise", join, *after],
             ]
         )
 

@@ -161,6 +161,7 @@ VIEWS: dict[str, Emit] = {
     "swapdims": permutation("torch.swapdims({v}, 0, -1)", _ends),
     "movedim": permutation("{v}.movedim(0, -1)", _cycle),
     "moveaxis": permutation("torch.moveaxis({v}, -1, 0)", _cycle_back),
+    "movedim_turned": permutation("torch.movedim({v}, (0, 1), (-1, 0))", _cycle),
     "movedim_pair": permutation("torch.movedim({v}, (0, 1), (1, 0))", _first_two),
     "cycle": permutation("{v}.permute({dims})", _cycle),
     "cycle_back": permutation("{v}.permute(({dims}))", _cycle_back),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from optimizer.testing._motif import Motif
 
 MOTIF = Motif(
-    fires=("pad_even conv relu", "pad_kw conv_k3 bn", "pad_even pad_kw conv_groups_k3"),
+    fires=("pad_even conv relu", "pad_kw conv_many bn", "pad_even pad_kw conv_groups_k3"),
     near=(
         "pad conv",
         "pad_ones conv",

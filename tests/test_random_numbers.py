@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import optimizer
+from optimizer import _random
 from optimizer.testing import assert_equivalent
 
 np = pytest.importorskip("numpy")
@@ -241,3 +242,13 @@ def test_export_loses_no_seed(name: str) -> None:
     fast = optimizer.optimize(Seeding(SEEDING[name]).eval(), ROWS, capture="export")
 
     assert "draws or seeds random numbers" in fast.report.remarks[0]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_draws_where_it_drops(dropout: float) -> None:
+    x = torch.randn(1, 2, 4, 4)
+
+    with _random.Recorded() as numbers:
+        F.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
+
+    assert bool(numbers.drawn) is bool(dropout)

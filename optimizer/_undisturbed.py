@@ -99,7 +99,7 @@ def _what_fx_patches() -> Callable[[], None]:
 
 
 def is_tracing() -> bool:
-    """fx's mark that it traces: one of the process, and of each thread from torch 2.15 on."""
+    """Whether fx traces: a mark of the process, and of each thread from torch 2.15 on."""
     ask = getattr(fx_tracing, "_get_is_fx_tracing", None)
     return ask() if ask else fx_tracing._is_fx_tracing_flag
 

@@ -16,6 +16,7 @@ from optimizer._lowered import Decisions, LoweredModule
 from optimizer._pass import REDUCED
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._precision import Precision
+from optimizer.lowering.engines import Engines, engines_named
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,14 @@ class Tuning:
         path: a file of earlier decisions, which are not timed again; new ones are added to it.
         precision: of matrix products and convolutions, where it is not to be the model's own.
         cuda_graph: whether a whole call may be one.
+        engines: the names of those that may run a region on the CPU.
     """
 
     seconds: float = 1.0
     path: Path | None = None
     precision: Precision | None = None
     cuda_graph: bool = True
+    engines: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -43,6 +46,7 @@ class Tuning:
         precision: str | None = None,
         error_budget: float | None = None,
         cuda_graph: bool = True,
+        engines: Engines = "auto",
     ) -> Tuning:
         """What a caller asks for.
 
@@ -57,7 +61,8 @@ class Tuning:
                 " level=3."
             )
         file = None if path is None else require_writable("decisions", path)
-        tuning = cls(require_seconds(seconds), file, reduced, cuda_graph)
+        seconds, offered = require_seconds(seconds), engines_named(engines)
+        tuning = cls(seconds, file, reduced, cuda_graph, offered)
         tuning.known()
         return tuning
 
@@ -100,13 +105,13 @@ def lower(
     what is wrong with one of the same precision.
     """
     module.meta |= {"precision": tuning.precision, "tune_seconds": tuning.seconds}
-    module.meta["cuda_graph"] = tuning.cuda_graph
+    module.meta |= {"cuda_graph": tuning.cuda_graph, "engines": tuning.engines}
     if call is None:
         return "not lowered: there are no example inputs"
     if obstacle:
         return f"such a call is not lowered: {obstacle}"
     judge = functools.partial(_judged, expected, difference)
-    chooser = Chooser(tuning.seconds, tuning.known())
+    chooser = Chooser(tuning.seconds, tuning.known(), tuning.engines)
     try:
         plan = module.prepare(call, chooser, judge)
     except InputError as error:

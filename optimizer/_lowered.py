@@ -68,7 +68,10 @@ class LoweredModule(OptimizedModule):
         """
         call = as_call(example_inputs)
         self._require_no_obstacle(call)
-        return self.prepare(call, Chooser(tune_seconds, decisions)).choices
+        return self.prepare(call, self._chooser(tune_seconds, decisions)).choices
+
+    def _chooser(self, seconds: float, known: Decisions) -> Chooser:
+        return Chooser(seconds, known, self.meta.get("engines", ()))
 
     def _require_no_obstacle(self, call: Call) -> None:
         """Look at the graph anew: at other sizes, a BatchNorm may train, or a copy be a view."""
@@ -151,7 +154,7 @@ class LoweredModule(OptimizedModule):
         known = self._decisions(key)
         seconds = self.meta.get("tune_seconds", 1.0) if known is None else 0
         try:
-            return self.prepare(call, Chooser(seconds, known or {}))
+            return self.prepare(call, self._chooser(seconds, known or {}))
         except InputError as error:
             self.meta["lowered"] = {**self.meta["lowered"], key: None}
             remarks = (*self.report.remarks, f"on {key.devices[0]}: {str(error).rstrip('.')}")

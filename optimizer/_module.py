@@ -87,6 +87,7 @@ class OptimizedModule(_Result, fx.GraphModule):
             precision=precision and precision.name,
             error_budget=precision and precision.budget,
             cuda_graph=self.meta.get("cuda_graph", True),
+            engines=self.meta.get("engines", ()),
         )
         if not isinstance(fresh, OptimizedModule):
             raise CaptureError("; ".join(fresh.report.remarks))

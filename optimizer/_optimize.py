@@ -29,6 +29,7 @@ from optimizer._registry import all_passes, select
 from optimizer._report import Line, Report, Size, listing
 from optimizer._undisturbed import undisturbed
 from optimizer.lowering._eligible import obstacle
+from optimizer.lowering.engines import Engines
 
 Check: TypeAlias = Literal["final", "each"] | None
 
@@ -49,6 +50,7 @@ def optimize(
     precision: Literal["bf16", "fp16", "int8"] | None = None,
     error_budget: float | None = None,
     cuda_graph: bool = True,
+    engines: Engines = "auto",
 ) -> OptimizedModule | Unchanged:
     """A faster module that computes what `model` computes; `model` itself is not changed.
 
@@ -86,6 +88,9 @@ def optimize(
             largest value; 1e-2 for fp16 and else 5e-2 if None. Beyond it, nothing is lowered.
         cuda_graph: from level 2 on, whether calls like the example may run as one CUDA graph, which
             holds the memory of a forward.
+        engines: from level 2 on, which kept compilers and runtimes may run parts of calls like the
+            example on the CPU: names of "openvino" and "onnxruntime", which must be installed;
+            "auto" is OpenVINO where it is installed, () is none.
 
     Raises:
         InputError: an argument cannot be used, or the model rejects the example inputs.
@@ -96,7 +101,7 @@ def optimize(
     passes = select(level, only, disable, [name for name in promised if promised[name]])
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
-    tuning = Tuning.of(level, tune_seconds, decisions, precision, error_budget, cuda_graph)
+    tuning = Tuning.of(level, tune_seconds, decisions, precision, error_budget, cuda_graph, engines)
     call = None if example_inputs is None else as_call(example_inputs)
     model, call, front_ends = choose(model, call, capture, static_shapes=static_shapes)
     arguments = (require_module(model), call, front_ends, level, check if call else None, passes)

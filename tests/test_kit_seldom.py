@@ -92,8 +92,8 @@ def test_a_soak_at_level_2_counts_regions_and_sees_a_nan_that_is_lost(
     tally = _soak.tried(Optimize(2), 1, torch.float32, 0)
 
     assert (tally.examples, tally.lowered) == (1, 1)
-    assert tally.regions == {"oneDNN Graph, channels_last": 1}
-    assert "(regions: 1 oneDNN Graph, channels_last)" in str(tally)
+    assert tally.regions == {"packed weights, channels_last": 1}
+    assert "(regions: 1 packed weights, channels_last)" in str(tally)
     (told,) = tally.wrong
     assert told.startswith("nan in input 0 is lost")
 

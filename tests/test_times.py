@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from optimizer.lowering import _times
-from optimizer.lowering._candidates import verified
+from optimizer.lowering._candidates import CANDIDATES, verified
 from optimizer.lowering._choose import Chooser
 from optimizer.lowering._policies import AS_IT_IS
 from optimizer.lowering._times import Times
@@ -89,7 +89,8 @@ def test_a_candidate_is_timed_while_it_is_verified() -> None:
         return program(*inputs)
 
     region = fx.symbolic_trace(Tupled())
-    assert not isinstance(verified("channels_last", region, [torch.randn(2, 3, 4, 4)], run), str)
+    make, inputs = CANDIDATES["channels_last"], [torch.randn(2, 3, 4, 4)]
+    assert not isinstance(verified(make, region, inputs, "channels_last", run), str)
     assert calls == [AS_IT_IS, "channels_last"] * 2
 
 

@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimizer.lowering._attention import extract_attention
 from optimizer.lowering._choose import Chooser
-from optimizer.lowering._policies import Policy, policy_of
-from optimizer.lowering._products import extract_calls
 from optimizer.lowering._regions import extract_layers
 
 
@@ -21,9 +18,6 @@ def by_region(
 ) -> tuple[fx.GraphModule, Sequence[torch.Tensor]]:
     """The same code, with each region a module that it calls; and what it makes of `inputs`."""
     program = fx.GraphModule(module, copy.deepcopy(module.graph))
-    extract_attention(program)
-    if (policy_of(inputs) or Policy()).splits_attention:
-        extract_calls(program)
     extract_layers(program)
     program.recompile()
     return program, _Choosing(program, chooser).run(*inputs)

@@ -5,22 +5,28 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from optimizer._errors import InputError
-from optimizer._graph import is_attribute
 from optimizer._inputs import require_seconds
 from optimizer._report import Choice
-from optimizer.lowering._candidates import CANDIDATES, prepared, tried, verified
+from optimizer.lowering._candidates import (
+    CANDIDATES,
+    Makers,
+    Program,
+    prepared,
+    tried,
+    verified,
+)
 from optimizer.lowering._key import key_of
-from optimizer.lowering._onednn import Program
 from optimizer.lowering._policies import AS_IT_IS, Policy, policy_of
-from optimizer.lowering._regions import WEIGHTED, constant_inputs, name_of
+from optimizer.lowering._regions import WEIGHTED, name_of
 from optimizer.lowering._times import BRIEF, Times
+from optimizer.lowering.engines import Compiled, engines_here
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 7
@@ -34,19 +40,23 @@ class Chooser:
         seconds: how long the timing of all regions may take; every candidate gets two rounds in
             any case. With 0 nothing is timed, and only regions that convolve are lowered.
         known: what to choose, by the key of a region; regions not in it are timed.
+        engines: the names of those that may run a region on the CPU.
 
     Raises:
         InputError: one of them cannot be used.
     """
 
-    def __init__(self, seconds: float, known: Mapping[str, str]) -> None:
+    def __init__(
+        self, seconds: float, known: Mapping[str, str], engines: Iterable[str] = ()
+    ) -> None:
         if not isinstance(known, Mapping):
             raise InputError(f"decisions is {known!r}: pass a mapping from regions to choices.")
         self.tunes = require_seconds(seconds) > 0
         self.deadline = time.perf_counter() + seconds
         self.known = dict(known)
         self.choices: list[Choice] = []
-        self.shared: dict[Hashable, Program] = {}  # of regions that hold nothing
+        here = engines_here(engines)
+        self.engines = {name: functools.partial(Compiled, each) for name, each in here.items()}
         self.verified: set[str] = set()  # keys of regions, of which another has been prepared here
         self.in_graphs = True  # on a device that has them
 
@@ -58,18 +68,12 @@ class Chooser:
         It leaves the inputs as they are.
         """
         device = policy_of(inputs) or Policy()
-        untimed = device.untimed(region, inputs)
-        offered = device.offered(region, inputs)
-        what, key = _described(region), key_of(region, inputs)
-        strides = map(torch.Tensor.stride, inputs)  # what is compiled is for these
-        alike = (key, constant_inputs(region), *strides)
-        if alike in self.shared:
-            self.choices.append(Choice(what, key, self.known[key]))
-            return self.shared[alike], self.shared[alike](*inputs)
+        engines = self.engines if device.takes_engines else {}
+        untimed = next(iter(engines), device.untimed(region, inputs))
+        offered = [*engines, *device.offered(region, inputs)]
+        what, key = _described(region), key_of(region, inputs, engines)
         times = Times(inputs, BRIEF)
         program = self._run_by(offered, what, key, region, times, untimed)
-        if not any(map(is_attribute, region.graph.nodes)):
-            self.shared[alike] = program
         made = times.first.get(self.known[key])
         return program, program(*inputs) if made is None else made
 
@@ -92,13 +96,19 @@ class Chooser:
         times: Times,
         untimed: str,
     ) -> Program:
-        names: Iterable[str] = [AS_IT_IS, *offered]
-        make: Callable[..., Program | str] = functools.partial(verified, run=times.run)
-        if self.settled(key, untimed, CANDIDATES):
-            names, make = CANDIDATES, prepared if key in self.verified else tried
+        makers: Makers = CANDIDATES | self.engines
+        given = program, times.inputs
+        ready: dict[str, Callable[[], Program | str]]
+        if self.settled(key, untimed, makers):
+            prepare = prepared if key in self.verified else tried
+            ready = {
+                name: functools.partial(prepare, make, *given) for name, make in makers.items()
+            }
+        else:
+            names = [AS_IT_IS, *offered]
+            ready = {n: functools.partial(verified, makers[n], *given, n, times.run) for n in names}
         self.verified.add(key)
-        makers = {name: functools.partial(make, name, program, times.inputs) for name in names}
-        return self.pick(what, key, makers, untimed, times)
+        return self.pick(what, key, ready, untimed, times)
 
     def settled(self, key: str, policy: str, names: Container[str]) -> str:
         """What needs no timing: an earlier decision, or the policy where nothing is timed.

@@ -15,11 +15,14 @@ import torch
 from torch import fx
 from torch.fx.passes.shape_prop import ShapeProp
 
-from optimizer.lowering._regions import LINEAR, name_of, named_arguments
+from optimizer.lowering._regions import (
+    CONVOLUTION,
+    LINEAR,
+    name_of,
+    named_arguments,
+    per_dimension,
+)
 
-_CONVOLUTION = {"input": None, "weight": None, "bias": None} | {
-    "stride": 1, "padding": 0, "dilation": 1, "groups": 1
-}  # fmt: skip
 _GELU = {"input": None, "approximate": "none"}
 _SUMS = ("add", "__add__", "__radd__")
 
@@ -44,11 +47,6 @@ def with_fused_kernels(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
     graph.eliminate_dead_code()
     module.recompile()
     return module
-
-
-def arguments_of(convolution: fx.Node) -> dict[str, Any]:
-    """What a convolution is called with, by name."""
-    return named_arguments(convolution, _CONVOLUTION)
 
 
 def _fused(node: fx.Node) -> Any:
@@ -91,11 +89,11 @@ def _convolution(node: Any, addend: Any = None) -> fx.Node | None:
     if not _is_convolution(node):
         return None
     graph: fx.Graph = node.graph
-    given = arguments_of(node)
+    given = named_arguments(node, CONVOLUTION)
     batched = len(_shape(given["input"])) == 4
     if not batched or isinstance(given["padding"], str):
         return None
-    sizes = [_pair(given[name]) for name in ("stride", "padding", "dilation")]
+    sizes = [per_dimension(given[name], 2) for name in ("stride", "padding", "dilation")]
     last = (given["bias"], *sizes, given["groups"])
     if addend is None:
         relu = torch.cudnn_convolution_relu
@@ -125,8 +123,3 @@ def _meta(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
 
 def _shape(node: fx.Node) -> torch.Size:
     return _meta(node)[0]
-
-
-def _pair(sizes: int | Sequence[int]) -> tuple[int, ...]:
-    several = (sizes,) if isinstance(sizes, int) else tuple(sizes)
-    return several * 2 if len(several) == 1 else several

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from optimizer._errors import InputError
 from optimizer._graph import attribute_of
-from optimizer.lowering._regions import constant_weight
+from optimizer.lowering._regions import constant_weight, name_of
 from optimizer.lowering._straight_line import NotStraightLineError
 
 
@@ -64,7 +64,7 @@ def int8_linear(
 
 
 def _quantize(module: fx.GraphModule, node: fx.Node) -> None:
-    read = constant_weight(node)
+    read = constant_weight(node) if name_of(node) == "linear" else None
     if read is None or attribute_of(read).dtype != torch.float32:
         return
     name = f"{read.target}_in_8_bits"

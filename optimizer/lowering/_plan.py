@@ -13,7 +13,6 @@ from optimizer._check import Answer, Difference, compare_answers, relative_error
 from optimizer._graph import tensors_of
 from optimizer._inputs import Call
 from optimizer._report import Choice
-from optimizer.lowering._allocator import keep_freed_memory
 from optimizer.lowering._by_region import by_region
 from optimizer.lowering._candidates import varied
 from optimizer.lowering._choose import WORTH_IT, Chooser
@@ -142,7 +141,6 @@ def make_plan(
         NotStraightLineError: the call cannot be written down.
     """
     line = straight_line(run, tensors_of(module), call)
-    keep_freed_memory(line.taken)
     make = functools.partial(Plan, line, chooser)
     if precision is None:
         return make()

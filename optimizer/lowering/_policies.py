@@ -15,12 +15,10 @@ from torch import fx
 
 from optimizer._device import Cuda
 from optimizer._errors import InputError
-from optimizer.lowering import _onednn, _packed
-from optimizer.lowering._attention import holds_attention
-from optimizer.lowering._fused import arguments_of, can_fuse
+from optimizer.lowering import _packed
+from optimizer.lowering._fused import can_fuse
 from optimizer.lowering._packed import packable_in
-from optimizer.lowering._products import calls_attention
-from optimizer.lowering._regions import convolutions_of
+from optimizer.lowering._regions import CONVOLUTION, convolutions_of, named_arguments
 
 AS_IT_IS = "as it is"
 
@@ -29,10 +27,10 @@ class Policy:
     """A device on which nothing is known to help but fewer calls.
 
     Attributes:
-        splits_attention: whether a call of attention may be faster as products.
+        takes_engines: whether there are engines for it.
     """
 
-    splits_attention = False
+    takes_engines = False
 
     def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
         """What may run a region, the most promising first."""
@@ -56,25 +54,22 @@ class Policy:
 
 
 class _Cpu(Policy):
-    splits_attention = True
+    takes_engines = True
 
     def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
-        if holds_attention(region):
-            return ["attention in one call"]
-        graph = _onednn.is_available() and _floating(inputs) == {torch.float32}
-        if calls_attention(region):
-            return ["attention in products"] if graph else []
+        packable = packable_in(region) if _packed.is_available() else []
         images = convolutions_of(region)
-        if _packed.is_available() and _mostly_multiplies(region):
-            return ["packed weights, channels_last" if images else "packed weights"]
         if not images:
-            return []
-        return ["oneDNN Graph, channels_last" if graph else "channels_last"]
+            return ["packed weights"] if packable else []
+        if not packable:
+            return ["channels_last"]
+        grouped = any(_groups(node) > 1 for node in images)
+        return ["packed weights, channels_last", *["packed Linear, channels_last"] * grouped]
 
     def untimed(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
         """Products were faster by oneDNN on one processor (AVX-512), and slower on another."""
-        multiplies = _mostly_multiplies(region) or calls_attention(region)
-        return AS_IT_IS if multiplies else super().untimed(region, inputs)
+        images, packable = convolutions_of(region), packable_in(region)
+        return super().untimed(region, inputs) if 2 * len(images) >= len(packable) else AS_IT_IS
 
     def settings(self) -> Hashable:
         return torch.get_num_threads()
@@ -85,8 +80,6 @@ class _Cpu(Policy):
 
 class _Cuda(Policy):
     def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
-        if holds_attention(region):
-            return ["attention in one call"]
         fused = ["fused kernels"] if can_fuse(region) else []
         if not convolutions_of(region):
             return fused
@@ -94,7 +87,9 @@ class _Cuda(Policy):
 
     def untimed(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
         offered = self.offered(region, inputs)
-        dense = all(arguments_of(node)["groups"] == 1 for node in convolutions_of(region))
+        dense = all(
+            named_arguments(node, CONVOLUTION)["groups"] == 1 for node in convolutions_of(region)
+        )
         if not (dense and _floating(inputs) <= {torch.float16, torch.bfloat16}):
             offered = [name for name in offered if "channels_last" not in name]
         return next(iter(offered), AS_IT_IS)
@@ -142,8 +137,9 @@ def require_one_device(tensors: Iterable[torch.Tensor]) -> None:
         raise InputError("such a call is not lowered: nothing is known of its device.")
 
 
-def _mostly_multiplies(region: fx.GraphModule) -> bool:
-    return len(packable_in(region)) > len(convolutions_of(region))
+def _groups(convolution: fx.Node) -> int:
+    groups: int = named_arguments(convolution, CONVOLUTION)["groups"]
+    return groups
 
 
 def _floating(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:

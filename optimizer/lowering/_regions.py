@@ -1,24 +1,35 @@
-"""The parts of straight-line code that a library of fused kernels may take over.
+"""The parts of straight-line code that an engine or a library of fused kernels may take over.
 
-A region is a run of consecutive functions that the library computes, or that only move data
-between them, and holds at least one with weights. Everything else stays as it is.
+A region is a run of consecutive functions that make finite numbers of moderate ones, and holds at
+least one product. Everything else stays as it is: a kernel that makes a number of NaN can do no
+harm where no NaN can arise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
-import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from optimizer._graph import attribute_of, is_attribute
 
-CONVOLUTIONS = frozenset(("conv2d", "conv3d"))
+CONVOLUTIONS = {"conv2d": 2, "conv3d": 3}  # of so many dimensions, which channels_last is for
+CONVOLUTION = {"input": None, "weight": None, "bias": None} | {
+    "stride": 1, "padding": 0, "dilation": 1, "groups": 1
+}  # fmt: skip
 LINEAR = {"input": None, "weight": None, "bias": None}
-WEIGHTED = CONVOLUTIONS | {"linear"}
+ATTENTION = {
+    "query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0,
+    "is_causal": False, "scale": None, "enable_gqa": False,
+}  # fmt: skip
+WEIGHTED = CONVOLUTIONS.keys() | {
+    "conv1d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear",
+    "matmul", "__matmul__", "bmm", "scaled_dot_product_attention",
+}  # fmt: skip
 # Each element of the result is that of one or two values, or the largest of some of one.
 POINTWISE = frozenset((
     "relu", "relu6", "hardtanh", "clamp", "hardswish", "hardsigmoid", "sigmoid", "silu", "gelu",
@@ -26,13 +37,19 @@ POINTWISE = frozenset((
     "max_pool2d", "max_pool3d",
 ))  # fmt: skip
 _COMPUTED = POINTWISE | {
-    "batch_norm", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "mean"
+    "sub", "__sub__", "neg", "div", "__truediv__", "mish", "softplus", "softmax",
+    "batch_norm", "layer_norm", "group_norm", "normalize",
+    "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+    "adaptive_max_pool2d", "mean", "sum", "amax",
 }  # fmt: skip
 MOVED = frozenset((
     "cat", "chunk", "split", "getitem", "__getitem__", "reshape", "view", "flatten", "squeeze",
     "unsqueeze", "transpose", "permute", "contiguous", "dropout", "getattr", "interpolate",
     "swapaxes", "swapdims", "movedim", "channel_shuffle",
 ))  # fmt: skip
+_PLACED = frozenset(("pad", "roll", "expand", "stack", "unbind", "unflatten"))
+_EPSILON = {"layer_norm": 4, "group_norm": 4, "batch_norm": 7, "normalize": 3}  # its place
+_SMALLEST = 1e-12  # that keeps a norm of equal values from a division by zero
 
 
 def name_of(node: fx.Node) -> str:
@@ -45,23 +62,21 @@ def named_arguments(node: fx.Node, defaults: Mapping[str, Any]) -> dict[str, Any
     return dict(defaults) | dict(zip(defaults, node.args, strict=False)) | node.kwargs
 
 
-def result_of(step: fx.Node, value: torch.Tensor) -> torch.Tensor:
-    """What a step makes of another value."""
-    target: Any = step.target
-    read = {node: attribute_of(node) for node in step.all_input_nodes if is_attribute(node)}
-    both: Any = fx.map_arg((step.args, step.kwargs), lambda node: read.get(node, value))
-    (first, *others), options = both
-    run = getattr(first, target) if step.op == "call_method" else partial(target, first)
-    result: torch.Tensor = run(*others, **options)
-    return result
-
-
 def constant_weight(node: fx.Node) -> fx.Node | None:
-    """What reads the weight of a Linear layer, if that is a constant matrix."""
-    if name_of(node) != "linear":
+    """What reads the weight of a Linear layer or convolution, if that is one constant."""
+    dimensions = {"linear": 0, **CONVOLUTIONS}.get(name_of(node))
+    if dimensions is None:
         return None
-    read = named_arguments(node, LINEAR)["weight"]
-    return read if is_attribute(read) and attribute_of(read).dim() == 2 else None
+    given = named_arguments(node, CONVOLUTION if dimensions else LINEAR)
+    read, padding = given["weight"], given.get("padding")
+    constant = is_attribute(read) and attribute_of(read).dim() == dimensions + 2
+    return read if constant and not isinstance(padding, str) else None
+
+
+def per_dimension(sizes: int | Sequence[int], dimensions: int) -> tuple[int, ...]:
+    """One size for each dimension of an image; a single one counts for all."""
+    several = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return several * dimensions if len(several) == 1 else several
 
 
 def convolutions_of(module: fx.GraphModule) -> list[fx.Node]:
@@ -72,7 +87,7 @@ def convolutions_of(module: fx.GraphModule) -> list[fx.Node]:
 def extract_layers(outer: fx.GraphModule) -> None:
     """Make of each run of layers and what is between them a GraphModule that the code calls."""
     for place, nodes in enumerate(list(_regions(outer.graph))):
-        extract(outer, nodes, f"region_{place}", (arg for node in nodes for arg in _weights(node)))
+        extract(outer, nodes, f"region_{place}")
 
 
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -80,22 +95,34 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     for node in graph.nodes:
         if node.op in ("get_attr", "placeholder"):
             continue
-        if name_of(node) in WEIGHTED | _COMPUTED | MOVED and not _never_ends(node):
+        if _is_moderate(node):
             run.append(node)
             continue
         yield from _trimmed(run)
         run = []
 
 
-def _never_ends(node: fx.Node) -> bool:
-    """Whether oneDNN Graph takes memory until there is none: of torch 2.13, with no error.
-
-    It does on a batch_norm of a convolution that has another reader.
-    """
-    if name_of(node) != "batch_norm":
+def _is_moderate(node: fx.Node) -> bool:
+    """Whether it makes finite numbers of all finite numbers that are not huge."""
+    name = name_of(node)
+    if name not in WEIGHTED | _COMPUTED | MOVED | _PLACED:
         return False
-    source = node.all_input_nodes[0]
-    return name_of(source) in WEIGHTED and len(source.users) > 1
+    if not all(map(math.isfinite, _numbers(node))):
+        return False
+    if name in ("div", "__truediv__"):
+        return not node.kwargs and bool(_numbers(node)) and 0 not in _numbers(node)
+    if name in _EPSILON:
+        given = node.kwargs.get("eps", (*node.args, *[1e-5] * 8)[_EPSILON[name]])
+        return isinstance(given, float) and given >= _SMALLEST
+    if name == "scaled_dot_product_attention":
+        mask = named_arguments(node, ATTENTION)["attn_mask"]
+        return mask is None or is_attribute(mask)
+    return True
+
+
+def _numbers(node: fx.Node) -> list[float]:
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return [each for each in leaves if isinstance(each, float | int)]
 
 
 def _trimmed(run: list[fx.Node]) -> Iterator[list[fx.Node]]:
@@ -105,21 +132,15 @@ def _trimmed(run: list[fx.Node]) -> Iterator[list[fx.Node]]:
         yield run[kept[0] : kept[-1] + 1]
 
 
-def extract(
-    outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str, held: Iterable[fx.Node]
-) -> None:
-    """Put nodes into a module of their own, with the constants that it is to hold.
-
-    Other constants are arguments.
-    """
-    inside, constants = dict.fromkeys(nodes), dict.fromkeys(held)
+def extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
+    """Put nodes into a module of their own, with the constants that they read."""
+    inside = dict.fromkeys(nodes)
+    constants = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if is_attribute(a))
     own = inside | constants
     inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in own))
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{place}") for place, node in enumerate(inputs)}
-    for node in inputs:
-        copies[node].meta["constant"] = is_attribute(node)
     copies |= {node: graph.get_attr(str(node.target)) for node in constants}
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -133,15 +154,3 @@ def extract(
         node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
     for node in reversed(nodes):
         outer.graph.erase_node(node)
-
-
-def constant_inputs(region: fx.GraphModule) -> tuple[bool, ...]:
-    """Which inputs of a region are the same in each call."""
-    inputs = region.graph.find_nodes(op="placeholder")
-    return tuple(bool(node.meta.get("constant")) for node in inputs)
-
-
-def _weights(node: fx.Node) -> Iterator[fx.Node]:
-    """Those of a layer; oneDNN Graph rejects a constant that is added to a product of matrices."""
-    if name_of(node) in WEIGHTED | {"batch_norm"}:
-        yield from (arg for arg in node.all_input_nodes[1:] if arg.op == "get_attr")

@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from optimizer._effects import Effects
 from optimizer._guards import GUARDS
 from optimizer._inputs import Call
 from optimizer._literals import literal
 from optimizer._trees import storages_in, tensors_in
-from optimizer.lowering._allocator import Allocations
 from optimizer.lowering._idle import skip_idle
 from optimizer.lowering._see_through import see_through
 from optimizer.lowering._writes import returning_new, version_of, written_tensor
@@ -43,14 +43,12 @@ class StraightLine:
         inputs: copies of the call's tensors.
         outputs: what it returned for them.
         rebuild: makes the call's output of the tensors that `module` returns.
-        taken: the memory that it took.
     """
 
     module: fx.GraphModule
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     rebuild: Callable[[Sequence[torch.Tensor]], Any]
-    taken: Allocations
 
 
 def straight_line(
@@ -64,14 +62,14 @@ def straight_line(
     own = call.copied()
     inputs = tuple(tensors_in(own))
     _require_dense(call, inputs)
-    recorder, effects = _Recorder(inputs, held), Allocations()
+    recorder, effects = _Recorder(inputs, held), Effects()
     with torch.no_grad(), effects, recorder:
         output = run(*own.args, **own.kwargs)
     _require(not effects.counts, "a size depends on values")
     outputs = tensors_in(output)
     _require_own_storages(outputs, inputs)
     module = recorder.finished(outputs)
-    return StraightLine(module, inputs, tuple(outputs), _rebuild(output), effects)
+    return StraightLine(module, inputs, tuple(outputs), _rebuild(output))
 
 
 def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:

@@ -1,0 +1,54 @@
+"""Which engines are offered."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from optimizer._errors import InputError
+from optimizer.lowering.engines._compiled import Engine
+from optimizer.lowering.engines._onnxruntime import OnnxRuntime
+from optimizer.lowering.engines._openvino import OpenVino
+
+Engines: TypeAlias = str | Iterable[str]
+ENGINES: dict[str, Engine] = {each.name: each for each in (OpenVino(), OnnxRuntime())}
+AUTOMATIC = ("openvino",)  # ONNX Runtime takes 3 to 15 seconds to prepare
+
+
+def engines_named(names: Engines) -> tuple[str, ...]:
+    """What a caller asks for; "auto" is what is installed and quickly prepared.
+
+    Raises:
+        InputError: there is no such engine, or it is not installed.
+    """
+    if names == "auto":
+        return tuple(name for name in AUTOMATIC if is_installed(ENGINES[name]))
+    asked = (names,) if isinstance(names, str) else names
+    if not isinstance(asked, Iterable) or not all(isinstance(name, str) for name in asked):
+        raise InputError(f"engines={names!r} cannot be used: pass 'auto' or names of engines.")
+    for name in (asked := tuple(asked)):
+        _require(name)
+    return asked
+
+
+def _require(name: str) -> None:
+    if name not in ENGINES:
+        known = " and ".join(map(repr, ENGINES))
+        raise InputError(f"there is no engine {name!r}: there are {known}, and 'auto'.")
+    if not is_installed(ENGINES[name]):
+        raise InputError(
+            f"engine {name!r} is not installed: run python -m pip install 'optimizer[{name}]'."
+        )
+
+
+def is_installed(engine: Engine) -> bool:
+    """Whether it can be imported."""
+    return importlib.util.find_spec(engine.module) is not None
+
+
+def engines_here(names: Iterable[str]) -> dict[str, Engine]:
+    """The engines of these names that are here, by title and version."""
+    here = [ENGINES[name] for name in names if is_installed(ENGINES[name])]
+    return {f"{each.title} {importlib.metadata.version(each.module)}": each for each in here}

@@ -1,0 +1,366 @@
+"""Compilers and runtimes that others keep: which are offered, and what they are held to."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import optimizer
+from optimizer import InputError
+from optimizer._lowered import LoweredModule
+from optimizer.lowering import engines
+from optimizer.lowering._policies import AS_IT_IS
+from optimizer.lowering.engines import Compiled, _choice, engines_here, engines_named
+
+
+class Net(nn.Module):
+    """What images meet: a residual, norms, attention, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.first(x))
+        y = F.relu(self.second(y) + y)
+        tokens = self.norm(y.flatten(2).transpose(1, 2)).unsqueeze(1)
+        tokens = F.scaled_dot_product_attention(tokens, tokens, tokens)
+        return F.softmax(self.head(tokens.mean((1, 2))), -1)
+
+
+class Then(nn.Module):
+    """A layer, and a function of it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer, self.function = nn.Conv2d(3, 4, 3, padding=1), function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+def image(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (2, 3, 6, 6)), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(params=["openvino", "onnxruntime"])
+def engine(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def lowered(model: nn.Module, x: torch.Tensor, *names: str, **options: Any) -> LoweredModule:
+    fast = optimizer.optimize(model.eval(), x, engines=names, disable=(), **options)
+    assert isinstance(fast, LoweredModule)
+    return fast
+
+
+def compiled(fast: LoweredModule, x: torch.Tensor) -> list[Compiled]:
+    """The parts of a plan that run on an engine."""
+    with torch.no_grad():
+        found: Any = fast.plan_for((x,), {})
+    return [each for each in found.func.program.modules() if isinstance(each, Compiled)]
+
+
+@pytest.fixture(autouse=True)
+def _engines_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speed is not what is tested here: an engine that is right counts as faster."""
+
+    def race(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
+        return {name: 0.1 if name[0] == "O" or name == "plan" else 1.0 for name in runs}
+
+    monkeypatch.setattr("optimizer.lowering._choose.Chooser.race", race)
+
+
+def test_a_whole_model_is_one_region_of_an_engine(engine: str) -> None:
+    model, x = Net(), image()
+    fast = lowered(model, x, engine)
+    [choice] = fast.report.choices
+
+    assert choice.chosen == next(iter(engines_here([engine])))
+    assert choice.chosen in str(fast.report)
+    torch.testing.assert_close(fast(x), model(x))
+    torch.testing.assert_close(fast(-x), model(-x))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_not_lost(engine: str, value: float) -> None:
+    model, x = Then(F.relu), image()
+    fast = lowered(model, x, engine)
+    assert compiled(fast, x)
+    x[0, 0, 0, 0] = value
+
+    torch.testing.assert_close(fast(x), model(x), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: y / y.std(),
+        lambda y: y / 0,
+        lambda y: y.log(),
+        lambda y: F.layer_norm(y, (6,), eps=0.0),
+        lambda y: torch.batch_norm(y, None, None, None, None, True, 0.1, 0.0, False),
+        lambda y: y + math.inf,
+        lambda y: F.scaled_dot_product_attention(y, y, y, y),
+        lambda y: F.scaled_dot_product_attention(y, y, y, attn_mask=y > 0),
+        lambda y: y.masked_fill(y > 0, -math.inf),
+    ],
+    ids=[
+        "division", "by zero", "logarithm", "no eps", "no eps by position", "infinity",
+        "added", "hidden", "filled",
+    ],
+)  # fmt: skip
+def test_what_makes_nan_of_numbers_is_no_part_of_a_region(function: Callable[..., Any]) -> None:
+    """An engine's ReLU makes 0 of it: no kernel may see it arise."""
+    model, x = Then(lambda y: F.relu(function(y) + 1)), image()
+    fast = lowered(model, x, "openvino")
+    [part] = compiled(fast, x)
+
+    assert [node.target for node in part.region.graph.nodes if node.op[:4] == "call"] == [F.conv2d]
+    with torch.no_grad():
+        model.layer.weight.zero_()
+        model.layer.bias.zero_()
+    blank = lowered(model, x, "openvino")
+    torch.testing.assert_close(blank(x), model(x), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: y / 2,
+        lambda y: F.layer_norm(y, (6,)),
+        lambda y: F.layer_norm(y, (6,), eps=1e-6),
+        lambda y: F.scaled_dot_product_attention(y, y, y),
+        lambda y: F.softmax(y, -1),
+    ],
+    ids=["halved", "norm", "norm by name", "attention", "softmax"],
+)
+def test_what_makes_numbers_of_numbers_is_part_of_it(function: Callable[..., Any]) -> None:
+    model, x = Then(lambda y: F.relu(function(y) + 1)), image()
+    [part] = compiled(lowered(model, x, "openvino"), x)
+
+    assert F.relu in [node.target for node in part.region.graph.nodes]
+
+
+class Masked(nn.Module):
+    """A sum with a constant."""
+
+    def __init__(self, value: float, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.full((4,), value, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.layer(x) + self.mask)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "reason"),
+    [
+        (Masked(-math.inf), torch.ones(3, 4), "a constant is not finite"),
+        (Masked(1, torch.int64), torch.ones(3, 4), "not in float32"),
+        (Masked(1).double(), torch.ones(3, 4).double(), "not in float32"),
+        (Masked(1).bfloat16(), torch.ones(3, 4).bfloat16(), "not in float32"),
+    ],
+    ids=["infinite", "integers", "float64", "bfloat16"],
+)
+def test_what_is_not_for_engines_is_rejected_with_the_reason(
+    model: nn.Module, x: torch.Tensor, reason: str, engine: str
+) -> None:
+    fast = lowered(model, x, engine)
+    [choice] = [*fast.report.choices, *fast.report.tried]
+
+    assert reason in choice.rejected[next(iter(engines_here([engine])))]
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_an_engine_that_cannot_is_rejected_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    def compile_nothing(*args: Any) -> Any:
+        raise NotImplementedError("no such operator")
+
+    monkeypatch.setattr(_choice.ENGINES[engine], "compile", compile_nothing)
+    fast = lowered(Then(F.relu), image(), engine)
+
+    assert "NotImplementedError: no such operator" in str(fast.report)
+    assert "OpenVINO" not in fast.report.choices[0].chosen
+
+
+def test_an_engine_that_is_wrong_is_rejected_with_the_error(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setattr(
+        _choice.ENGINES[engine], "compile", lambda *args: lambda given: [torch.zeros(2, 4, 6, 6)]
+    )
+    fast = lowered(Then(F.relu), image(), engine)
+
+    assert "relative error 1" in str(fast.report)
+
+
+def test_another_process_runs_the_region_by_torch(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    model, x = Then(F.relu), image()
+    fast = lowered(model, x, engine)
+    [part] = compiled(fast, x)
+    monkeypatch.setattr(part, "run", None)
+    with pytest.raises(TypeError):
+        fast(x)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_a_process_that_was_forked() -> None:
+    model, x = Then(F.relu), image()
+    fast = lowered(model, x, "openvino")
+    fork = multiprocessing.get_context("fork")
+    given, answer = fork.Pipe()
+    with torch.no_grad():
+        child = fork.Process(target=lambda: answer.send(fast(x).sum().item()))
+        child.start()
+        assert given.poll(60)
+    child.join()
+
+    assert given.recv() == pytest.approx(model(x).sum().item(), rel=1e-5)
+
+
+def test_calls_in_many_threads_at_once(engine: str) -> None:
+    model, x = Net(), image()
+    fast = lowered(model, x, engine)
+    inputs = [x * scale for scale in range(1, 9)]
+    answers: dict[int, list[torch.Tensor]] = {}
+
+    def call(place: int) -> None:
+        answers[place] = [fast(inputs[place]) for _ in range(5)]
+
+    threads = [threading.Thread(target=call, args=(place,)) for place in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    for place, each in enumerate(inputs):
+        for answer in answers[place]:
+            torch.testing.assert_close(answer, model(each))
+
+
+def test_an_answer_is_the_callers(engine: str) -> None:
+    fast, x = lowered(Then(F.relu), image(), engine), image()
+    first = fast(x)
+    kept = first.clone()
+    fast(2 * x)
+    assert torch.equal(first, kept)
+
+    first.fill_(3.0)
+    assert torch.equal(fast(x), kept)
+
+
+@pytest.mark.parametrize("x", [image(2, 6, 6, 3).permute(0, 3, 1, 2), image(1, 3, 6, 6)])
+def test_inputs_of_any_layout(engine: str, x: torch.Tensor) -> None:
+    model = Then(lambda y: y.transpose(2, 3).exp() + y)
+    fast = lowered(model, x, engine)
+
+    assert compiled(fast, x)
+    torch.testing.assert_close(fast(x), model(x))
+    assert fast(x).stride() == model(x).stride()
+
+
+def test_it_has_the_callers_number_of_threads(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    seen: list[int] = []
+    kept = _choice.ENGINES[engine]
+    compile_it = kept.compile
+    monkeypatch.setattr(kept, "compile", lambda *args: seen.append(args[-1]) or compile_it(*args))
+    model, x = Then(F.relu), image()
+    fast = lowered(model, x, engine)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        torch.testing.assert_close(fast(x), model(x))
+    finally:
+        torch.set_num_threads(before)
+    fast(x)
+
+    assert seen == [before, before + 1]
+
+
+def test_the_snapshot_takes_no_memory_of_its_own(engine: str) -> None:
+    from tests.conftest import address
+
+    model, x = Then(F.relu), image()
+    fast = lowered(model, x, engine)
+
+    assert compiled(fast, x)
+    assert address(fast.get_parameter("layer.weight")) == address(model.layer.weight)
+
+
+def test_a_pickle_where_the_engine_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    import pickle
+
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), image()
+    data = pickle.dumps(lowered(model, x, engine))
+    monkeypatch.setattr(_choice, "is_installed", lambda each: False)
+    loaded = pickle.loads(data)
+
+    torch.testing.assert_close(loaded(x), model(x))
+    assert not compiled(loaded, x)
+
+
+def test_a_decision_without_an_engine_does_not_bind_one_with_it(engine: str) -> None:
+    keys = {lowered(Then(F.relu), image(), *names).report.choices[0].key
+            for names in ((), (engine,))}  # fmt: skip
+
+    assert len(keys) == 2
+
+
+class TestWhichAreOffered:
+    def test_by_itself_what_is_installed_and_quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert engines_named("auto") == ("openvino",)
+        monkeypatch.setattr(_choice, "is_installed", lambda each: False)
+        assert engines_named("auto") == ()
+
+    def test_none(self) -> None:
+        fast = lowered(Then(F.relu), image())
+
+        assert "O" not in {choice.chosen[0] for choice in fast.report.choices}
+        assert engines_named(()) == ()
+
+    def test_by_name(self) -> None:
+        assert engines_named("onnxruntime") == ("onnxruntime",)
+        assert engines_named(["openvino", "onnxruntime"]) == ("openvino", "onnxruntime")
+
+    @pytest.mark.parametrize("names", [3, ("magic",), [None], "magic"])
+    def test_what_there_is_not(self, names: Any) -> None:
+        with pytest.raises(InputError, match="engine"):
+            optimizer.optimize(Then(F.relu), image(), engines=names)
+
+    def test_what_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_choice, "is_installed", lambda each: False)
+
+        with pytest.raises(InputError, match=r"pip install 'optimizer\[openvino\]'"):
+            optimizer.optimize(Then(F.relu), image(), engines="openvino")
+
+    def test_it_reaches_refit(self) -> None:
+        model, x = Then(F.relu), image()
+        fast = lowered(model, x, "onnxruntime")
+        fast.refit(model.state_dict(), x)
+
+        assert fast.meta["engines"] == ("onnxruntime",)
+        assert AS_IT_IS not in [choice.chosen for choice in fast.report.choices]
+        assert engines.AUTOMATIC == ("openvino",)

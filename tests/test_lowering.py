@@ -947,7 +947,7 @@ class TestStraightLine:
         ("function", "reason"),
         [
             (lambda x: x.add_(1), "read elsewhere"),
-            (lambda x: _written_through_a_view(x), "read elsewhere"),
+            (lambda x: _written_through_a_view(x), "by another name"),
             (lambda x: _item_assigned(x), "by '__setitem__'"),
             (lambda x: (x * 2).add_(x.double()), "another dtype"),
             (lambda x: (x * 2).gt_(1), "another dtype"),
@@ -985,6 +985,45 @@ class TestStraightLine:
 
 
 _HIDDEN = torch.ones(3)
+
+
+def _written_view_of_what_is_not_read(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x + 1, x])[:, :2].relu_() * 2
+
+
+def _two_views_one_written_after_the_other(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    first = y[:, :1]
+    second = first[:, :, :2]
+    return second.neg_().mul_(3)
+
+
+@pytest.mark.parametrize(
+    "function", [_written_view_of_what_is_not_read, _two_views_one_written_after_the_other]
+)
+def test_a_view_may_be_written_where_nothing_else_reads_its_memory(function: Any) -> None:
+    """GhostNet cuts a sum and applies a ReLU in place (issue 19)."""
+    x = image()
+    module = recorded(function, x)
+
+    torch.testing.assert_close(*module(x), function(x))
+    torch.testing.assert_close(*module(-x), function(-x))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda y, v: y, lambda y, v: y * 2, lambda y, v: y[:, 1:] + 1, lambda y, v: y.neg_()],
+    ids=["returned", "read", "cut again", "written"],
+)
+def test_what_was_written_through_a_view_is_not_read(read: Any) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        view = y[:, :1]
+        view.relu_()
+        return read(y, view)  # type: ignore[no-any-return]
+
+    with pytest.raises(NotStraightLineError, match="written by another name"):
+        recorded(function, image())
 
 
 class Opaque:

@@ -47,7 +47,9 @@ MOVED = frozenset((
     "unsqueeze", "transpose", "permute", "contiguous", "dropout", "getattr", "interpolate",
     "swapaxes", "swapdims", "movedim", "channel_shuffle",
 ))  # fmt: skip
-_PLACED = frozenset(("pad", "roll", "expand", "stack", "unbind", "unflatten"))
+_PLACED = frozenset((
+    "pad", "roll", "expand", "expand_as", "stack", "unbind", "unflatten", "reshape_as", "view_as",
+))  # fmt: skip
 _EPSILON = {"layer_norm": 4, "group_norm": 4, "batch_norm": 7, "normalize": 3}  # its place
 _SMALLEST = 1e-12  # that keeps a norm of equal values from a division by zero
 

@@ -107,6 +107,7 @@ class _Recorder(TorchFunctionMode):
         self.constants = WeakIdKeyDictionary()
         self.used: list[tuple[torch.Tensor, int]] = []
         self.made: dict[fx.Node, set[int]] = {}  # where the result of each lies
+        self.stale = WeakIdKeyDictionary()  # what was written by another name
         self.inputs = storages_in(inputs)
         for place, tensor in enumerate(inputs):
             self.nodes[tensor] = self.graph.placeholder(f"input_{place}")
@@ -174,8 +175,12 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _write(self, func: Any, args: Any, kwargs: Any, target: torch.Tensor) -> Any:
-        """Record the function that makes a new tensor; whoever reads `target` then reads that."""
-        _require(self._is_private(target), "it writes a tensor that is read elsewhere")
+        """Record the function that makes a new tensor; whoever reads `target` then reads that.
+
+        What shares memory with it is not to be read again.
+        """
+        own = target in self.nodes and storages_in(target).isdisjoint(self.inputs)
+        _require(own, "it writes a tensor that is read elsewhere")
         found = returning_new(func, args, kwargs)
         if found is None:
             raise NotStraightLineError(f"it writes a tensor by '{getattr(func, '__name__', func)}'")
@@ -184,14 +189,12 @@ class _Recorder(TorchFunctionMode):
         same = made.dtype == target.dtype and made.shape == target.shape
         _require(same, "it writes a tensor of another dtype or shape")
         node = self._call(pure, given, options)
+        storages = storages_in(target)
+        self.stale.update((o, None) for o in self.nodes if storages & storages_in(o))
         func(*args, **kwargs)
+        self.stale.pop(target)
         self.nodes[target] = node
         return target
-
-    def _is_private(self, tensor: torch.Tensor) -> bool:
-        storages = storages_in(tensor)
-        holders = sum(not storages.isdisjoint(storages_in(other)) for other in self.nodes)
-        return tensor in self.nodes and holders == 1 and storages.isdisjoint(self.inputs)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
         own = pytree.tree_map_only(torch.Tensor, self._node, (tuple(args), kwargs))
@@ -206,6 +209,7 @@ class _Recorder(TorchFunctionMode):
         return self.graph.call_function(func, own_args, own_kwargs)
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:
+        _require(tensor not in self.stale, "it reads a tensor that was written by another name")
         if tensor in self.nodes:
             return self.nodes[tensor]  # type: ignore[no-any-return]
         _require(tensor in self.constants, "a tensor comes from code that cannot be followed")

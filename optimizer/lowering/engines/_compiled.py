@@ -88,5 +88,12 @@ def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphM
     copies = fx.GraphModule(
         {name: tensor.clone() for name, tensor in region.named_buffers()}, region.graph
     )
+    traced = make_fx(copies, {torch.ops.aten.split.Tensor: _slices})
     with torch.no_grad():
-        return alone_and_unpatched(lambda: make_fx(copies)(*inputs))
+        return alone_and_unpatched(lambda: traced(*inputs))
+
+
+def _slices(tensor: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]:
+    """What split makes; OpenVINO does not take a last part that is smaller."""
+    starts = range(0, tensor.shape[dim], size)
+    return [tensor.narrow(dim, at, min(size, tensor.shape[dim] - at)) for at in starts]

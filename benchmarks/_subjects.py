@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import shutil
 import sys
 from collections.abc import Callable
@@ -47,7 +48,7 @@ MODELS = [
 ]
 EAGER = "eager"
 PORTABLE = ["optimized-1", "fx_fuse"]
-REWRITTEN = [*PORTABLE, "optimized-2"]
+REWRITTEN = [*PORTABLE, "optimized-2", "optimized-2-openvino"]
 VARIANTS = [EAGER, *REWRITTEN]
 _WARM_UP_CALLS = 2
 
@@ -134,16 +135,25 @@ def rewriter(variant: str) -> Callable[[Any, Any], Any]:
         return _fx_fuse
     if variant == EAGER:
         return lambda module, inputs: module
-    return functools.partial(_optimize, int(variant.removeprefix("optimized-")))
+    _, level, *engines = variant.split("-")
+    return functools.partial(_optimize, int(level), tuple(engines))
 
 
-def _optimize(level: int, module: Any, inputs: Any) -> Any:
+def _optimize(level: int, engines: tuple[str, ...], module: Any, inputs: Any) -> Any:
+    """At each level without engines, unless the variant names one."""
+    optimize = offered("optimizer", "optimize")
+    known = "engines" in inspect.signature(optimize).parameters
+    if engines and not known:
+        raise NotImplementedError("this commit has no engines")
+    options = {"engines": engines} if known else {}
     try:
-        return offered("optimizer", "optimize")(module, inputs, level=level, check=None)
+        return optimize(module, inputs, level=level, check=None, **options)
     except ValueError as error:
-        if "level" not in str(error):
+        if "level" not in str(error) and "not installed" not in str(error):
             raise
-        raise NotImplementedError(f"this commit has no level {level}") from error
+        raise NotImplementedError(
+            f"this commit has no {level=}, or {engines=} is not here"
+        ) from error
 
 
 def _fx_fuse(module: Any, inputs: Any) -> Any:

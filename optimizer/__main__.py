@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         if name != "bisect":  # which looks for a rewrite
             bits = ("bf16", "fp16", "int8")
             commands.choices[name].add_argument("--precision", choices=bits, help="at level 3")
+            _add_engines(commands.choices[name])
         if name in ("optimize", "cost", "memory"):
             commands.choices[name].add_argument("--json", action="store_true", help="print JSON")
     commands.choices["optimize"].add_argument("--html", help="a file to write the report to")
@@ -76,6 +77,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disable", nargs="*", action="extend", default=[], help="passes not to run"
     )
+
+
+def _add_engines(parser: argparse.ArgumentParser) -> None:
+    text = "what may run parts of the model on a CPU at level 2: openvino, onnxruntime; none of"
+    text += " them without a name, OpenVINO where it is installed without this option"
+    parser.add_argument("--engines", nargs="*", default="auto", metavar="ENGINE", help=text)
 
 
 def _passes(options: argparse.Namespace) -> str:
@@ -136,9 +143,10 @@ def _memory(options: argparse.Namespace) -> str:
 
 
 def _optimized(options: argparse.Namespace, **settings: Any) -> tuple[nn.Module, Any, Any]:
-    Tuning.of(options.level, precision=options.precision)  # raises before any work
+    tuned = {name: getattr(options, name) for name in ("level", "precision", "engines")}
+    Tuning.of(**tuned)  # raises before any work
     model, inputs = _load(options)
-    settings |= {name: getattr(options, name) for name in ("level", "disable", "precision")}
+    settings |= tuned | {"disable": options.disable}
     return model, optimizer.optimize(model, inputs, **settings), inputs
 
 

@@ -41,7 +41,7 @@ TABLES = ("summary", "figures", "census")  # commands, and no benchmarks
 
 # What is measured, by version. When this hash changes and numbers can change with it, raise
 # `version` in benchmarks/_forward.py, so that no series mixes two meanings; then record it here.
-MEANING = {"1": "c985d22d9fb6a1fc"}
+MEANING = {"1": "08e3c023afeb3ecb"}
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def test_a_latency_is_called_before_it_is_measured():
 
 @pytest.mark.parametrize(
     ("name", "first", "tools"),
-    [("Models", SMALL, 3), ("Scaling", "300", 2)],
+    [("Models", SMALL, 4), ("Scaling", "300", 2)],
     ids=["models", "scaling"],
 )
 def test_each_cost_benchmark_runs(name, first, tools):
@@ -260,7 +260,7 @@ def test_what_an_old_commit_lacks_is_not_available(missing, monkeypatch):
 
 def test_a_level_that_an_old_commit_lacks_is_not_available(monkeypatch):
     monkeypatch.setattr(optimizer, "optimize", _only_level_1)
-    _, level_1, _, level_2 = cells("cpu.Memory.track_peak_memory", SMALL)
+    _, level_1, _, level_2, _ = cells("cpu.Memory.track_peak_memory", SMALL)
 
     assert run_once("cpu.Memory.track_peak_memory", level_1) > 0
     assert run_once("cpu.Memory.track_peak_memory", level_2) is None
@@ -270,6 +270,15 @@ def test_another_wrong_value_of_an_old_commit_is_a_failure(monkeypatch):
     monkeypatch.setattr(optimizer, "optimize", lambda *call, **options: int("one"))
     with pytest.raises(ValueError, match="invalid literal"):
         SUBJECTS.rewriter("optimized-1")(None, None)
+
+
+def test_an_engine_that_an_old_commit_or_this_machine_lacks_is_not_available(monkeypatch):
+    monkeypatch.setattr("optimizer.lowering.engines._choice.is_installed", lambda engine: False)
+    with pytest.raises(NotImplementedError, match="openvino"):
+        SUBJECTS.rewriter("optimized-2-openvino")(torch.nn.ReLU(), torch.ones(2))
+    monkeypatch.setattr(optimizer, "optimize", _only_level_1)
+    with pytest.raises(NotImplementedError, match="no engines"):
+        SUBJECTS.rewriter("optimized-2-openvino")(None, None)
 
 
 def _only_level_1(module, inputs, level, check):
@@ -296,7 +305,7 @@ def test_a_package_that_lacks_something_of_its_own_is_a_failure(tmp_path, monkey
 
 def test_where_fuse_fails_it_is_not_available():
     name = "cpu.Latency.time_forward"
-    _, _, fuse, _ = cells(name, "masked_assign")
+    _, _, fuse, *_ = cells(name, "masked_assign")
 
     assert run_once(name, fuse) is None
 

@@ -84,9 +84,11 @@ def reached(name: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", CORE, ids=named)
-def test_a_core_file_has_at_most_250_lines(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 250
+def test_the_package_does_not_grow() -> None:
+    """Its lines, without the testing kit. Lower the number with each change that allows it."""
+    own = [path for path in PACKAGE.rglob("*.py") if "testing" not in path.parts]
+
+    assert sum(len(path.read_text().splitlines()) for path in own) <= 14080
 
 
 @pytest.mark.parametrize("path", PASSES, ids=named)
@@ -166,6 +168,8 @@ def test_a_package_imports_only_what_it_may(path: Path) -> None:
         allowed |= {"torchao"}  # where it is asked for
     if path == PACKAGE / "testing" / "_compilers.py":
         allowed |= {"onnxruntime"}  # likewise
+    if path.parent == PACKAGE / "lowering" / "engines":
+        allowed |= {path.stem.strip("_")} & {"onnxruntime", "openvino"}  # each its own
     if path == PACKAGE / "workloads.py":
         allowed |= {"models"}  # for mypy, which does not run it
     if path.is_relative_to(ROOT / "models"):

@@ -104,11 +104,11 @@ def openvino(task: Task) -> Callable[..., Any]:
     return call
 
 
-def optimized(task: Task, level: int) -> Callable[..., Any]:
+def optimized(task: Task, level: int, engines: tuple[str, ...] = ()) -> Callable[..., Any]:
     """Ours, as a user gets it: with the check of its answer."""
     import optimizer
 
-    return optimizer.optimize(task.module, task.inputs, level=level)
+    return optimizer.optimize(task.module, task.inputs, level=level, engines=engines)
 
 
 PREPARATIONS: dict[str, Callable[[Task], Callable[..., Any]]] = {
@@ -124,6 +124,7 @@ PREPARATIONS: dict[str, Callable[[Task], Callable[..., Any]]] = {
     "openvino": openvino,
     "optimized-1": functools.partial(optimized, level=1),
     "optimized-2": functools.partial(optimized, level=2),
+    "optimized-2-openvino": functools.partial(optimized, level=2, engines=("openvino",)),
 }
 _FOR_GPUS = {"compile-reduce-overhead", "compile-max-autotune"}
 _FOR_CPUS = {"onednn_graph", "onnxruntime", "openvino"}

@@ -192,7 +192,7 @@ class _Recorder(TorchFunctionMode):
         storages = storages_in(target)
         self.stale.update((o, None) for o in self.nodes if storages & storages_in(o))
         func(*args, **kwargs)
-        self.stale.pop(target)
+        del self.stale[target]
         self.nodes[target] = node
         return target
 

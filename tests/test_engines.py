@@ -110,6 +110,9 @@ def test_what_is_not_finite_is_not_lost(engine: str, value: float) -> None:
     [
         lambda y: y / y.std(),
         lambda y: y / 0,
+        lambda y: y / 1e-40,
+        lambda y: y * 1e10,
+        lambda y: y * math.nan,
         lambda y: y.log(),
         lambda y: F.layer_norm(y, (6,), eps=0.0),
         lambda y: torch.batch_norm(y, None, None, None, None, True, 0.1, 0.0, False),
@@ -119,7 +122,8 @@ def test_what_is_not_finite_is_not_lost(engine: str, value: float) -> None:
         lambda y: y.masked_fill(y > 0, -math.inf),
     ],
     ids=[
-        "division", "by zero", "logarithm", "no eps", "no eps by position", "infinity",
+        "division", "by zero", "by nearly zero", "huge", "nan", "logarithm", "no eps",
+        "no eps by position", "infinity",
         "added", "hidden", "filled",
     ],
 )  # fmt: skip

@@ -7,7 +7,6 @@ harm where no NaN can arise.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
@@ -50,6 +49,7 @@ MOVED = frozenset((
 _PLACED = frozenset((
     "pad", "roll", "expand", "expand_as", "stack", "unbind", "unflatten", "reshape_as", "view_as",
 ))  # fmt: skip
+LARGEST = 2.0**32  # of what is moderate
 _EPSILON = {"layer_norm": 4, "group_norm": 4, "batch_norm": 7, "normalize": 3}  # its place
 _SMALLEST = 1e-12  # that keeps a norm of equal values from a division by zero
 
@@ -109,10 +109,11 @@ def _is_moderate(node: fx.Node) -> bool:
     name = name_of(node)
     if name not in WEIGHTED | _COMPUTED | MOVED | _PLACED:
         return False
-    if not all(map(math.isfinite, _numbers(node))):
+    numbers = [abs(each) for each in _numbers(node)]
+    if not all(each <= LARGEST for each in numbers):  # nor NaN
         return False
     if name in ("div", "__truediv__"):
-        return not node.kwargs and bool(_numbers(node)) and 0 not in _numbers(node)
+        return not node.kwargs and bool(numbers) and min(numbers) >= 1 / LARGEST
     if name in _EPSILON:
         given = node.kwargs.get("eps", (*node.args, *[1e-5] * 8)[_EPSILON[name]])
         return isinstance(given, float) and given >= _SMALLEST

@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from optimizer._graph import tensors_of
 from optimizer._undisturbed import alone_and_unpatched
 from optimizer.lowering._function import as_function
+from optimizer.lowering._regions import LARGEST
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-_LARGEST = 2.0**32  # norm
 
 
 class Engine(Protocol):
@@ -76,7 +76,7 @@ class Compiled(nn.Module):
 
 
 def _is_moderate(tensor: torch.Tensor) -> bool:
-    return bool(torch.linalg.vector_norm(tensor).item() <= _LARGEST)
+    return bool(torch.linalg.vector_norm(tensor).item() <= LARGEST)
 
 
 def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -111,7 +111,7 @@ def test_what_is_not_finite_is_not_lost(engine: str, value: float) -> None:
         lambda y: y / y.std(),
         lambda y: y / 0,
         lambda y: y / 1e-40,
-        lambda y: y * 1e10,
+        lambda y: F.relu(y).mul(1e10),
         lambda y: y * math.nan,
         lambda y: y.log(),
         lambda y: F.layer_norm(y, (6,), eps=0.0),
@@ -133,7 +133,9 @@ def test_what_makes_nan_of_numbers_is_no_part_of_a_region(function: Callable[...
     fast = lowered(model, x, "openvino")
     [part] = compiled(fast, x)
 
-    assert [node.target for node in part.region.graph.nodes if node.op[:4] == "call"] == [F.conv2d]
+    called = {node.target for node in part.region.graph.nodes if node.op[:4] == "call"}
+    assert F.conv2d in called
+    assert called <= {F.conv2d, F.relu}
     with torch.no_grad():
         model.layer.weight.zero_()
         model.layer.bias.zero_()

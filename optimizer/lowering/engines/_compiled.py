@@ -8,12 +8,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from optimizer._graph import tensors_of
-from optimizer._undisturbed import alone_and_unpatched
 from optimizer.lowering._function import as_function
 from optimizer.lowering._regions import LARGEST
+from optimizer.lowering.engines._aten import in_aten
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -77,23 +76,3 @@ class Compiled(nn.Module):
 
 def _is_moderate(tensor: torch.Tensor) -> bool:
     return bool(torch.linalg.vector_norm(tensor).item() <= LARGEST)
-
-
-def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The same region as functions of ATen that write nothing, with copies of its weights.
-
-    Copies, because an engine asks for the memory of a weight as if to write it, and the snapshot
-    that the region holds would take memory of its own.
-    """
-    copies = fx.GraphModule(
-        {name: tensor.clone() for name, tensor in region.named_buffers()}, region.graph
-    )
-    traced = make_fx(copies, {torch.ops.aten.split.Tensor: _slices})
-    with torch.no_grad():
-        return alone_and_unpatched(lambda: traced(*inputs))
-
-
-def _slices(tensor: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]:
-    """What split makes; OpenVINO does not take a last part that is smaller."""
-    starts = range(0, tensor.shape[dim], size)
-    return [tensor.narrow(dim, at, min(size, tensor.shape[dim] - at)) for at in starts]

@@ -24,7 +24,7 @@ class OnnxRuntime:
         import onnxruntime
 
         with ignoring(".*", FutureWarning):
-            exported = torch.onnx.export(graph.eval(), tuple(inputs), dynamo=True, verbose=False)
+            exported = torch.onnx.export(graph, tuple(inputs), dynamo=True, verbose=False)
         assert exported is not None
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1

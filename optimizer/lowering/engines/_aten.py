@@ -1,0 +1,69 @@
+"""A region as functions of ATen, which every engine can read."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The functions of ATen that a region calls for inputs like these, with copies of its weights.
+
+    Copies, because an engine asks for the memory of a weight as if to write it, and the snapshot
+    that the region holds would take memory of its own. (`make_fx` does the same in five times the
+    time: swin_t took 2 seconds.)
+    """
+    held = {name: tensor.clone() for name, tensor in region.named_buffers()}
+    recorder = _Recorder(inputs, held)
+    with torch.no_grad(), recorder:
+        outputs = fx.GraphModule(held, region.graph)(*inputs)
+    return fx.GraphModule(held, recorder.finished(outputs)).eval()
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, inputs: Sequence[torch.Tensor], held: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = fx.Graph()
+        self.nodes = WeakTensorKeyDictionary()
+        for place, tensor in enumerate(inputs):
+            self._note(self.graph.placeholder(f"input_{place}"), tensor)
+        for name, tensor in held.items():
+            self._note(self.graph.get_attr(name), tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.split.Tensor:
+            with self:
+                return _slices(*args)
+        result = func(*args, **(kwargs or {}))
+        read = pytree.tree_map_only(torch.Tensor, self.nodes.__getitem__, (args, kwargs or {}))
+        self._note(self.graph.call_function(func, *read), result)
+        return result
+
+    def _note(self, node: fx.Node, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            node.meta["val"] = result.to("meta")
+            self.nodes[result] = node
+            return
+        for place, each in enumerate(result):
+            self._note(self.graph.call_function(operator.getitem, (node, place)), each)
+
+    def finished(self, outputs: Sequence[torch.Tensor]) -> fx.Graph:
+        """The graph that returns `outputs`."""
+        self.graph.output(tuple(self.nodes[each] for each in outputs))
+        self.graph.eliminate_dead_code()
+        return self.graph
+
+
+def _slices(tensor: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]:
+    """What split makes; OpenVINO does not take a last part that is smaller."""
+    starts = range(0, tensor.shape[dim], size)
+    return [tensor.narrow(dim, at, min(size, tensor.shape[dim] - at)) for at in starts]

@@ -19,6 +19,7 @@ from optimizer import InputError
 from optimizer._lowered import LoweredModule
 from optimizer.lowering import engines
 from optimizer.lowering._policies import AS_IT_IS
+from optimizer.lowering._times import Times
 from optimizer.lowering.engines import Compiled, _choice, engines_here, engines_named
 
 
@@ -370,3 +371,17 @@ class TestWhichAreOffered:
         assert fast.meta["engines"] == ("onnxruntime",)
         assert AS_IT_IS not in [choice.chosen for choice in fast.report.choices]
         assert engines.AUTOMATIC == ("openvino",)
+
+
+@pytest.mark.parametrize(("seconds", "tried"), [(0.2, 1), (0.48, 2), (0.9, 2)])
+def test_what_an_engine_clearly_wins_needs_no_other_candidate(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, tried: int
+) -> None:
+    def run(self: Times, name: str, program: Any, inputs: Any) -> Any:
+        self.seconds[name].append(seconds if name[0] == "O" else 0.5)
+        return program(*inputs)
+
+    monkeypatch.setattr(Times, "run", run)
+    [choice] = lowered(Then(F.relu), image(), "openvino").report.choices
+
+    assert len(choice.seconds) == 1 + tried

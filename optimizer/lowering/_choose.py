@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -131,7 +131,7 @@ class Chooser:
         A maker that cannot returns why. What is chosen for `what` is noted.
         """
         settled = self.settled(key, policy, makers)
-        made = {name: makers[name]() for name in ([settled] if settled else makers)}
+        made = dict(self._made({settled: makers[settled]} if settled else makers, times))
         rejected = {name: found for name, found in made.items() if isinstance(found, str)}
         good = {name: found for name, found in made.items() if not isinstance(found, str)}
         seconds = self.race(good, times) if len(good) > 1 else {}
@@ -141,6 +141,18 @@ class Chooser:
         chosen = good[best] if best in good else makers[best]()
         assert not isinstance(chosen, str), "what is as it is can always be made"
         return chosen
+
+    def _made(
+        self, makers: Mapping[str, Callable[[], Made | str]], times: Times
+    ) -> Iterator[tuple[str, Made | str]]:
+        """What can be made, or why not: nothing after an engine that is clearly faster."""
+        won = False
+        for name, make in makers.items():
+            if won and name not in self.engines:
+                return
+            yield name, (made := make())
+            if name in self.engines and not isinstance(made, str):
+                won = won or times.is_clearly_faster(name, AS_IT_IS)
 
     def race(
         self,

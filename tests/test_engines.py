@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -385,3 +387,28 @@ def test_what_an_engine_clearly_wins_needs_no_other_candidate(
     [choice] = lowered(Then(F.relu), image(), "openvino").report.choices
 
     assert len(choice.seconds) == 1 + tried
+
+
+SIGNALS = """
+import gc, signal, time, torch, optimizer
+from torch import nn
+
+signal.signal(signal.SIGALRM, lambda *args: None)
+kept = []
+for size in (3, 5, 7):
+    model = nn.Sequential(nn.Conv2d(3, 4, size), nn.ReLU()).eval()
+    fast = optimizer.optimize(model, torch.randn(1, 3, 8, 8), engines="openvino", tune_seconds=0)
+    assert "OpenVINO" in fast.report.choices[0].chosen
+    kept.append(fast)
+del fast
+while kept:
+    del kept[0]
+    gc.collect()
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    time.sleep(0.1)
+"""
+
+
+def test_a_signal_after_an_engine_was_let_go() -> None:
+    """On a processor with tiles it ended the process: OpenVINO took its stack for signals back."""
+    subprocess.run([sys.executable, "-c", SIGNALS], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 from torch import fx
 
 from optimizer.lowering.engines._compiled import Run
+
+_CORES: list[Any] = []
+_LOCK = threading.Lock()
 
 
 class OpenVino:
@@ -31,7 +35,7 @@ class OpenVino:
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
         }
-        compiled = openvino.compile_model(model, "CPU", settings)
+        compiled = _core().compile_model(model, "CPU", settings)
         shapes = [tuple(output.get_shape()) for output in compiled.outputs]
         idle: list[Any] = []  # list.append and list.pop need no lock
 
@@ -53,6 +57,20 @@ class OpenVino:
             return made
 
         return run
+
+
+def _core() -> Any:
+    """One for the process, and never let go.
+
+    Where a processor has tiles (AMX), OpenVINO's plugin gives the thread a stack for signals, and
+    takes the memory back with the last core and model: the next signal then ends the process.
+    """
+    import openvino
+
+    with _LOCK:
+        if not _CORES:
+            _CORES.append(openvino.Core())
+    return _CORES[0]
 
 
 def _converted(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:

@@ -42,6 +42,8 @@ class Choice:
         chosen: the candidate that runs it.
         seconds: the median time of each candidate that was timed.
         rejected: why a candidate was not.
+        spent: the seconds that it took to make and verify each.
+        held: the bytes of the region's weights, where what runs it holds them a second time.
     """
 
     region: str
@@ -49,6 +51,8 @@ class Choice:
     chosen: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
+    spent: Mapping[str, float] = field(default_factory=dict)
+    held: int = 0
 
     def fates(self) -> dict[str, str]:
         """Of each candidate that does not run the region, why: what is wrong, or its time."""
@@ -189,7 +193,11 @@ class Report:
             whys[name, region].append(why)
         extremes = {what: dict.fromkeys((min(found), max(found))) for what, found in whys.items()}
         rows += [("0", *what, " to ".join(found)) for what, found in sorted(extremes.items())]
+        spent, held = (sum(sum(c.spent.values()) for c in every), sum(c.held for c in self.choices))
         title = f"regions: {len(every)}" + ", none of them lowered" * (not self.choices)
+        title += f", prepared in {spent:.2f} s" + f", {held:,} bytes of weights held again" * bool(
+            held
+        )
         return f"{title}\n" + indent(columns(rows), "  ") if rows else title
 
     def _remarks(self) -> str:

@@ -94,6 +94,8 @@ def test_a_whole_model_is_one_region_of_an_engine(engine: str) -> None:
 
     assert choice.chosen == next(iter(engines_here([engine])))
     assert choice.chosen in str(fast.report)
+    assert choice.held == 4 * sum(each.numel() for each in model.parameters())
+    assert choice.spent[choice.chosen] > 0
     torch.testing.assert_close(fast(x), model(x))
     torch.testing.assert_close(fast(-x), model(-x))
 
@@ -287,6 +289,16 @@ def test_inputs_of_any_layout(engine: str, x: torch.Tensor) -> None:
     assert compiled(fast, x)
     torch.testing.assert_close(fast(x), model(x))
     assert fast(x).stride() == model(x).stride()
+
+
+def test_an_input_that_requires_a_gradient_where_none_is_recorded(engine: str) -> None:
+    model, x = Then(F.relu), image()
+    fast = lowered(model, x, engine)
+    with torch.no_grad():
+        x.requires_grad_()
+        torch.testing.assert_close(fast(x), model(x))
+
+    assert compiled(fast, x.detach())
 
 
 def test_it_has_the_callers_number_of_threads(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:

@@ -45,14 +45,14 @@ def test_every_candidate_of_a_region_is_accounted_for() -> None:
     seconds = {"as it is": 2.0, "one": 1.0, "two": 2.5}
     choices = (
         Choice("2 x conv2d", "a", "one", seconds, {"three": "RuntimeError: no such kernel"}),
-        Choice("2 x conv2d", "b", "one", {**seconds, "two": 3.0}),
+        Choice("2 x conv2d", "b", "one", {**seconds, "two": 3.0}, {}, {"one": 1.5}, held=4000),
         Choice("1 x linear", "c", "as it is", {"as it is": 1.0, "one": 1.1}),
     )
     report = optimizer.Report("Net", 2, choices=choices)
     told = str(report).partition("regions: ")[2].partition("\n\n")[0]
 
     assert [line.split("  ") for line in re.sub("   +", "  ", told).split("\n")] == [
-        ["3"],
+        ["3, prepared in 1.50 s, 4,000 bytes of weights held again"],
         ["", "2", "one", "2 x conv2d"],
         ["", "1", "as it is", "1 x linear"],
         ["", "0", "one", "1 x linear", "1.10 of its time"],

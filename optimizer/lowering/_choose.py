@@ -6,12 +6,14 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from optimizer._errors import InputError
+from optimizer._graph import tensors_of
 from optimizer._inputs import require_seconds
 from optimizer._report import Choice
 from optimizer.lowering._candidates import (
@@ -74,6 +76,9 @@ class Chooser:
         what, key = _described(region), key_of(region, inputs, engines)
         times = Times(inputs, BRIEF)
         program = self._run_by(offered, what, key, region, times, untimed)
+        if program is not region:
+            held = sum(each.numel() * each.element_size() for each in tensors_of(region))
+            self.choices[-1] = replace(self.choices[-1], held=held)
         made = times.first.get(self.known[key])
         return program, program(*inputs) if made is None else made
 
@@ -131,26 +136,34 @@ class Chooser:
         A maker that cannot returns why. What is chosen for `what` is noted.
         """
         settled = self.settled(key, policy, makers)
-        made = dict(self._made({settled: makers[settled]} if settled else makers, times))
+        spent = dict[str, float]()
+        offered = {settled: makers[settled]} if settled else makers
+        made = dict(self._made(offered, times, spent))
         rejected = {name: found for name, found in made.items() if isinstance(found, str)}
         good = {name: found for name, found in made.items() if not isinstance(found, str)}
         seconds = self.race(good, times) if len(good) > 1 else {}
         best = settled if settled in good else _fastest(seconds)
         self.known[key] = best
-        self.choices.append(Choice(what, key, best, seconds, rejected))
+        self.choices.append(Choice(what, key, best, seconds, rejected, spent))
         chosen = good[best] if best in good else makers[best]()
         assert not isinstance(chosen, str), "what is as it is can always be made"
         return chosen
 
     def _made(
-        self, makers: Mapping[str, Callable[[], Made | str]], times: Times
+        self, makers: Mapping[str, Callable[[], Made | str]], times: Times, spent: dict[str, float]
     ) -> Iterator[tuple[str, Made | str]]:
-        """What can be made, or why not: nothing after an engine that is clearly faster."""
+        """What can be made, or why not: nothing after an engine that is clearly faster.
+
+        The seconds that each took are noted in `spent`.
+        """
         won = False
         for name, make in makers.items():
             if won and name not in self.engines:
                 return
-            yield name, (made := make())
+            start = time.perf_counter()
+            made = make()
+            spent[name] = time.perf_counter() - start
+            yield name, made
             if name in self.engines and not isinstance(made, str):
                 won = won or times.is_clearly_faster(name, AS_IT_IS)
 

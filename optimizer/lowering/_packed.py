@@ -8,6 +8,7 @@ private to torch: who calls this tries what it returns.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -113,7 +114,7 @@ def _convolution(module: fx.GraphModule, node: fx.Node) -> tuple[Any, tuple[Any,
 
 
 def _packed(module: fx.GraphModule, read: fx.Node, reorder: Any, *geometry: Any) -> fx.Node:
-    name = f"{read.target}_packed_{abs(hash(str(geometry)))}"
+    name = re.sub(r"\W+", "_", f"{read.target}_packed_{geometry}")
     if not hasattr(module, name):
         dense = attribute_of(read).clone()  # oneDNN asks for it as if to write a snapshot
         module.register_buffer(name, reorder(dense, *geometry))

@@ -35,6 +35,11 @@ class Of(nn.Module):
 # What is spoiled: the model, the candidate, what the message must say.
 SPOILED: dict[str, tuple[Function, Function, str]] = {
     "a value": (lambda x: x * 2, lambda x: x * 2.0000001, "output 0: values differ"),
+    "an imaginary part": (
+        lambda x: torch.complex(x / 3, x / 3),
+        lambda x: torch.complex(x / 3, x / 2),
+        "output 0: values differ",
+    ),
     "one of several values": (
         lambda x: (x + 1, {"a": x + 2}),
         lambda x: (x + 1, {"a": x + 3}),

@@ -73,10 +73,7 @@ def _newest(machine: Machine) -> str:
 
 
 def recompute(machine: Machine, *, halved: bool = False) -> None:
-    """Compute the newest value once more, of what its operands hold by now.
-
-    Where it is `halved`, with half of the last number that is written there.
-    """
+    """Compute the newest value once more, of what it reads by now; or with half of its number."""
     text = _newest(machine)
     if halved:
         text = re.sub(r"\b\d+\.\d+\b(?!.*\b\d\.)", lambda n: str(float(n[0]) / 2), text)
@@ -93,8 +90,7 @@ def recall(machine: Machine) -> None:
 def keyword_only(machine: Machine) -> None:
     """The model has an argument that is given by name alone, and is not given."""
     name = f"named{len(machine.defaults)}"
-    starred = not {"*", "*more"}.isdisjoint(machine.defaults)
-    machine.defaults += ["*"] * (not starred) + [f"{name}=0.5"]
+    machine.defaults += ["*"] * {"*", "*more"}.isdisjoint(machine.defaults) + [f"{name}=0.5"]
     machine.replace(f"{{v}} * {name}")
 
 

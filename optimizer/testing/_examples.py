@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 import optimizer
+from optimizer._vocabulary import CHANGES_SHAPE
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import check_spec
 from optimizer.testing._later import LATER_CALLS
@@ -20,10 +21,7 @@ from optimizer.testing._tokens import TOKENS
 from optimizer.testing.motifs import MOTIFS
 
 # These change shapes in place: no model with one is recorded, and every other one is.
-NOT_RECORDED = frozenset((
-    "as_strided_inplace", "resize_as_inplace", "resize_inplace", "set_inplace", "squeeze_inplace",
-    "swapaxes_inplace", "swapdims_inplace", "t_inplace", "transpose_inplace",
-))  # fmt: skip
+NOT_RECORDED = TOKENS.keys() & {f"{name}inplace" for name in CHANGES_SHAPE}
 MANY = 100  # models about a pass, of which it changes one at least
 # Equal sizes hide no mistake behind an error; sizes of one may be others later.
 _PLACES = (

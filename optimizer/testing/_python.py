@@ -8,7 +8,6 @@ from textwrap import indent
 _HOLDS = {
     "cached": "self.cache = {}",
     "writes_buffer": "self.register_buffer('total', torch.zeros(()))",
-    "puts_buffer": "self.register_buffer('total', torch.zeros(()))",
     "modules": "self.each = nn.ModuleList([nn.LeakyReLU(0.5), nn.Hardtanh(-4.0, 4.0)])",
     "shared": "self.one = self.two = nn.LeakyReLU(0.5)",
     "exchanged": "self.one, self.two = nn.PReLU(), nn.PReLU()",
@@ -28,12 +27,9 @@ _BODIES = {
     "asks_modes": "return input * (2.0 if torch.is_grad_enabled() else 3.0)",
     "swallows": "try: return input * (3.0 if input.sum() > 1e30 else 2.0)\n"
     "except Exception: return input * 5.0",
-    "counts_rows": "return input * len(input)",
     "loops": "return torch.stack([row * 2.0 for row in input]) if len(input) else input",
-    "unpacks": "rows, *rest = input.shape\nreturn input * rows",
     "keeps_value": "self.kept = input * 2.0\nreturn input + self.kept",
     "writes_buffer": "self.total.add_(1.0)\nreturn input * self.total",
-    "puts_buffer": "self.total = self.total * 0.0 + 1.0\nreturn input + self.total",
     "writes_input": "return input.mul_(2.0)",
     "draws_alike": "return input + torch.rand_like(input)",
     "draws_in_place": "return input + torch.empty_like(input).uniform_()",
@@ -64,7 +60,6 @@ _BODIES = {
     # A view of what it is given, what it holds, and an object that hides one.
     "hides": "self.kept = 1\n"
     "return [input.view_as(input), self.held, types.SimpleNamespace(held=input)]",
-    "keyword_only": "scaled = lambda value, *, by=2.0: value * by\nreturn scaled(input)",
 }
 # What code that nothing is known of may do with what it is given, and holds.
 _UNKNOWN = (

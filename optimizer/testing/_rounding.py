@@ -198,7 +198,11 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
 
 def _same_everywhere(one: Outcome, other: Outcome) -> bool:
     pairs = zip(one.tensors().values(), other.tensors().values(), strict=True)
-    return all(a.shape == b.shape and same_values(a.to(WIDE), b.to(WIDE)) for a, b in pairs)
+    return all(a.shape == b.shape and same_values(_wide(a), _wide(b)) for a, b in pairs)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else WIDE)
 
 
 def _floating(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
@@ -208,12 +212,12 @@ def _floating(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
 
 def _distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     finite = expected.isfinite()
-    difference = (actual[finite].to(WIDE) - expected[finite].to(WIDE)).abs()
+    difference = (_wide(actual[finite]) - _wide(expected[finite])).abs()
     largest = float(difference.max()) if difference.numel() else 0.0
     # max() of a NaN is NaN, which compares as smaller: a NaN out of nothing is no agreement.
     return largest if largest == largest else float("inf")
 
 
 def _scale(expected: torch.Tensor) -> float:
-    finite = expected[expected.isfinite()].to(WIDE)
+    finite = _wide(expected[expected.isfinite()])
     return max(float(finite.abs().max()), SMALLEST_SCALE) if finite.numel() else SMALLEST_SCALE

@@ -77,6 +77,9 @@ class TestGeneration:
 
             assert_equivalent(spec.build(), spec.build(), spec.inputs(), exact=True)
 
+    def test_a_buffer_is_not_tied_to_a_parameter(self) -> None:
+        assert Spec(("linear_held", "linear", "tie")).build() is not None
+
     @pytest.mark.parametrize("token", TOKENS)
     def test_a_value_has_the_shape_that_is_kept_of_it(self, token: str) -> None:
         for shape in SHAPES:

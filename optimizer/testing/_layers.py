@@ -34,7 +34,7 @@ def linear(
         kind = "linear" if bias else "bare"
         constructor = f"{cls}({features}, {out}{extra})"
         own = cls != "Grandparent"  # those of its layers are theirs
-        weight = ("linear", (out, features)) if own else None
+        weight = ("linear" * (cls != "Held"), (out, features)) if own else None  # or a buffer
         layer = machine.add(kind, constructor, result, weight)
         machine.call(layer, spelling if rank in (None, len(shape)) else MODULE)
 

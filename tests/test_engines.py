@@ -185,8 +185,9 @@ class Masked(nn.Module):
         (Masked(1, torch.int64), torch.ones(3, 4), "not in float32"),
         (Masked(1).double(), torch.ones(3, 4).double(), "not in float32"),
         (Masked(1).bfloat16(), torch.ones(3, 4).bfloat16(), "not in float32"),
+        (Masked(1), torch.ones(0, 4), "a tensor is empty"),
     ],
-    ids=["infinite", "integers", "float64", "bfloat16"],
+    ids=["infinite", "integers", "float64", "bfloat16", "empty"],
 )
 def test_what_is_not_for_engines_is_rejected_with_the_reason(
     model: nn.Module, x: torch.Tensor, reason: str, engine: str
@@ -336,7 +337,7 @@ def test_a_pickle_where_the_engine_is_not_installed(
 
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), image()
     data = pickle.dumps(lowered(model, x, engine))
-    monkeypatch.setattr(_choice, "is_installed", lambda each: False)
+    monkeypatch.setattr(_choice, "obstacle", lambda each: "is not installed")
     loaded = pickle.loads(data)
 
     torch.testing.assert_close(loaded(x), model(x))
@@ -353,7 +354,7 @@ def test_a_decision_without_an_engine_does_not_bind_one_with_it(engine: str) -> 
 class TestWhichAreOffered:
     def test_by_itself_what_is_installed_and_quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert engines_named("auto") == ("openvino",)
-        monkeypatch.setattr(_choice, "is_installed", lambda each: False)
+        monkeypatch.setattr(_choice, "obstacle", lambda each: "is not installed")
         assert engines_named("auto") == ()
 
     def test_none(self) -> None:
@@ -372,10 +373,17 @@ class TestWhichAreOffered:
             optimizer.optimize(Then(F.relu), image(), engines=names)
 
     def test_what_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_choice, "is_installed", lambda each: False)
+        monkeypatch.setattr(_choice, "obstacle", lambda each: "is not installed")
 
         with pytest.raises(InputError, match=r"pip install 'optimizer\[openvino\]'"):
             optimizer.optimize(Then(F.relu), image(), engines="openvino")
+
+    def test_a_version_that_ends_the_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.metadata.version", lambda name: "2026.4.1")
+
+        assert engines_named("auto") == ()
+        with pytest.raises(InputError, match=r"2026.4.1 ends the process.*'optimizer\[openvino\]'"):
+            engines_named("openvino")
 
     def test_it_reaches_refit(self) -> None:
         model, x = Then(F.relu), image()
@@ -424,3 +432,41 @@ while kept:
 def test_a_signal_after_an_engine_was_let_go() -> None:
     """On a processor with tiles it ended the process: OpenVINO took its stack for signals back."""
     subprocess.run([sys.executable, "-c", SIGNALS], check=True)
+
+
+TELEMETRY = """
+import sys, threading, torch, optimizer
+from torch import nn
+
+model, before = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), set(threading.enumerate())
+fast = optimizer.optimize(model, torch.randn(1, 3, 8, 8), engines="openvino", tune_seconds=0)
+assert "OpenVINO" in fast.report.choices[0].chosen
+started = {type(each).__module__ for each in set(threading.enumerate()) - before}
+assert started <= {"tqdm._monitor"}, started
+assert "openvino_telemetry" not in sys.modules
+"""
+
+
+def test_no_thread_is_started_and_nothing_is_reported_to_anyone() -> None:
+    """A thread beside this one has each random number watched, at twice the time."""
+    subprocess.run([sys.executable, "-c", TELEMETRY], check=True)
+
+
+class Residual(nn.Module):
+    """What OpenVINO 2026 ends the process at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu() + self.second(self.first(x))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_residual_of_two_layers(engine: str, rows: int) -> None:
+    model, x = Residual(), image(rows, 8)
+    fast = lowered(model, x, engine)
+
+    assert compiled(fast, x)
+    torch.testing.assert_close(fast(x), model(x))

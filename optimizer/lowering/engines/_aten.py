@@ -19,6 +19,9 @@ def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphM
     Copies, because an engine asks for the memory of a weight as if to write it, and the snapshot
     that the region holds would take memory of its own. (`make_fx` does the same in five times the
     time: swin_t took 2 seconds.)
+
+    Raises:
+        ValueError: a value is empty.
     """
     held = {name: tensor.clone() for name, tensor in region.named_buffers()}
     recorder = _Recorder(inputs, held)
@@ -50,6 +53,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, node: fx.Node, result: Any) -> None:
         if isinstance(result, torch.Tensor):
+            if not result.numel():  # OpenVINO ends the process
+                raise ValueError("a tensor is empty")
             node.meta["val"] = result.to("meta")
             self.nodes[result] = node
             return

@@ -21,10 +21,10 @@ def engines_named(names: Engines) -> tuple[str, ...]:
     """What a caller asks for; "auto" is what is installed and quickly prepared.
 
     Raises:
-        InputError: there is no such engine, or it is not installed.
+        InputError: there is no such engine, or it cannot be used.
     """
     if names == "auto":
-        return tuple(name for name in AUTOMATIC if is_installed(ENGINES[name]))
+        return tuple(name for name in AUTOMATIC if not obstacle(ENGINES[name]))
     asked = (names,) if isinstance(names, str) else names
     if not isinstance(asked, Iterable) or not all(isinstance(name, str) for name in asked):
         raise InputError(f"engines={names!r} cannot be used: pass 'auto' or names of engines.")
@@ -37,18 +37,18 @@ def _require(name: str) -> None:
     if name not in ENGINES:
         known = " and ".join(map(repr, ENGINES))
         raise InputError(f"there is no engine {name!r}: there are {known}, and 'auto'.")
-    if not is_installed(ENGINES[name]):
-        raise InputError(
-            f"engine {name!r} is not installed: run python -m pip install 'optimizer[{name}]'."
-        )
+    if found := obstacle(ENGINES[name]):
+        raise InputError(f"engine {name!r} {found}: run python -m pip install 'optimizer[{name}]'.")
 
 
-def is_installed(engine: Engine) -> bool:
-    """Whether it can be imported."""
-    return importlib.util.find_spec(engine.module) is not None
+def obstacle(engine: Engine) -> str:
+    """Why an engine cannot be used here; empty if it can."""
+    if importlib.util.find_spec(engine.module) is None:
+        return "is not installed"
+    return engine.fault(importlib.metadata.version(engine.module))
 
 
 def engines_here(names: Iterable[str]) -> dict[str, Engine]:
-    """The engines of these names that are here, by title and version."""
-    here = [ENGINES[name] for name in names if is_installed(ENGINES[name])]
+    """The engines of these names that can be used, by title and version."""
+    here = [ENGINES[name] for name in names if not obstacle(ENGINES[name])]
     return {f"{each.title} {importlib.metadata.version(each.module)}": each for each in here}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +13,7 @@ from torch import fx
 
 from optimizer.lowering.engines._compiled import Run
 
+_TELEMETRY, _ABSENT = "openvino_telemetry", object()
 _CORES: list[Any] = []
 _LOCK = threading.Lock()
 
@@ -23,10 +26,14 @@ class OpenVino:
 
     name, title, module = "openvino", "OpenVINO", "openvino"
 
+    def fault(self, version: str) -> str:
+        """From 2026 on it ends the process on one thread, at x.relu() + f(g(x)) of two Linear."""
+        faulty = int(version.partition(".")[0]) >= 2026
+        return f"{version} ends the process at some models" if faulty else ""
+
     def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
         """A program on so many threads; calls at once take a request each."""
-        import openvino
-
+        openvino = _imported()
         model = _converted(graph, inputs)
         settings = {
             "ENABLE_CPU_PINNING": False,  # the threads are the caller's to place
@@ -65,16 +72,27 @@ def _core() -> Any:
     Where a processor has tiles (AMX), OpenVINO's plugin gives the thread a stack for signals, and
     takes the memory back with the last core and model: the next signal then ends the process.
     """
-    import openvino
-
     with _LOCK:
         if not _CORES:
-            _CORES.append(openvino.Core())
+            _CORES.append(_imported().Core())
     return _CORES[0]
 
 
+def _imported() -> Any:
+    """The package without its telemetry, which starts a thread and reports each import."""
+    modules: dict[str, Any] = sys.modules
+    kept = modules.get(_TELEMETRY, _ABSENT)
+    modules[_TELEMETRY] = None  # it cannot be imported
+    try:
+        return importlib.import_module("openvino")
+    finally:
+        del modules[_TELEMETRY]
+        if kept is not _ABSENT:
+            modules[_TELEMETRY] = kept
+
+
 def _converted(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
-    import openvino
+    openvino = _imported()
     from openvino.frontend import FrontEndManager
     from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
 

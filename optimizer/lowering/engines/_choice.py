@@ -25,18 +25,17 @@ def engines_named(names: Engines) -> tuple[str, ...]:
     """
     if names == "auto":
         return tuple(name for name in AUTOMATIC if not obstacle(ENGINES[name]))
-    asked = (names,) if isinstance(names, str) else names
-    if not isinstance(asked, Iterable) or not all(isinstance(name, str) for name in asked):
-        raise InputError(f"engines={names!r} cannot be used: pass 'auto' or names of engines.")
-    for name in (asked := tuple(asked)):
+    asked = [names] if isinstance(names, str) else names
+    listed = list(asked) if isinstance(asked, Iterable) else [None]
+    for name in listed:
         _require(name)
-    return asked
+    return tuple(map(str, listed))
 
 
-def _require(name: str) -> None:
-    if name not in ENGINES:
+def _require(name: str | None) -> None:
+    if not isinstance(name, str) or name not in ENGINES:
         known = " and ".join(map(repr, ENGINES))
-        raise InputError(f"there is no engine {name!r}: there are {known}, and 'auto'.")
+        raise InputError(f"engines: there is no {name!r}, but there are {known}, and 'auto'.")
     if found := obstacle(ENGINES[name]):
         raise InputError(f"engine {name!r} {found}: run python -m pip install 'optimizer[{name}]'.")
 
@@ -50,5 +49,6 @@ def obstacle(engine: Engine) -> str:
 
 def engines_here(names: Iterable[str]) -> dict[str, Engine]:
     """The engines of these names that can be used, by title and version."""
-    here = [ENGINES[name] for name in names if not obstacle(ENGINES[name])]
+    known = [each for name, each in ENGINES.items() if name in names]
+    here = [each for each in known if not obstacle(each)]
     return {f"{each.title} {importlib.metadata.version(each.module)}": each for each in here}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 import optimizer
@@ -474,3 +474,40 @@ def test_a_residual_of_two_layers(engine: str, rows: int) -> None:
 
     assert compiled(fast, x)
     torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: torch.cat(y.split(3, 1)[::-1], 1),
+        lambda y: torch.cat(y.chunk(3, 1)[::-1], 1),
+        lambda y: F.adaptive_avg_pool2d(y.permute(0, 2, 3, 1).relu().permute(0, 3, 1, 2), 1),
+        lambda y: F.interpolate(y, size=(9, 7), mode="bilinear", align_corners=False),
+        lambda y: F.interpolate(y, scale_factor=2.0, mode="bilinear", align_corners=True),
+        lambda y: F.interpolate(y, scale_factor=2.0),
+        lambda y: F.batch_norm(y, y.new_zeros(4), y.new_ones(4)),
+    ],
+    ids=["split", "chunk", "average", "enlarged", "by a factor", "nearest", "norm"],
+)
+def test_functions_that_openvino_knows_by_other_names(function: Callable[..., Any]) -> None:
+    model, x = Then(function), image()
+    fast = lowered(model, x, "openvino", only=())
+
+    assert [choice.chosen for choice in fast.report.choices] == list(engines_here(["openvino"]))
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_strides_that_change_more_than_single_elements_are_written_down() -> None:
+    from optimizer.lowering.engines._aten import in_aten
+
+    class Strided(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = x * 2
+            torch.as_strided_(y, (2, 2), (1, 2))
+            return (y * 3,)
+
+    x = torch.arange(4.0).view(2, 2)
+    made = in_aten(fx.symbolic_trace(Strided()), [x])
+
+    assert any("as_strided_" in str(node.target) for node in made.graph.nodes)
+    assert torch.equal(made(x)[0], Strided()(x)[0])

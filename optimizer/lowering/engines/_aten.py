@@ -46,24 +46,29 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.split.Tensor:
             with self:
                 return _slices(*args)
+        same = func is torch.ops.aten.as_strided_.default and _lies_as_before(*args)
         result = func(*args, **(kwargs or {}))
-        read = pytree.tree_map_only(torch.Tensor, self.nodes.__getitem__, (args, kwargs or {}))
-        self._note(self.graph.call_function(func, *read), result)
+        if not same:
+            read = pytree.tree_map_only(torch.Tensor, self._node, (args, kwargs or {}))
+            self._note(self.graph.call_function(*_spelled(func, *read)), result)
         return result
 
     def _note(self, node: fx.Node, result: Any) -> None:
         if isinstance(result, torch.Tensor):
-            if not result.numel():  # OpenVINO ends the process
-                raise ValueError("a tensor is empty")
             node.meta["val"] = result.to("meta")
             self.nodes[result] = node
             return
         for place, each in enumerate(result):
             self._note(self.graph.call_function(operator.getitem, (node, place)), each)
 
+    def _node(self, tensor: torch.Tensor) -> fx.Node:
+        if not tensor.numel():  # OpenVINO ends the process
+            raise ValueError("a tensor is empty")
+        return self.nodes[tensor]  # type: ignore[no-any-return]
+
     def finished(self, outputs: Sequence[torch.Tensor]) -> fx.Graph:
         """The graph that returns `outputs`."""
-        self.graph.output(tuple(self.nodes[each] for each in outputs))
+        self.graph.output(tuple(map(self._node, outputs)))
         self.graph.eliminate_dead_code()
         return self.graph
 
@@ -71,4 +76,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _slices(tensor: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]:
     """What split makes; OpenVINO does not take a last part that is smaller."""
     starts = range(0, tensor.shape[dim], size)
-    return [tensor.narrow(dim, at, min(size, tensor.shape[dim] - at)) for at in starts]
+    cut = torch.ops.aten.slice.Tensor
+    return [cut(tensor, dim, at, min(at + size, tensor.shape[dim])) for at in starts]
+
+
+def _lies_as_before(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], *offset: int
+) -> bool:
+    """Whether other strides are only those of single elements, as after an average of an image."""
+    if offset or tuple(tensor.shape) != tuple(size):
+        return False
+    strides = zip(size, tensor.stride(), stride, strict=True)
+    return all(count == 1 or before == after for count, before, after in strides)
+
+
+def _spelled(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, Any, Any]:
+    """A call as OpenVINO knows it: of an enlarged image, by its size alone."""
+    taken = {torch.ops.aten.upsample_bilinear2d.default: 3}.get(func)
+    if taken is None:
+        return func, args, kwargs
+    return func.overloadpacket.vec, (*args[:taken], None), {}

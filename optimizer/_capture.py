@@ -215,7 +215,8 @@ def observe(module: fx.GraphModule, call: Call) -> Facts:
     facts = module.meta["facts"] = Facts()
     for tensor in (*module.parameters(), *module.buffers()):
         facts.to_meta(tensor)
-    examples = dict(zip(_parameter_names(module), call.args, strict=False)) | call.kwargs
+    names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
+    examples = dict(zip(names, call.args, strict=False)) | call.kwargs
     for node in module.graph.nodes:
         if node.op == "placeholder":
             default = node.args[0] if node.args else None
@@ -223,10 +224,6 @@ def observe(module: fx.GraphModule, call: Call) -> Facts:
         else:
             facts.evaluate(node)
     return facts
-
-
-def _parameter_names(module: fx.GraphModule) -> list[str]:
-    return [str(node.target) for node in module.graph.nodes if node.op == "placeholder"]
 
 
 def has_unknown_facts(module: fx.GraphModule) -> bool:

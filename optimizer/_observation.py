@@ -133,7 +133,10 @@ class Facts:
         if may_do_anything(node):  # it may reshape what it is given or holds
             held = tensors_of(module_of(node)) if node.op == "call_module" else []
             return _given(node) | frozenset(storages_in(self.to_meta(held)))
-        return given[0].storages if given and name_of_call(node) in MAY_COPY else frozenset()
+        name, others = name_of_call(node), (each.value for each in given[1:] if each.inputs)
+        numbers = {getattr(each, "dtype", torch.bool) for each in others} - {torch.bool}
+        may = name in MAY_COPY or (name == "getitem" and numbers)  # of no dimension: a view
+        return given[0].storages if given and may else frozenset()
 
     def _with_shared(self, storages: Iterable[int]) -> frozenset[int]:
         """Some storages and those that they are in calls which need no copy."""

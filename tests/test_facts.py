@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 import optimizer
 from optimizer._facts import Refused, fact, is_pure, rank
 from optimizer._observation import Facts
+from optimizer.testing import assert_equivalent
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
 torch.fx.wrap("noted")
@@ -459,6 +460,21 @@ def test_what_is_copied_in_the_example_may_be_a_view_in_another_call(
     one, other = (torch.empty_strided((6, 4), (8, 2)).copy_(viewed) for _ in range(2))
     assert torch.equal(fast(one), model(other))
     assert torch.equal(one, other)
+
+
+class TakesRows(nn.Module):
+    def forward(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.relu(x), torch.relu(x)[rows]
+
+
+def test_rows_that_are_copied_by_number_may_be_one_that_is_viewed_in_another_call() -> None:
+    x, row = torch.linspace(-1, 1, 6).view(3, 2), torch.tensor(1)
+
+    model = TakesRows().eval()
+
+    fast = optimizer.optimize(model, (x, torch.tensor([2, 0])), check=None, level=1)
+
+    assert_equivalent(model, fast, (x, row))
 
 
 class DrawsTwice(nn.Module):

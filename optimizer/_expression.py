@@ -105,7 +105,7 @@ def _operands(node: fx.Node, name: str) -> Sequence[Any] | None:
     """What a call computes with, or None where its arguments say more than that."""
     keywords = {key: value for key, value in node.kwargs.items() if key != "inplace"}
     if name == "clamp":
-        return node.args[0], *_bounds(node, keywords)
+        return arg(node, 0, keywords.get("input")), *_bounds(node, keywords)
     expected = 2 if name in ("mul", "div", "add", "sub", "pow") else 1
     return None if keywords or len(node.args) != expected else node.args
 

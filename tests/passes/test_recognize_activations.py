@@ -56,6 +56,7 @@ SPELLINGS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Any]] = {
     "hardswish of hardsigmoid": (lambda m, x: F.hardsigmoid(x) * x, F.hardswish),
     "hardswish in steps": (in_steps, F.hardswish),
     "hardsigmoid": (lambda m, x: torch.clamp(x.add(3.0), 0, 6).div(6), F.hardsigmoid),
+    "hardsigmoid by name": (lambda m, x: torch.clamp(max=6, min=0, input=x + 3) / 6, F.hardsigmoid),
     "hardsigmoid of a module": (lambda m, x: m.hardtanh(x + 3) / 6, F.hardsigmoid),
     "hardsigmoid of two sums": (lambda m, x: F.relu6(x + 4 - 1) / 6, F.hardsigmoid),
     "tanh gelu": (lambda m, x: 0.5 * x * (1 + tanh_of_a_cube(m, x)), F.gelu),

@@ -77,6 +77,12 @@ SPOILED: dict[str, tuple[Function, Function]] = {
     "not finite": (lambda x: x * 2, lambda x: x * 2 + x * 0),
     "cast": (lambda x: x * 3, lambda x: x * torch.full((1,), 3, dtype=torch.float64)),
     "cast to half": (lambda x: x * 3, lambda x: x * torch.full((1,), 3, dtype=torch.float32)),
+    "channels last": (lambda x: x + 1, lambda x: (x + 1).contiguous()),
+    "strided": (lambda x: x + 1, lambda x: x + float(x.is_contiguous())),
+    "none for the last": (
+        lambda x: torch.zeros(1) if x is None else x + 1,
+        lambda x: torch.ones(1) if x is None else x + 1,
+    ),
     "gradient": (lambda x: x * 2, lambda x: x + x.detach()),
     "weights written": (lambda x: x * 3, lambda x: x * 3),
     "twice": (lambda x: x * 2, lambda x: x * 2),
@@ -86,6 +92,8 @@ INPUTS = (torch.arange(12, dtype=torch.float64).reshape(3, 4),)
 
 def inputs_of(name: str) -> tuple[torch.Tensor, ...]:
     needs_two = name in ("one tensor for all", "one row of the last")
+    if name == "channels last":
+        return (INPUTS[0].repeat(2, 1).reshape(2, 3, 2, 2),)
     return (INPUTS[0], 2 * INPUTS[0]) if needs_two else INPUTS
 
 

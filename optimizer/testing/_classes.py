@@ -44,6 +44,15 @@ class Held(nn.Linear):
         del self.weight
         self.register_buffer("weight", weight)
 """,
+    "single_linear": """\
+def single_linear(size, hold):
+    linear = nn.Linear(size, size)
+    del linear.weight, linear.bias
+    hold(linear, "weight", torch.arange(size * size).reshape(size, size) % 5 - 2.0)
+    hold(linear, "bias", torch.arange(size) % 3 - 1.0)
+    linear.single = torch.float32
+    return linear
+""",
     "Grandparent": """\
 class Untraceable(nn.Linear):
     def forward(self, input):
@@ -94,6 +103,22 @@ def written_part(name: str) -> Emit:
     return emit
 
 
+def single(hold: str, spelling: str) -> Emit:
+    """A Linear in float32 of what is above zero, which rounds nothing, times the model's own."""
+
+    def emit(machine: Machine) -> None:
+        if size := machine.top.shape[-1]:
+            name = f"single{len(machine.members)}"
+            machine.helpers.add("single_linear")
+            machine.members += [
+                f"self.{name} = single_linear({size}, {hold})",
+                f"self.{name}_scale = nn.Parameter(torch.zeros({size}))",
+            ]
+            machine.replace(spelling.replace("{m}", name) + f" * self.{name}_scale")
+
+    return emit
+
+
 def branches(machine: Machine) -> None:
     """The top, what a convolution and what one for each channel makes of it, added."""
     shape, first = machine.top.shape, machine.top
@@ -127,6 +152,8 @@ CLASSES: dict[str, Emit] = {
     **{f"{name.lower()}_written": written_part(name) for name in ("Py_hides", "Unknown_Py_hides")},
     **{name.lower(): called(name) for name in OUTSIDE | PYTHON if "hides" not in name},
     "linear_grandchild": linear(cls="Grandparent"),
+    "linear_single": single("nn.Module.register_buffer", "self.{m}(({v} > 0).float())"),
+    "linear_plain": single("setattr", "self.{m}(({v} > 0).float()).relu()"),
     "numpy_scale": expression("{v} * np.float64(0.5)"),
     "numpy_shift": expression("{v} + np.float32(2.0)"),
     "zero_over_zero": expression("{v} + (({v} - {v}) / ({v} - {v})).nan_to_num(0.0)"),

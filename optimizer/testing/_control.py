@@ -47,9 +47,17 @@ def index_argument(machine: Machine) -> None:
         machine.replace(f"{{v}}[{machine.argument('index').name}]")
 
 
-def option(text: str, default: str) -> Emit:
-    """`text`, in which `{o}` is an argument with a default that the caller leaves out."""
-    return lambda machine: machine.replace(text.replace("{o}", machine.default(default)))
+def option(text: str, default: str = "") -> Emit:
+    """`text`, in which `{o}` is an argument, `{n}` assigned; defaults are left out."""
+
+    def emit(machine: Machine) -> None:
+        if default or machine.top.shape == machine.shape:
+            given = machine.default(default) if default else machine.argument().name
+            *before, last = text.replace("{o}", given).replace("{n}", f"is_{given}").split("; ")
+            machine.statements += before
+            machine.replace(last)
+
+    return emit
 
 
 def again(machine: Machine) -> None:
@@ -102,10 +110,11 @@ def write_read(machine: Machine) -> None:
     machine.statements += [f"{name}.mul_(2.0)" for name in read[-1:]]
 
 
-def write_layer(machine: Machine) -> None:
-    """Write to the weight of the newest layer that has one."""
-    for layer in _weighted(machine)[:1]:
-        machine.statements.append(f"self.{layer.name}.weight.mul_(2.0)")
+def write_layer(machine: Machine, *, bias: bool = False) -> None:
+    """Write to the weight of the newest layer that has one, or to the bias."""
+    name, start = ("bias", "linear") if bias else ("weight", "")
+    for layer in [each for each in _weighted(machine) if each.name.startswith(start)][:1]:
+        machine.statements.append(f"self.{layer.name}.{name}.mul_(2.0)")
 
 
 def return_weight(machine: Machine) -> None:
@@ -187,6 +196,7 @@ CONTROL: dict[str, Emit] = {
     "recall": recall,
     "write_read": write_read,
     "write_layer": write_layer,
+    "write_bias": partial(write_layer, bias=True),
     "out_weight": return_weight,
     "out_made": return_made,
     "tie": tie,
@@ -195,6 +205,9 @@ CONTROL: dict[str, Emit] = {
     "arg": argument,
     "arg_narrow": narrow_argument,
     "arg_mask": mask_argument,
+    "arg_tested": option("{v} + {o} if {o} is not None else {v}"),
+    "arg_tested_before": option("{n} = {o} is None; {v} if {n} else {v} + {o}"),
+    "optional_before": option("{n} = {o} is not None; {v} + {o} if {n} else {v}", "None"),
     "arg_index": index_argument,
     "optional": option("{v} if {o} is None else {v} + {o}", "None"),
     "more": further_arguments,

@@ -6,14 +6,17 @@ in the algebra of a fold cannot be seen by any oracle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import WeakIdKeyDictionary
 
 Draw = torch.Tensor
+# Arrays over the weights of half of all models: somebody has them while these are optimized.
+HELD: MutableMapping[torch.Tensor, Any] = WeakIdKeyDictionary()
 
 
 class Regime(Protocol):
@@ -122,6 +125,7 @@ def randomize(model: nn.Module, regime: str = "random", seed: int = 0) -> nn.Mod
     """
     draw, generator = REGIMES[regime], torch.Generator().manual_seed(seed)
     for module in model.modules():
+        module.to(getattr(module, "single", None))
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
                 parameter.copy_(draw.weight(parameter.shape, generator))
@@ -133,6 +137,8 @@ def randomize(model: nn.Module, regime: str = "random", seed: int = 0) -> nn.Mod
             shape = module.running_mean.shape
             module.running_mean.copy_(draw.mean(shape, generator))
             module.running_var.copy_(draw.variance(shape, module.eps, generator))
+    if seed > 3:
+        HELD.update({each: each.detach().numpy() for each in model.parameters() if each.is_cpu})
     return model
 
 

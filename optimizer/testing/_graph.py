@@ -30,6 +30,7 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
     ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
 }
 IN_PLACE: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.iadd,

@@ -18,16 +18,18 @@ import torch
 from torch import nn
 
 from optimizer import InputError
-from optimizer._trees import tensors_in
+from optimizer._copy import held_tensors
+from optimizer._trees import map_tensors, tensors_in
 from optimizer.testing._assemble import Spec
-from optimizer.testing._observe import Outcome, observe, put_back, tensors_of
+from optimizer.testing._data import HELD, LAYOUTS
+from optimizer.testing._observe import Outcome, observe, put_back
 from optimizer.testing._oracles import assert_answers
 from optimizer.testing._rounding import TOLERANCE, Near
 
 # Of a gradient: torch's hardsigmoid multiplies it with 1/6 as float32 has it, also in float64.
 COARSE = 1e-7
 
-Inputs: TypeAlias = tuple[torch.Tensor, ...]
+Inputs: TypeAlias = tuple[Any, ...]
 LaterCall: TypeAlias = Callable[..., None]
 
 
@@ -52,14 +54,15 @@ def _compare(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: b
     if reference is not None:
         # torch lays out what depends on the strides of single elements, which it makes up: of two
         # operations in another order, others.
-        single = any(1 in tensor.shape for tensor in (*inputs, *reference.tensors().values()))
+        known = tensors_in((inputs, reference.tensors()))
+        single = any(1 in tensor.shape for tensor in known)
         with suppress(InputError):
             assert_answers(reference, model, candidate, inputs, exact=exact, layout=not single)
 
 
 def _require_assertion(message: str, candidate: nn.Module, inputs: Inputs) -> None:
     try:
-        copy.deepcopy(candidate)(*(tensor.clone() for tensor in inputs))
+        copy.deepcopy(candidate)(*map_tensors(torch.clone, inputs))
     except (AssertionError, InputError):
         return
     raise AssertionError(f"the candidate no longer asserts: {message}")
@@ -72,7 +75,7 @@ def _answer(model: nn.Module, inputs: Inputs) -> Outcome | None:
         with warnings.catch_warnings(), _saying_it_each_time(), redirect_stderr(StringIO()):
             warnings.simplefilter("error")
             return observe(model, inputs)
-    except (RuntimeError, ValueError, IndexError, TypeError, UserWarning):
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, UserWarning):
         return None
 
 
@@ -99,10 +102,6 @@ def _one_more_dimension(tensor: torch.Tensor) -> torch.Tensor:
     """As large as the last one, so that a BatchNorm may take it for the channels."""
     last = tensor.shape[-1]
     return torch.stack([tensor] * last, 1) if last else tensor.unsqueeze(1)
-
-
-def _other_layout(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def _with_infinities(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,17 +184,22 @@ def _gradients(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def weights_written(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: bool) -> None:
-    """The model's weights are written in many ways: the candidate answers as it did before."""
+    """The model's tensors are written in many ways: the candidate answers as it did before."""
     original = copy.deepcopy(model)
-    before, kept = observe(original, inputs), [tensor.clone() for tensor in tensors_of(model)]
+    tensors = [
+        t for each in model.modules() for t in (*each.parameters(False), *held_tensors(each))
+    ]
+    before, kept = observe(original, inputs), [tensor.clone() for tensor in tensors]
     try:
-        for tensor in tensors_of(model):
+        for tensor in tensors:
             if tensor.is_floating_point() and tensor.numel():
                 _write(tensor)
+            if tensor in HELD:
+                HELD[tensor][...] += 1
         model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
         assert_answers(before, original, candidate, inputs, exact=exact)
     finally:
-        for tensor, value in zip(tensors_of(model), kept, strict=True):
+        for tensor, value in zip(tensors, kept, strict=True):
             tensor.data.copy_(value)
 
 
@@ -219,7 +223,10 @@ LATER_CALLS: dict[str, LaterCall] = {
     "one row of the last": among(lambda inputs: (*inputs[:-1], inputs[-1][:1])),
     "one more": among(lambda inputs: (*inputs, inputs[0])),
     "one tensor for all": among(lambda inputs: inputs[:1] * len(inputs)),
-    "another layout": on(_other_layout),
+    "another layout": on(LAYOUTS["transposed"]),
+    "channels last": on(LAYOUTS["channels_last"]),
+    "strided": on(LAYOUTS["strided"]),
+    "none for the last": among(lambda inputs: (*inputs[:-1], None)),
     "other sizes": on(lambda tensor: tensor.movedim(0, -1).contiguous()),
     "no rows": on(lambda tensor: tensor[:0]),
     "more channels": on(lambda tensor: tensor.repeat_interleave(2, int(tensor.dim() > 1))),

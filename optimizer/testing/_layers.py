@@ -44,23 +44,27 @@ def linear(
 def constant(spelling: str, where: str = "channels") -> Emit:
     """The top combined with a tensor of the model, which has one number for each channel.
 
-    `where` is "channels" for dimension 1, "last" for the last dimension, and "everywhere" for a
-    number for each position.
+    `where` is "channels" for dimension 1, "last" for the last dimension, "row" for it and one
+    dimension before, which a vector gets, and "everywhere" for a number for each position.
     """
 
     def emit(machine: Machine) -> None:
         shape = machine.top.shape
         channels = (*shape[1:2], *[1] * (len(shape) - 2))
-        size = {"channels": channels, "last": shape[-1:]}.get(where, shape[1:])
+        known = {"channels": channels, "last": shape[-1:], "row": (1, *shape[-1:])}
+        size = known.get(where, shape[1:])
+        count = 1 if where == "row" else len(size)
 
         def result(other: Shape) -> Shape | None:
-            return other if other[-len(size) :] == shape[-len(size) :] else None
+            if other[-count:] != shape[-count:]:
+                return None
+            return (1,) * (len(size) - len(other)) + other
 
         machine.helpers.add("Constant")
         layer = machine.add("constant", f"Constant{size}", result, ("constant", size))
         machine.call(layer, spelling.replace("{c}", "self.{m}.weight"))
 
-    return ranked(2, emit)
+    return ranked(1 if where == "row" else 2, emit)
 
 
 def prelu(machine: Machine) -> None:
@@ -108,6 +112,7 @@ LAYERS: dict[str, Emit] = {
     "scale_last": constant("{v}.mul({c})", "last"),
     "scale_everywhere": constant("{v} * {c}", "everywhere"),
     "offset": constant("{c} - {v}"),
+    "offset_row": constant("{v} + {c}", "row"),
     "prelu": prelu,
     "block": block,
 }

@@ -34,6 +34,7 @@ _BODIES = {
     "draws_alike": "return input + torch.rand_like(input)",
     "draws_in_place": "return input + torch.empty_like(input).uniform_()",
     "draws_in_vain": "torch.rand(3)\nreturn input * 2.0",
+    "seeds": "torch.manual_seed(3)\nreturn input + torch.rand(())",
     "generator": "given = torch.Generator().manual_seed(3)\n"
     "return input + torch.rand((), generator=given)",
     "forks": "with torch.random.fork_rng(devices=[]):\n"
@@ -64,6 +65,7 @@ _BODIES = {
 # What code that nothing is known of may do with what it is given, and holds.
 _UNKNOWN = (
     "hides", "views", "writes_input", "writes_buffer", "draws_in_vain", "keeps_value", "modules",
+    "seeds",
 )  # fmt: skip
 _LAYER = """\
 class {name}(nn.Module):

@@ -52,12 +52,18 @@ def widen(machine: Machine) -> None:
     machine.call(layer, "{v} * self.{m}.weight")
 
 
-def addmm_number(machine: Machine) -> None:
-    """A product of matrices to which one number of the model is added, as if it were a bias."""
-    if len(machine.top.shape) == 2:
-        held = machine.add("prelu", "nn.PReLU()", lambda shape: shape, ("prelu", (1,)))
-        added = f"torch.addmm(self.{held.name}.weight, {{v}}, self.{{m}}.weight.t())"
-        linear(spelling=added)(machine)
+def addmm_other(*size: int) -> Emit:
+    """A product of matrices to which the model adds what is no bias: that many numbers."""
+
+    def emit(machine: Machine) -> None:
+        if len(machine.top.shape) == 2:
+            shape = tuple(each or machine.top.shape[-1] for each in size)
+            machine.helpers.add("Constant")
+            held = machine.add("constant", f"Constant{shape}", lambda shape: None)
+            added = f"torch.addmm(self.{held.name}.weight, {{v}}, self.{{m}}.weight.t())"
+            linear(spelling=added)(machine)
+
+    return emit
 
 
 def scale_integers(machine: Machine) -> None:
@@ -161,7 +167,8 @@ RARE: dict[str, Emit] = {
     "addmm_scaled": of_matrix(
         "torch.addmm(self.{m}.bias, {v}, self.{m}.weight.t(), alpha=2.0, beta=0.5)"
     ),
-    "addmm_number": ranked(2, addmm_number),
+    "addmm_number": addmm_other(1),
+    "addmm_row": addmm_other(1, 0),
     "bn_F_train": batchnorm(
         spelling="F.batch_norm({v}, self.{m}.running_mean, self.{m}.running_var, training=True)",
         training=True,

@@ -11,7 +11,7 @@ from optimizer.testing._elementwise import binary, broadcast, expression, member
 from optimizer.testing._layers import linear
 from optimizer.testing._machine import MAX_DEGREE, Emit, Machine, Shape, fits, ranked
 from optimizer.testing._shapes import joined, reshaped
-from optimizer.testing._views import matrix_only, permutation
+from optimizer.testing._views import gathered, matrix_only, permutation
 
 
 def square(text: str) -> Emit:
@@ -167,13 +167,18 @@ MORE_IDENTITIES: dict[str, Emit] = {
         "{n}.as_strided_({n}.shape, {n}.stride())", "{n} = {v}.contiguous().clone()"
     ),
     "unfold": broadcast("{v}.unfold(-1, 1, 1).squeeze(-1)"),
-    "reshape_as": expression("{v}.reshape_as({v})"),
-    "view_as": expression("{v}.contiguous().view_as({v})"),
+    "reshape_as": binary("{w}.reshape_as({v})"),
+    "view_as": binary("{w}.contiguous().view_as({v})"),
     "expand_as": broadcast("{v}[:1].expand_as({v}) + {v}"),
+    "shape_as": binary("{w} + {w}.new_ones({v}.shape) * {v}.dim()"),
     "broadcast_to": broadcast("{v}[:1].broadcast_to({v}.shape) + {v}"),
 }
 
 MORE_SHAPES: dict[str, Emit] = {
+    "flatten_method": reshaped("{v}.flatten()", lambda shape: (prod(shape),)),
+    "flatten_last": ranked(
+        2, reshaped("{v}.flatten(-2)", lambda shape: (*shape[:-2], prod(shape[-2:])))
+    ),
     "ravel": reshaped("{v}.ravel()", lambda shape: (prod(shape),)),
     "flatten_nn": ranked(2, flattened),
     "squeeze_inplace": expression("{v}.clone().unsqueeze_(0).squeeze_(0)"),
@@ -213,5 +218,12 @@ MORE_LAYERS: dict[str, Emit] = {
 }
 
 MORE_ASSIGNMENTS: dict[str, Emit] = {
+    "mask_gather_moved": gathered("{n}.copy_({n}.flip(0)); "),
+    "mask_one_product": broadcast(
+        "{v} + {n}",
+        "{n} = ({v} > 0) * 2",
+        "{n}_first = torch.arange({v}.numel()).reshape({v}.shape) < 1",
+        "{n}[{n}_first] = {n}[{n}_first] * 1.5",
+    ),
     "mask_put_torch": broadcast("{v} + 0.0", "torch.index_put_({v}, ({v} > 0,), {v}.sum())"),
 }

@@ -44,11 +44,19 @@ SHAPES: tuple[Shape, ...] = (
 SWARMS = range(1024)
 # What is done between two readings of a value.
 WRITES = (
-    "idouble_statement", "write_read", "write_layer", "arg idouble_statement drop",
+    "idouble_statement", "write_read", "write_layer", "write_bias", "arg idouble_statement drop",
     "recall idouble_statement drop", "dup contiguous iview_statement drop", "out_weight",
 )  # fmt: skip
+# Views that lie below the top, to be returned, or that nobody reads.
+HELD = (
+    "dup t01 swap",
+    "dup flatten swap",
+    "dup none_first swap",
+    "dup t01 drop",
+    "dup t12 out drop",
+)
 # What two branches of a model meet in.
-JOINS = ("add", "mul", "sub", "maximum", "cat", "out")
+JOINS = ("add", "mul", "sub", "maximum", "cat", "out", "reshape_as", "shape_as")
 
 # NaNs and infinities hide what else is wrong with a model: they are asked for by name.
 FINITE = ("dyadic", "random", "ill")
@@ -144,7 +152,8 @@ def swarm(focus: str | None, number: int) -> list[str]:
     does (Groce et al., Swarm Testing, ISSTA 2012). There stand half of the words of the motif and
     its near misses, a few others, and motifs that were changed up to three times: a word was
     put in or replaced, or two branches, often alike, were made of a part and meet, or a value is
-    computed twice, often with a write in between. No near miss stands there whole.
+    computed twice, often with a write in between, a call is spelled otherwise, a view is held, or
+    a layer is called on something else too. No near miss stands there whole.
 
     Args:
         focus: name of the pass whose motif it is; if None, half the numbers have the motif of some
@@ -173,6 +182,7 @@ def swarm(focus: str | None, number: int) -> list[str]:
         deed = random.choice([*WRITES, random.choice(planted)]).split()
         word, join = random.choice(random.choice([own, planted])), random.choice(JOINS)
         second = random.choice([part, another(part), ["again"], ["again", word]])
+        held = " ".join(random.choices(HELD, k=random.choice((1, 2)))).split()
         return random.choice(
             [
                 [*before, word, *program[start:]],
@@ -182,12 +192,17 @@ def swarm(focus: str | None, number: int) -> list[str]:
                 [*before, "dup", *part, "swap", *second, join, *after],
                 [*before, *part, *deed, "recompute", join, *after],
                 [*before, *part, "recompute_otherwise", join, *after],
+                [*before, word, *deed, "recompute", join, *part, *after],
+                [*before, *part, random.choice([*FAMILIES["keyword"]]), *after],
+                [*before, *part, *held, *after],
+                [*before, *part, random.choice(["arg", "recall"]), "again", *after],
             ]
         )
 
     own = half(dict.fromkeys(w for p in (*motif.fires, *motif.near) for w in p.split()))
-    family = list(random.choice(list(FAMILIES.values())))
-    others = random.sample(family, min(4, len(family))) + random.sample(list(TOKENS), 4)
+    near = [each for each in FAMILIES.values() if not each.keys().isdisjoint(own)]
+    family = list(random.choice(random.choice([near, list(FAMILIES.values())])))
+    others = random.sample(family, min(6, len(family))) + random.sample(list(TOKENS), 4)
     planted = [*own, *others, *random.sample(list(FAMILIES["control"]), 4), *half(INTERRUPTIONS)]
     programs = [*half(motif.fires) * 2]
     for changes in (1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3):

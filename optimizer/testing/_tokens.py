@@ -13,6 +13,7 @@ from optimizer.testing._constants import CONSTANTS
 from optimizer.testing._control import CONTROL
 from optimizer.testing._convolutions import CONVOLUTIONS
 from optimizer.testing._elementwise import ARITHMETIC, IDENTITIES, RELUS
+from optimizer.testing._keywords import RESPELLED
 from optimizer.testing._layers import LAYERS
 from optimizer.testing._machine import Emit
 from optimizer.testing._norms import NORMS
@@ -46,6 +47,7 @@ FAMILIES: dict[str, dict[str, Emit]] = {
     "constant": CONSTANTS,
     "rare": RARE,
     "class": CLASSES,
+    "keyword": RESPELLED,
 }
 
 TOKENS: dict[str, Emit] = {

@@ -17,6 +17,8 @@ MOTIF = Motif(
         "linear lower",
     ),
     near=(
+        "linear offset_row",
+        "linear_single",
         "linear flatten_rows bn",
         "linear flatten_rows dup bn add",
         "linear flatten_rows scale_last",

@@ -7,6 +7,7 @@ from optimizer.testing._motif import Motif
 MOTIF = Motif(
     fires=("linear relu", "linear relu_F", "linear_nobias relu_method"),
     near=(
+        "linear_plain",
         "linear relu_inplace",
         "linear relu_method_inplace",
         "linear relu_statement",

@@ -20,5 +20,6 @@ MOTIF = Motif(
         "flatten linear_addmm",
         "matmul_vector",
         "flatten addmm_number",
+        "flatten addmm_row",
     ),
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer.testing import assert_equivalent, inputs_like, randomize
+from optimizer.testing import Optimize, assert_equivalent, inputs_like, randomize
 from tests.single_pass import Forward, optimized_by
 
 NAME = "reuse_activations"
@@ -221,3 +221,19 @@ def test_a_hooked_activation_is_left_alone() -> None:
 
     assert fast.report.fired == ()
     assert_equivalent(model, fast, inputs, exact=True)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LeakyReLU(0.5), nn.Hardtanh())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.inner(x + 1)
+        return first, self.inner(first)
+
+
+def test_a_module_of_a_module_stays_for_its_other_calls() -> None:
+    model, x = Nested().eval(), torch.linspace(-4, 4, 6, dtype=torch.float64)
+
+    assert_equivalent(model, Optimize(only=("reuse_activations",))(model, (x,)), (x,))

@@ -320,14 +320,24 @@ def test_it_has_the_callers_number_of_threads(monkeypatch: pytest.MonkeyPatch, e
     assert seen == [before, before + 1]
 
 
-def test_the_snapshot_takes_no_memory_of_its_own(engine: str) -> None:
+def test_an_engine_reads_the_weights_of_the_result_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
     from tests.conftest import address
 
-    model, x = Then(F.relu), image()
-    fast = lowered(model, x, engine)
+    seen: list[torch.Tensor] = []
+    kept = _choice.ENGINES[engine]
+    compile_it = kept.compile
 
-    assert compiled(fast, x)
-    assert address(fast.get_parameter("layer.weight")) == address(model.layer.weight)
+    def compiling(graph: fx.GraphModule, *rest: Any) -> Any:
+        seen.extend(graph.buffers())
+        return compile_it(graph, *rest)
+
+    monkeypatch.setattr(kept, "compile", compiling)
+    fast = lowered(Then(F.relu), image(), engine)
+
+    assert compiled(fast, image())
+    assert set(map(address, seen)) == set(map(address, fast.parameters()))
 
 
 def test_a_pickle_where_the_engine_is_not_installed(

@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     soak.add_argument("--examples", type=int, default=10_000)
     soak.add_argument("--level", type=int, default=1)
     soak.add_argument("--capture", choices=("symbolic", "export"), default="symbolic")
+    soak.add_argument("--engines", choices=("auto", "none"), default="auto")
     soak.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     soak.add_argument("--seed", type=int, default=0, help="other models for another one")
     shrink = command("shrink", _run_shrink, "how small counterexamples get, and how soon")
@@ -121,10 +122,12 @@ def _run_hunt(options: argparse.Namespace, record: Record) -> int:
 
 
 def _run_soak(options: argparse.Namespace, record: Record) -> int:
-    subject = Optimize(options.level, capture=options.capture)
+    engines = () if options.engines == "none" else options.engines
+    subject = Optimize(options.level, capture=options.capture, engines=engines)
     dtype, shown = getattr(torch, options.dtype), 0
     counts: dict[str, Any]
     name = f"level {options.level}, {options.capture}, {options.dtype}, seed {options.seed}"
+    name += ", no engines" * (not engines)
     tallies = _soak.soak(subject, options.examples, dtype=dtype, first_seed=options.seed)
     for batch, tally in enumerate(tallies, 1):
         _print(map(str, [*tally.wrong[shown:], tally]))

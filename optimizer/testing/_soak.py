@@ -25,7 +25,7 @@ from optimizer.testing._strategies import models, on_each
 from optimizer.testing._subject import Optimize
 
 BATCH = 500
-_BATCHES_EACH = 8  # of a process: what TorchScript keeps is let go with it
+_BATCHES_EACH = 8  # of a process: what kernels keep is let go with it
 
 
 @dataclass

@@ -33,14 +33,17 @@ class Optimize:
         level: as for `optimize`.
         only: as for `optimize`, names or passes; None for every pass of the level.
         capture: as for `optimize`.
+        engines: as for `optimize`.
     """
 
     level: int = 1
     only: tuple[str | Pass, ...] | None = None
     capture: Literal["symbolic", "export"] = "symbolic"
+    engines: str | tuple[str, ...] = "auto"
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> nn.Module:
-        options: dict[str, Any] = {"level": self.level, "only": self.only, "capture": self.capture}
+        names = ("level", "only", "capture", "engines")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
         with warnings.catch_warnings(), _everything_pays():
             warnings.simplefilter("error")  # a pass that raises costs a user nothing but a warning
             nothing_said_of_the_model()

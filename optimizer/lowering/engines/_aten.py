@@ -14,16 +14,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The functions of ATen that a region calls for inputs like these, with copies of its weights.
+    """The functions of ATen that a region calls for inputs like these, on its weights.
 
-    Copies, because an engine asks for the memory of a weight as if to write it, and the snapshot
-    that the region holds would take memory of its own. (`make_fx` does the same in five times the
-    time: swin_t took 2 seconds.)
+    An engine may keep the memory of those beside what it packs; it asks for it as if to write it,
+    so that a snapshot has its own from then on. (`make_fx` does the same in five times the time:
+    swin_t took 2 seconds.)
 
     Raises:
         ValueError: a value is empty.
     """
-    held = {name: tensor.clone() for name, tensor in region.named_buffers()}
+    held = dict(region.named_buffers())
     recorder = _Recorder(inputs, held)
     with torch.no_grad(), recorder:
         outputs = fx.GraphModule(held, region.graph)(*inputs)

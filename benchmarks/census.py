@@ -26,11 +26,8 @@ SMALL = ("tiny", "small", "_s", "18", "_b0", "nano", "26", "xs", "pico", "femto"
 
 
 def main(names: list[str]) -> None:
-    from models._torchvision_import import import_torchvision
-
-    import_torchvision()  # timm imports it
     sums, having, seen = Counter[str](), Counter[str](), 0
-    for name in names or _architectures():
+    for name in names or architectures():
         graph = getattr(_optimized(name), "graph", fx.Graph())
         found = Counter(kind for node in graph.nodes for kind in _kinds(node))
         seen += bool(graph.nodes)
@@ -40,29 +37,46 @@ def main(names: list[str]) -> None:
     print(f"{seen} models", *(f"{sums[each]} {each} in {having[each]}" for each in sums), sep="; ")
 
 
-def _architectures() -> Iterator[str]:
-    import timm
-
+def architectures() -> Iterator[str]:
+    """The workloads of torchvision's, and a small model of each architecture of timm's."""
     import models
 
+    timm = import_timm()
     yield from models.names("torchvision")
     for module in timm.list_modules():
         names = timm.list_models(module=module)
         yield from [name for name in names if any(word in name for word in SMALL)][:1] or names[:1]
 
 
-def _optimized(name: str) -> Any:
+def import_timm() -> Any:
+    """The library, which imports torchvision."""
+    from models._torchvision_import import import_torchvision
+
+    import_torchvision()
     import timm
 
+    return timm
+
+
+def load(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model for inference, of the workloads or of timm, and inputs to call it with."""
     import models
-    import optimizer
+    from models._randomize import randomize
 
     if name in models.names():
         workload = models.load(name)
-        return optimizer.optimize(workload.module, workload.example_inputs, check=None, level=1)
-    model = timm.create_model(name).eval()
+        return workload.module, workload.example_inputs
+    generator = torch.Generator().manual_seed(0)
+    model = import_timm().create_model(name).eval()
+    randomize(model, generator)
     size = model.pretrained_cfg.get("input_size", (3, 224, 224))
-    return optimizer.optimize(model, torch.randn(1, *size), check=None, level=1)
+    return model, (torch.randn(1, *size, generator=generator),)
+
+
+def _optimized(name: str) -> Any:
+    import optimizer
+
+    return optimizer.optimize(*load(name), check=None, level=1)
 
 
 def _kinds(node: fx.Node) -> Iterator[str]:

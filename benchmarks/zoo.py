@@ -1,4 +1,4 @@
-"""`python -m benchmarks.zoo [MODEL ...]`: does `optimize` get real models right, or end the process?
+"""`python -m benchmarks.zoo [MODEL ...]`: are real models right, and does none end the process?
 
 By default the workloads, and a small model of each architecture that timm has a file for; `--small`
 takes all of timm's up to so many million parameters. Each is optimized and called in a process of
@@ -104,12 +104,10 @@ def _tried(
     eager, ours = map(max, zip(*distances, strict=True))
     regions = Counter(choice.chosen for choice in report.choices)
     kept = ", ".join(f"{count} {name}" for name, count in regions.items()) or "no regions"
-    said = [
-        *report.remarks,
-        *(str(choice.rejected) for choice in report.choices if choice.rejected),
-    ]
+    refused = [str(choice.rejected) for choice in report.choices if choice.rejected]
     told = f"{seconds:.1f} s; {kept}; error {ours:.1e} beside {eager:.1e}"
-    return ("right" if ours <= _FAR * max(eager, 1e-7) else "wrong"), "; ".join([told, *said])
+    outcome = "right" if ours <= _FAR * max(eager, 1e-7) else "wrong"
+    return outcome, "; ".join([told, *report.remarks, *refused])
 
 
 def _distances(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from optimizer._check import relative_error
 from optimizer.testing import (
@@ -167,6 +168,16 @@ def test_inputs_may_hide_that_a_model_rounds() -> None:
         assert_equivalent(sixth(1), sixth(1 + 1e-15), inputs)
         with pytest.raises(AssertionError, match="values differ"):
             assert_equivalent(sixth(1), sixth(1 + 1e-8), inputs)
+
+
+def test_what_saturates_hides_that_a_model_rounds() -> None:
+    def gate(factor: float) -> Of:
+        return Of(lambda x: F.hardsigmoid(x @ x.mT) * factor)
+
+    inputs = (torch.tensor([[4.0]]),)
+    assert_equivalent(gate(1), gate(1 - 2**-24), inputs)
+    with pytest.raises(AssertionError, match="values differ"):
+        assert_equivalent(gate(1), gate(1 - 2**-20), inputs)
 
 
 def test_what_cancels_to_nothing_has_no_relative_error() -> None:

@@ -52,8 +52,12 @@ def judge(
 
 
 def near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether what is finite differs by no more than `TOLERANCE` of the largest value."""
-    return _same_infinities(actual, expected) and error(actual, expected) <= TOLERANCE
+    """Whether what is finite differs by no more than `TOLERANCE` of the largest value.
+
+    Narrower floats by four units in the last place, which is more.
+    """
+    allowed = max(TOLERANCE, 4 * _unit(expected))
+    return _same_infinities(actual, expected) and error(actual, expected) <= allowed
 
 
 def _same_infinities(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -103,11 +107,15 @@ class SameValues:
         return rounds and Near(self.model, self.inputs, self.name)(actual, expected)
 
     def _rounds(self, seed: int) -> bool:
-        """Whether it does with other signs and powers of two in the inputs."""
+        """Whether it does with other signs and powers of two in the inputs.
+
+        Small ones too: of large ones, what saturates tells nothing.
+        """
         generator = torch.Generator().manual_seed(seed)
+        low = -2 if seed % 2 else -6
 
         def other(tensor: torch.Tensor) -> torch.Tensor:
-            powers = torch.randint(-2, 2, tensor.shape, generator=generator)
+            powers = torch.randint(low, 2, tensor.shape, generator=generator)
             signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
             return tensor * (signs * 2.0**powers).to(tensor.dtype)
 
@@ -140,8 +148,8 @@ class AsPrecise:
         finite = expected.isfinite() & truth.isfinite()
         if not same_values(actual[~finite], expected[~finite]):
             return False
-        unit = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
-        allowed = LUCK * max(_distance(expected, truth), self.noise) + 4 * unit * _scale(truth)
+        units = 4 * _unit(expected) * _scale(truth)
+        allowed = LUCK * max(_distance(expected, truth), self.noise) + units
         return _distance(actual, truth) <= allowed
 
 
@@ -219,6 +227,10 @@ def _distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     largest = float(difference.max()) if difference.numel() else 0.0
     # max() of a NaN is NaN, which compares as smaller: a NaN out of nothing is no agreement.
     return largest if largest == largest else float("inf")
+
+
+def _unit(tensor: torch.Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
 
 
 def _scale(expected: torch.Tensor) -> float:

@@ -477,6 +477,26 @@ class Residual(nn.Module):
         return x.relu() + self.second(self.first(x))
 
 
+class Unbound(nn.Module):
+    """Heads that a region ends with, since what reads them may make NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other, last = self.layer(x).relu().unflatten(-1, (3, 8)).unbind(-2)
+        return one.exp() * other / last.exp()
+
+
+def test_parts_that_are_read_outside_the_region(engine: str) -> None:
+    model, x = Unbound(), image(4, 8)
+    fast = lowered(model, x, engine)
+
+    torch.testing.assert_close(fast(x), model(x))
+    assert compiled(fast, x)
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_residual_of_two_layers(engine: str, rows: int) -> None:
     model, x = Residual(), image(rows, 8)

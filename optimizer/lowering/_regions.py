@@ -44,10 +44,10 @@ _COMPUTED = POINTWISE | {
 MOVED = frozenset((
     "cat", "chunk", "split", "getitem", "__getitem__", "reshape", "view", "flatten", "squeeze",
     "unsqueeze", "transpose", "permute", "contiguous", "dropout", "getattr", "interpolate",
-    "swapaxes", "swapdims", "movedim", "channel_shuffle",
+    "swapaxes", "swapdims", "movedim", "channel_shuffle", "unbind",
 ))  # fmt: skip
 _PLACED = frozenset((
-    "pad", "roll", "expand", "expand_as", "stack", "unbind", "unflatten", "reshape_as", "view_as",
+    "pad", "roll", "expand", "expand_as", "stack", "unflatten", "reshape_as", "view_as",
 ))  # fmt: skip
 LARGEST = 2.0**32  # of what is moderate
 _EPSILON = {"layer_norm": 4, "group_norm": 4, "batch_norm": 7, "normalize": 3}  # its place

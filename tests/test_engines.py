@@ -477,6 +477,14 @@ class Residual(nn.Module):
         return x.relu() + self.second(self.first(x))
 
 
+def test_rows_that_a_list_chooses(engine: str) -> None:
+    model, x = Then(lambda y: y.relu()[:, [2, 0, 3]].sigmoid()), image()
+    fast = lowered(model, x, engine)
+
+    torch.testing.assert_close(fast(x), model(x))
+    assert compiled(fast, x)
+
+
 class Unbound(nn.Module):
     """Heads that a region ends with, since what reads them may make NaN."""
 

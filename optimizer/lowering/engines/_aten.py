@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,9 @@ def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphM
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, inputs: Sequence[torch.Tensor], held: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], held: dict[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.graph = fx.Graph()
+        self.graph, self.held = fx.Graph(), held
         self.nodes = WeakTensorKeyDictionary()
         for place, tensor in enumerate(inputs):
             self._note(self.graph.placeholder(f"input_{place}"), tensor)
@@ -48,7 +48,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return _slices(*args)
         same = func is torch.ops.aten.as_strided_.default and _lies_as_before(*args)
         result = func(*args, **(kwargs or {}))
-        if not same:
+        if not same and func is not torch.ops.aten.lift_fresh.default:
             read = pytree.tree_map_only(torch.Tensor, self._node, (args, kwargs or {}))
             self._note(self.graph.call_function(*_spelled(func, *read)), result)
         return result
@@ -64,6 +64,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _node(self, tensor: torch.Tensor) -> fx.Node:
         if not tensor.numel():  # OpenVINO ends the process
             raise ValueError("a tensor is empty")
+        if tensor not in self.nodes:  # the numbers of an index that is a list
+            name = f"made_{len(self.held)}"
+            self.held[name] = tensor
+            self._note(self.graph.get_attr(name), tensor)
         return self.nodes[tensor]  # type: ignore[no-any-return]
 
     def finished(self, outputs: Sequence[torch.Tensor]) -> fx.Graph:

@@ -1,10 +1,11 @@
 """A compact torch.fx graph optimizer for inference."""
 
-from optimizer._bisect import Culprit, bisect
-from optimizer._capture import capture
-from optimizer._check import check
-from optimizer._draw import draw
-from optimizer._errors import (
+from optimizer._optimize import optimize
+from optimizer.analysis.draw import draw
+from optimizer.analysis.measure import Comparison, Measurement, compare, measure
+from optimizer.capture.module import OptimizedModule
+from optimizer.capture.symbolic import capture
+from optimizer.core.errors import (
     CaptureError,
     DeviceError,
     EquivalenceError,
@@ -13,13 +14,12 @@ from optimizer._errors import (
     OptimizerWarning,
     PassError,
 )
-from optimizer._facts import Refused
-from optimizer._measure import Comparison, Measurement, compare, measure
-from optimizer._module import OptimizedModule
-from optimizer._optimize import optimize
-from optimizer._pass import Pass
-from optimizer._registry import all_passes, explain
-from optimizer._report import Report
+from optimizer.core.report import Report
+from optimizer.facts.facts import Refused
+from optimizer.passes import all_passes, explain
+from optimizer.rewrite.contract import Pass
+from optimizer.verify.bisect import Culprit, bisect
+from optimizer.verify.check import check
 
 __all__ = [
     "CaptureError",

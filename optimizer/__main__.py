@@ -15,12 +15,11 @@ from torch import nn
 
 import optimizer
 from optimizer import DeviceError, InputError, OptimizerError
-from optimizer._inputs import require_module, require_writable
-from optimizer._lower import Tuning
-from optimizer._registry import select
-from optimizer._report import columns
-from optimizer._source import line_of
-from optimizer._trees import map_tensors
+from optimizer.core.inputs import map_tensors, require_module, require_writable
+from optimizer.core.node import line_of
+from optimizer.core.report import columns
+from optimizer.lowering.tuning import Tuning
+from optimizer.passes import select
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,18 +19,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from optimizer._capture import adopt, observe
-from optimizer._copy import structural_copy
-from optimizer._errors import InputError, OptimizerWarning, require
-from optimizer._front_ends import FrontEnds
-from optimizer._inputs import Call
-from optimizer._module import OptimizedModule
-from optimizer._observation import Facts
 from optimizer._optimize import Run
-from optimizer._registry import select
-from optimizer._source import line_in
-from optimizer._undisturbed import undisturbed
-from optimizer._vocabulary import FACTORIES
+from optimizer.capture.front_ends import FrontEnds
+from optimizer.capture.module import OptimizedModule
+from optimizer.capture.symbolic import adopt, observe
+from optimizer.core.context import undisturbed
+from optimizer.core.copy import structural_copy
+from optimizer.core.errors import InputError, OptimizerWarning, require
+from optimizer.core.inputs import Call
+from optimizer.core.node import line_in
+from optimizer.core.ops import FACTORIES
+from optimizer.facts.propagation import Facts
+from optimizer.passes import select
 
 _torch: Any = torch._C  # whose stubs lack what tells of copies on write
 log = logging.getLogger("optimizer")

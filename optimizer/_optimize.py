@@ -12,24 +12,23 @@ from typing import Literal, TypeAlias
 import torch
 from torch import fx, nn
 
-from optimizer._capture import has_unknown_facts, may_draw, writes_nothing_lasting
-from optimizer._check import Answer, Difference, answer, compare_answers, reference
-from optimizer._copy import snapshot
-from optimizer._errors import CaptureError, InputError, OptimizerWarning
-from optimizer._front_ends import FRONT_ENDS, FrontEnds, choose, record
-from optimizer._inputs import Call, ExampleInputs, as_call, require_flags, require_module
-from optimizer._lower import Tuning, lower
-from optimizer._lowered import LoweredModule
-from optimizer._module import OptimizedModule, Unchanged
-from optimizer._origin import called_as_they_are
-from optimizer._pass import LOWERED, Pass
-from optimizer._pipeline import FaultyPassError, Pipeline
-from optimizer._refit import Recipe
-from optimizer._registry import all_passes, select
-from optimizer._report import Line, Report, Size, listing
-from optimizer._undisturbed import undisturbed
-from optimizer.lowering._eligible import obstacle
+from optimizer.capture.front_ends import FRONT_ENDS, FrontEnds, choose, record
+from optimizer.capture.module import OptimizedModule, Recipe, Unchanged
+from optimizer.capture.symbolic import has_unknown_facts, may_draw, writes_nothing_lasting
+from optimizer.core.context import undisturbed
+from optimizer.core.copy import snapshot
+from optimizer.core.errors import CaptureError, InputError, OptimizerWarning
+from optimizer.core.inputs import Call, ExampleInputs, as_call, require_flags, require_module
+from optimizer.core.report import Line, Report, Size, listing
+from optimizer.facts.effects import called_as_they_are
+from optimizer.facts.facts import obstacle
 from optimizer.lowering.engines import Engines
+from optimizer.lowering.module import LoweredModule
+from optimizer.lowering.tuning import Tuning, lower
+from optimizer.passes import all_passes, select
+from optimizer.rewrite.contract import LOWERED, Pass
+from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
+from optimizer.verify.equivalence import Answer, Difference, answer, compare_answers, reference
 
 Check: TypeAlias = Literal["final", "each"] | None
 
@@ -162,7 +161,8 @@ class Run:
         ours = all_passes()
         names = tuple(each.name if each in ours else each for each in self.passes)
         known = self.front_end in FRONT_ENDS  # to `optimize` the model again
-        recipe = Recipe.of(self.model, self.call, self.level, names) if known else None
+        given = self.model, self.call, self.level, names, optimize
+        recipe = Recipe.of(*given) if known else None
         kind = LoweredModule if self.level >= LOWERED else OptimizedModule
         reason = obstacle(module.graph) if self.level >= LOWERED else ""  # the facts stay behind
         optimized = kind.of(module, self._report(before, pipeline), recipe)

@@ -13,18 +13,17 @@ from typing import Any, TypeAlias
 
 from torch import fx, nn
 
-from optimizer._calls import insert_call, is_module_class, operands, take_place
-from optimizer._edit import insert_function, insert_module
-from optimizer._errors import InputError
-from optimizer._facts import Refused, dtype, is_read_only, is_returned, is_unchanged, rank
-from optimizer._graph import arg, callee, clean, describe, module_of, owner, shape_text
-from optimizer._inputs import require_graph
-from optimizer._match import call
-from optimizer._pass import Pass, require, rewrite, whole_graph
-from optimizer._replace import replace_matches
-from optimizer._report import columns
-from optimizer._spelling import spelled
-from optimizer._subgraph import inline, paths_of, record
+from optimizer.capture.canonicalize import spelled
+from optimizer.core.errors import InputError
+from optimizer.core.inputs import require_graph
+from optimizer.core.node import arg, callee, clean, describe, module_of, owner, shape_text
+from optimizer.core.report import columns
+from optimizer.facts.facts import Refused, dtype, is_read_only, is_returned, is_unchanged, rank
+from optimizer.rewrite.calls import insert_call, is_module_class, operands, take_place
+from optimizer.rewrite.contract import Pass, require, rewrite, whole_graph
+from optimizer.rewrite.edit import insert_function, insert_module
+from optimizer.rewrite.pattern import call
+from optimizer.rewrite.subgraph import inline, paths_of, record, replace_matches
 
 __all__ = [
     "Pass", "Refused", "arg", "call", "decompose", "dtype", "find", "insert_after",

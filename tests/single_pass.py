@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 import optimizer
-from optimizer._graph import callee
-from optimizer._guards import GUARDS
+from optimizer.core.guards import GUARDS
+from optimizer.core.node import callee
 from optimizer.testing import untouched
 
 

@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 
 import optimizer
 from optimizer import EquivalenceError, InputError
-from optimizer._capture import capture_call
-from optimizer._inputs import Call
-from optimizer._pipeline import Pipeline
+from optimizer.capture.symbolic import capture_call
+from optimizer.core.inputs import Call
+from optimizer.rewrite.pipeline import Pipeline
 
 X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
 

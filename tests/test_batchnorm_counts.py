@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import optimizer
 from models._randomize import randomize
 from models._torchvision_import import import_torchvision
-from optimizer._graph import module_of
+from optimizer.core.node import module_of
 
 with warnings.catch_warnings():
     # torch deprecates what this module of its own imports.

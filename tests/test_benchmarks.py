@@ -274,7 +274,7 @@ def test_another_wrong_value_of_an_old_commit_is_a_failure(monkeypatch):
 
 def test_an_engine_that_an_old_commit_or_this_machine_lacks_is_not_available(monkeypatch):
     monkeypatch.setattr(
-        "optimizer.lowering.engines._choice.obstacle", lambda engine: "is not installed"
+        "optimizer.lowering.engines.choice.obstacle", lambda engine: "is not installed"
     )
     with pytest.raises(NotImplementedError, match="openvino"):
         SUBJECTS.rewriter("optimized-2-openvino")(torch.nn.ReLU(), torch.ones(2))

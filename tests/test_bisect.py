@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import optimizer
 from optimizer import CaptureError, InputError
 from optimizer.__main__ import main
-from optimizer._capture import capture_call
-from optimizer._inputs import as_call
-from optimizer._pipeline import Pipeline
-from optimizer._registry import select
+from optimizer.capture.symbolic import capture_call
+from optimizer.core.inputs import as_call
+from optimizer.passes import select
+from optimizer.rewrite.pipeline import Pipeline
 
 X = torch.linspace(-1, 1, 4 * 6).reshape(4, 6)
 
@@ -56,7 +56,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         changed = dataclasses.replace(fold, apply=apply)
         every = tuple(changed if each is fold else each for each in passes)
-        monkeypatch.setattr("optimizer._registry.all_passes", lambda: every)
+        monkeypatch.setattr("optimizer.passes.all_passes", lambda: every)
 
     return install
 
@@ -142,7 +142,7 @@ def test_a_wrong_recording_is_number_zero(monkeypatch: pytest.MonkeyPatch) -> No
     def capture_another(model: nn.Module, call: Any) -> Any:
         return optimizer.capture(nn.Sequential(nn.Tanh()), call.args)
 
-    monkeypatch.setattr("optimizer._bisect.capture_call", capture_another)
+    monkeypatch.setattr("optimizer.verify.bisect.capture_call", capture_another)
 
     found = optimizer.bisect(nn.ReLU().eval(), X)
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-from optimizer._guards import GUARDS
-from optimizer._none_tests import tests_for_none
+from optimizer.capture.type_tests import tests_for_none
+from optimizer.core.guards import GUARDS
 
 tests_for_none.__test__ = False  # type: ignore[attr-defined]
 

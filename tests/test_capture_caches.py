@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-from optimizer._graph import callee
+from optimizer.core.node import callee
 
 X = torch.linspace(-1, 1, 2 * 4).reshape(2, 4)
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from optimizer._copy import snapshot, structural_copy
-from optimizer._errors import CaptureError
+from optimizer.core.copy import snapshot, structural_copy
+from optimizer.core.errors import CaptureError
 from tests.conftest import address
 
 

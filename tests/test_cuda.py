@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer._lowered import LoweredModule
+from optimizer.lowering.module import LoweredModule
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="captures graphs and calls cuDNN: needs an NVIDIA GPU"
@@ -60,7 +60,7 @@ def _no_gradients() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested is the answer: any speed will do."""
-    monkeypatch.setattr("optimizer.lowering._plan.WORTH_IT", float("inf"))
+    monkeypatch.setattr("optimizer.lowering.plan.WORTH_IT", float("inf"))
 
 
 def lowered(model: nn.Module, x: torch.Tensor, **options: Any) -> LoweredModule:

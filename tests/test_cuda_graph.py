@@ -20,14 +20,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimizer
-from optimizer import _device
-from optimizer._device import Cpu, Cuda
-from optimizer._lowered import LoweredModule
-from optimizer._trees import storages_in, tensors_in
-from optimizer.lowering import _cuda_graph, _times
-from optimizer.lowering._candidates import CANDIDATES
-from optimizer.lowering._choose import Chooser
-from optimizer.lowering._policies import AS_IT_IS, POLICIES
+from optimizer.core import device as _device
+from optimizer.core.device import Cpu, Cuda
+from optimizer.core.inputs import storages_in, tensors_in
+from optimizer.lowering import autotune as _times
+from optimizer.lowering import cuda_graph as _cuda_graph
+from optimizer.lowering.autotune import Chooser
+from optimizer.lowering.candidates import CANDIDATES
+from optimizer.lowering.module import LoweredModule
+from optimizer.lowering.policies import AS_IT_IS, POLICIES
 
 
 class Tape(TorchDispatchMode):

@@ -11,10 +11,10 @@ import torch
 from torch import fx, nn
 
 import optimizer
-from optimizer._divergence import first_divergence, values
-from optimizer._inputs import as_call
+from optimizer.core.inputs import as_call
 from optimizer.testing import Counterexample, Optimize, Spec, check_spec
 from optimizer.testing._locate import first_divergent_node
+from optimizer.verify.divergence import first_divergence, values
 
 Inputs = tuple[torch.Tensor, ...]
 SPEC = Spec(("linear", "bn", "t01", "add"), (3, 3))
@@ -46,7 +46,7 @@ def test_a_wrong_fold_is_named_at_its_node(monkeypatch: pytest.MonkeyPatch) -> N
 
     wrong = dataclasses.replace(fold, apply=spoiled)
     every = tuple(wrong if each is fold else each for each in passes)
-    monkeypatch.setattr("optimizer._registry.all_passes", lambda: every)
+    monkeypatch.setattr("optimizer.passes.all_passes", lambda: every)
 
     with pytest.raises(Counterexample) as caught:
         check_spec(SPEC, Optimize())

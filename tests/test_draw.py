@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import models
 import optimizer
 from optimizer import InputError
-from optimizer._layout import layout
+from optimizer.analysis.draw import layout
 
 SVG = "{http://www.w3.org/2000/svg}"
 WORKLOADS = ("toy_model", "masked_postprocess_4096", "resnet18", "densenet121", "swin_t")

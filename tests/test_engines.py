@@ -18,11 +18,12 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer import InputError
-from optimizer._lowered import LoweredModule
 from optimizer.lowering import engines
-from optimizer.lowering._policies import AS_IT_IS
-from optimizer.lowering._times import Times
-from optimizer.lowering.engines import Compiled, _choice, engines_here, engines_named
+from optimizer.lowering.autotune import Times
+from optimizer.lowering.engines import Compiled, engines_here, engines_named
+from optimizer.lowering.engines import choice as _choice
+from optimizer.lowering.module import LoweredModule
+from optimizer.lowering.policies import AS_IT_IS
 
 
 class Net(nn.Module):
@@ -84,7 +85,7 @@ def _engines_win(monkeypatch: pytest.MonkeyPatch) -> None:
     def race(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
         return {name: 0.1 if name[0] == "O" or name == "plan" else 1.0 for name in runs}
 
-    monkeypatch.setattr("optimizer.lowering._choose.Chooser.race", race)
+    monkeypatch.setattr("optimizer.lowering.autotune.Chooser.race", race)
 
 
 def test_a_whole_model_is_one_region_of_an_engine(engine: str) -> None:
@@ -536,7 +537,7 @@ def test_functions_that_openvino_knows_by_other_names(function: Callable[..., An
 
 
 def test_strides_that_change_more_than_single_elements_are_written_down() -> None:
-    from optimizer.lowering.engines._aten import in_aten
+    from optimizer.lowering.engines.aten import in_aten
 
     class Strided(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:

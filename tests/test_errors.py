@@ -240,7 +240,7 @@ def test_bad_input_is_an_error_before_any_work(case: str, monkeypatch: pytest.Mo
 
     for place in ("_copy", "_check", "_capture", "_module"):
         monkeypatch.setattr(f"optimizer.{place}.structural_copy", work)
-    monkeypatch.setattr("optimizer._check.answer", work)
+    monkeypatch.setattr("optimizer.verify.equivalence.answer", work)
     for name in ("record", "reference", "answer"):
         monkeypatch.setattr(f"optimizer._optimize.{name}", work)
     act, kind, _ = BAD_INPUT[case]

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import models
 import optimizer
-from optimizer._graph import module_of
+from optimizer.core.node import module_of
 
 # Difference over the output's largest value. A fold rounds each weight once, by up to 6e-8 of it,
 # and a hundred of them in a row, whose errors add up like random ones, come to about 1e-6. Here

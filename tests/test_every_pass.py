@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-from optimizer._graph import callee
-from optimizer._guards import GUARDS
-from optimizer._pass import PHASES
-from optimizer._registry import select
+from optimizer.core.guards import GUARDS
+from optimizer.core.node import callee
+from optimizer.passes import select
+from optimizer.rewrite.contract import PHASES
 from optimizer.testing import assert_equivalent, randomize, untouched
 
 PASSES = {each.name: each for each in optimizer.all_passes()}
@@ -190,7 +190,7 @@ def test_any_order_gives_the_same_answer(seed: int) -> None:
 
 
 def test_a_pass_cannot_do_without_an_argument_for_its_safety() -> None:
-    from optimizer._pass import whole_graph
+    from optimizer.rewrite.contract import whole_graph
 
     def silent(graph: object) -> list[Any]:
         return []

@@ -11,8 +11,8 @@ import torch
 import models
 import optimizer
 from benchmarks import figures
-from optimizer._device import device_of
 from optimizer.analysis import Ceilings, roofline
+from optimizer.core.device import device_of
 from tests.conftest import address
 
 PAGE = (Path(__file__).parent.parent / "docs" / "figures.md").read_text()

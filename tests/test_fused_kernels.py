@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 import models
 import optimizer
-from optimizer._check import BOUNDS
-from optimizer._inputs import Call
-from optimizer.lowering._candidates import CANDIDATES
-from optimizer.lowering._choose import Chooser
-from optimizer.lowering._fused import can_fuse, with_fused_kernels
-from optimizer.lowering._policies import AS_IT_IS, POLICIES
-from optimizer.lowering._regions import name_of
-from optimizer.lowering._straight_line import straight_line
+from optimizer.core.inputs import Call
+from optimizer.lowering.autotune import Chooser
+from optimizer.lowering.candidates import CANDIDATES
+from optimizer.lowering.cudnn import can_fuse, with_fused_kernels
+from optimizer.lowering.partition import name_of
+from optimizer.lowering.policies import AS_IT_IS, POLICIES
+from optimizer.lowering.trace import straight_line
+from optimizer.verify.equivalence import BOUNDS
 
 RELU, ADD_RELU = "cudnn_convolution_relu", "cudnn_convolution_add_relu"
 

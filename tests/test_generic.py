@@ -58,7 +58,7 @@ def test_each_mutant_is_another_program_and_names_its_change() -> None:
 
 
 def test_no_mutant_is_made_twice_and_none_has_the_name_of_another() -> None:
-    files = ["_facts.py", "passes/fold_affine.py", "passes/compose_transposes.py"]
+    files = ["facts/facts.py", "passes/fold_affine.py", "passes/compose_transposes.py"]
     mutants = [mutant for file in files for mutant in _generic.mutants_of(file)]
 
     assert len({(mutant.file, mutant.new) for mutant in mutants}) == len(mutants)
@@ -67,11 +67,13 @@ def test_no_mutant_is_made_twice_and_none_has_the_name_of_another() -> None:
 
 
 def test_what_only_the_capture_is_made_of_is_changed_too() -> None:
-    assert {"_tracer.py", "_capture.py", "_facts.py", "_affine.py"} <= {*_generic.files()}
+    assert {"capture/tracer.py", "capture/symbolic.py", "facts/facts.py", "rewrite/affine.py"} <= {
+        *_generic.files()
+    }
 
 
 def test_a_sample_is_the_same_for_a_seed_and_outlives_code() -> None:
-    every = _generic.mutants_of(FILE) + _generic.mutants_of("_spare.py")
+    every = _generic.mutants_of(FILE) + _generic.mutants_of("core/ops.py")
     before = _mutants.sample(every, 5, 1)
     assert before == _mutants.sample(every, 5, 1) != _mutants.sample(every, 5, 2)
     assert len(_mutants.sample(every, None, 1)) == len(every)

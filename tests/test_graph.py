@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import fx, nn
 
-from optimizer._graph import fresh_name, overrides_call
+from optimizer.core.node import fresh_name, overrides_call
 
 
 class Called(nn.Module):

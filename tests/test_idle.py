@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from optimizer._inputs import Call
-from optimizer.lowering._straight_line import straight_line
+from optimizer.core.inputs import Call
+from optimizer.lowering.trace import straight_line
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
 IDLE: dict[str, Callable[[Any], Any]] = {

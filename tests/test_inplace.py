@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimizer._inplace import where_into
+from optimizer.core.ops import where_into
 
 
 class Called(TorchDispatchMode):

@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer._check import relative_error
-from optimizer._inputs import Call
-from optimizer._lowered import LoweredModule
-from optimizer.lowering import _choose
-from optimizer.lowering._int8 import in_int8
-from optimizer.lowering._regions import name_of
-from optimizer.lowering._straight_line import NotStraightLineError, straight_line
+from optimizer.core.inputs import Call
+from optimizer.lowering import autotune as _choose
+from optimizer.lowering.int8 import in_int8
+from optimizer.lowering.module import LoweredModule
+from optimizer.lowering.partition import name_of
+from optimizer.lowering.trace import NotStraightLineError, straight_line
+from optimizer.verify.equivalence import relative_error
 
 WIDTH = 32
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from optimizer import CaptureError
-from optimizer.lowering.engines import _compiled, engines_here
+from optimizer.lowering.engines import compiled as _compiled
+from optimizer.lowering.engines import engines_here
 from optimizer.testing import (
     Optimize,
     Spec,

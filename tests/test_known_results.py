@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optimizer._known_results import known_outcome
-from optimizer._observation import Facts
-from optimizer._trees import storages_in
+from optimizer.core.inputs import storages_in
+from optimizer.facts.propagation import Facts
+from optimizer.facts.shape_rules import known_outcome
 from optimizer.passes.fuse_linear_relu import LinearReLU
 
 ACTIVATIONS = (

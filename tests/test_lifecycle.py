@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer import InputError
-from optimizer._front_ends import FRONT_ENDS
+from optimizer.capture.front_ends import FRONT_ENDS
 from tests.conftest import address
 
 X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
@@ -270,7 +270,7 @@ def with_faulty_fold(apply: Callable[..., Any]) -> Callable[[], tuple[optimizer.
 def test_a_faulty_pass_is_rolled_back_and_named(
     check: Any, apply: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optimizer._registry.all_passes", with_faulty_fold(apply))
+    monkeypatch.setattr("optimizer.passes.all_passes", with_faulty_fold(apply))
     model = nn.Sequential(Small(), nn.Dropout(), nn.Flatten(), nn.Linear(32, 2), nn.ReLU()).eval()
 
     with pytest.warns(UserWarning, match="fold_affine") as caught:

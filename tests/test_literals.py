@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer import toolkit
-from optimizer._edit import insert_function
-from optimizer._facts import Refused
-from optimizer._literals import literal
+from optimizer.core.literals import literal
+from optimizer.facts.facts import Refused
+from optimizer.rewrite.edit import insert_function
 
 
 class Number(float):

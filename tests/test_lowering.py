@@ -19,17 +19,21 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer import InputError, _lowered
-from optimizer._check import BOUNDS
-from optimizer._inputs import Call
-from optimizer._lowered import LoweredModule
-from optimizer.lowering import _candidates, _choose, _packed, _signature
-from optimizer.lowering._candidates import CANDIDATES, varied
-from optimizer.lowering._choose import Chooser
-from optimizer.lowering._policies import AS_IT_IS
-from optimizer.lowering._signature import Signature
-from optimizer.lowering._straight_line import NotStraightLineError, straight_line
+from optimizer import InputError
+from optimizer.core.inputs import Call
+from optimizer.lowering import autotune as _choose
+from optimizer.lowering import candidates as _candidates
+from optimizer.lowering import module as _lowered
+from optimizer.lowering import packed as _packed
+from optimizer.lowering import signature as _signature
+from optimizer.lowering.autotune import Chooser
+from optimizer.lowering.candidates import CANDIDATES, varied
 from optimizer.lowering.engines import engines_here
+from optimizer.lowering.module import LoweredModule
+from optimizer.lowering.policies import AS_IT_IS
+from optimizer.lowering.signature import Signature
+from optimizer.lowering.trace import NotStraightLineError, straight_line
+from optimizer.verify.equivalence import BOUNDS
 
 
 class Net(nn.Module):

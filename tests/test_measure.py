@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from optimizer import _device, _measure
-from optimizer._device import Cpu, Cuda, Mps, device_named
-from optimizer._errors import DeviceError, InputError
-from optimizer._measure import Comparison, Measurement, Spread, compare, measure
+from optimizer.analysis import measure as _measure
+from optimizer.analysis.measure import Comparison, Measurement, Spread, compare, measure
+from optimizer.core import device as _device
+from optimizer.core.device import Cpu, Cuda, Mps, device_named
+from optimizer.core.errors import DeviceError, InputError
 
 FLOATS = torch.linspace(-1, 1, 1000)
 KILOBYTES_4 = 4000  # of 1000 floats

@@ -51,10 +51,10 @@ def test_a_mistake_concerns_its_pass_or_those_that_import_it() -> None:
         return _mutants.concerned(next(m for n, m in CATALOGUE.items() if n.startswith(start)))
 
     assert concerned("fuse_linear_relu:") == ["fuse_linear_relu"]
-    assert concerned("_spare:") == ["reuse_activations", "reuse_operands"]
-    assert concerned("_spelling:") == ["capture"]
-    assert concerned("_effects:") == list(MOTIFS)
-    assert _mutants.concerned(replace(A_PASS, file="_tracer.py")) == ["capture"]
+    assert concerned("expression:") == ["recognize_activations", "recognize_attention"]
+    assert concerned("canonicalize:") == ["capture"]
+    assert concerned("effects:") == list(MOTIFS)
+    assert _mutants.concerned(replace(A_PASS, file="capture/tracer.py")) == ["capture"]
 
 
 def test_a_mistake_is_planted_in_a_copy_only() -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer import passes
-from optimizer._match import Pattern
+from optimizer.rewrite.pattern import Pattern
 from optimizer.testing import SHAPES, TOKENS, Spec
 
 # ATen overloads are in no list: they stand for functions that are, in exported programs.
@@ -46,7 +46,7 @@ def key(value: Any) -> str:
     home = getattr(value, "__module__", None) or "torch"
     if not callable(value) or not name or isinstance(value, torch._ops.OpOverload):
         return ""
-    if home in ("_operator", "optimizer._inplace"):
+    if home in ("_operator", "optimizer.core.ops"):
         return name
     in_functional = getattr(F, name, None) is value and getattr(torch, name, None) is not value
     return f"{'F' if in_functional else 'torch'}.{name}" if home.startswith("torch") else ""

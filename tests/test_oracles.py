@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from optimizer._check import relative_error
 from optimizer.testing import (
     Optimize,
     Spec,
@@ -20,6 +19,7 @@ from optimizer.testing import (
     randomize,
     untouched,
 )
+from optimizer.verify.equivalence import relative_error
 
 Function = Callable[[torch.Tensor], object]
 

@@ -13,16 +13,14 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer._inputs import Call
-from optimizer._lowered import LoweredModule
-from optimizer.lowering import _packed
-from optimizer.lowering._candidates import CANDIDATES
-from optimizer.lowering._channels_last import in_channels_last
-from optimizer.lowering._choose import Chooser
-from optimizer.lowering._packed import packable_in, with_packed_weights
-from optimizer.lowering._policies import AS_IT_IS
-from optimizer.lowering._straight_line import straight_line
-from optimizer.lowering._times import BRIEF, SHORT, Times
+from optimizer.core.inputs import Call
+from optimizer.lowering import packed as _packed
+from optimizer.lowering.autotune import BRIEF, SHORT, Chooser, Times
+from optimizer.lowering.candidates import CANDIDATES, in_channels_last
+from optimizer.lowering.module import LoweredModule
+from optimizer.lowering.packed import packable_in, with_packed_weights
+from optimizer.lowering.policies import AS_IT_IS
+from optimizer.lowering.trace import straight_line
 from tests.conftest import address
 
 pytestmark = pytest.mark.usefixtures("last_candidate_wins")

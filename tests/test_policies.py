@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 import optimizer
-from optimizer._device import Cpu
-from optimizer._lowered import LoweredModule
-from optimizer.lowering import _choose, _policies, _times
-from optimizer.lowering._candidates import CANDIDATES
-from optimizer.lowering._choose import Chooser
-from optimizer.lowering._policies import AS_IT_IS, POLICIES, require_one_device
-from optimizer.lowering._times import Times
+from optimizer.core.device import Cpu
+from optimizer.lowering import autotune as _choose
+from optimizer.lowering import autotune as _times
+from optimizer.lowering import policies as _policies
+from optimizer.lowering.autotune import Chooser, Times
+from optimizer.lowering.candidates import CANDIDATES
+from optimizer.lowering.module import LoweredModule
+from optimizer.lowering.policies import AS_IT_IS, POLICIES, require_one_device
 
 
 class Clock(Cpu):

@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer._check import relative_error
-from optimizer._inputs import Call
-from optimizer._lowered import LoweredModule
-from optimizer.lowering import _choose
-from optimizer.lowering._choose import AS_IT_IS
-from optimizer.lowering._precision import HEADROOM, in_precision
-from optimizer.lowering._straight_line import straight_line
+from optimizer.core.inputs import Call
+from optimizer.lowering import autotune as _choose
+from optimizer.lowering.autotune import AS_IT_IS
+from optimizer.lowering.module import LoweredModule
+from optimizer.lowering.precision import HEADROOM, in_precision
+from optimizer.lowering.trace import straight_line
+from optimizer.verify.equivalence import relative_error
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -97,7 +97,7 @@ class TestTheAnswer:
         error = relative_error(model(x), fast(x))
 
         assert choice(fast).chosen == precision
-        assert 1e-6 < error < optimizer._check.BOUNDS[DTYPES[precision]]
+        assert 1e-6 < error < optimizer.verify.equivalence.BOUNDS[DTYPES[precision]]
         assert fast(x).dtype == torch.float32
 
     def test_the_report_states_error_and_budget(self) -> None:

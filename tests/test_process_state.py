@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import optimizer
-from optimizer._random import ProcessState
-from optimizer._undisturbed import ignoring, is_tracing
+from optimizer.core.context import ignoring, is_tracing
+from optimizer.core.random import ProcessState
 
 np = pytest.importorskip("numpy")
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)

@@ -22,7 +22,7 @@ from torch import fx, nn
 
 import optimizer
 from optimizer._dynamo import backend
-from optimizer._guards import GUARDS
+from optimizer.core.guards import GUARDS
 from optimizer.testing import (
     LAYOUTS,
     TOKENS,

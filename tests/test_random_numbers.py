@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer import _random
+from optimizer.core import random as _random
 from optimizer.testing import assert_equivalent
 
 np = pytest.importorskip("numpy")
@@ -160,7 +160,7 @@ def test_a_pass_that_spoils_a_model_that_draws_is_rolled_back(
         replace(each, apply=lambda affine: affine.args[0]) if each.name == "fold_affine" else each
         for each in optimizer.all_passes()
     ]
-    monkeypatch.setattr("optimizer._registry.all_passes", lambda: tuple(wrong))
+    monkeypatch.setattr("optimizer.passes.all_passes", lambda: tuple(wrong))
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Noisy()).eval().to(dtype)
     nn.init.constant_(model[1].weight, 1.5)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import optimizer
 from optimizer.__main__ import main
-from optimizer._report import Choice
+from optimizer.core.report import Choice
 
 X = torch.linspace(-1, 1, 4 * 6).reshape(4, 6)
 

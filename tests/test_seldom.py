@@ -17,24 +17,25 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer import CaptureError, InputError, _device, toolkit
-from optimizer._aten import from_aten
-from optimizer._calls import _require_takes, operands, overwrites
-from optimizer._check import answer, compare_answers
-from optimizer._draw import _labels
+from optimizer import CaptureError, InputError, toolkit
 from optimizer._dynamo import backend
-from optimizer._edit import _rename, supersede
-from optimizer._inputs import as_call
-from optimizer._layers import affine_as_module
-from optimizer._lower import _judged
 from optimizer._optimize import Run
-from optimizer._pipeline import FaultyPassError, Pipeline
-from optimizer._random import ProcessState, undrawn
 from optimizer.analysis import roofline
-from optimizer.lowering._candidates import varied
-from optimizer.lowering._signature import Signature
+from optimizer.analysis.draw import _labels
+from optimizer.capture.aten import from_aten
+from optimizer.capture.canonicalize import affine_as_module
+from optimizer.core import device as _device
+from optimizer.core.inputs import as_call
+from optimizer.core.random import ProcessState, undrawn
+from optimizer.lowering.candidates import varied
+from optimizer.lowering.signature import Signature
+from optimizer.lowering.tuning import _judged
 from optimizer.passes import specialize_shapes
+from optimizer.rewrite.calls import _require_takes, operands, overwrites
+from optimizer.rewrite.edit import _rename, supersede
+from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
 from optimizer.testing import Optimize, assert_equivalent
+from optimizer.verify.equivalence import answer, compare_answers
 
 aten = torch.ops.aten
 
@@ -342,7 +343,7 @@ def test_bisect_tells_of_a_graph_that_raises(monkeypatch: pytest.MonkeyPatch) ->
     def failing(*given: Any, **options: Any) -> Any:
         raise ValueError("no such thing")
 
-    monkeypatch.setattr("optimizer._bisect.answer", failing)
+    monkeypatch.setattr("optimizer.verify.bisect.answer", failing)
     culprit = optimizer.bisect(Rows(lambda m, x: m.linear(x)), ROWS)
 
     assert "raised ValueError: no such thing" in str(culprit)

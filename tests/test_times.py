@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from optimizer.lowering import _times
-from optimizer.lowering._candidates import CANDIDATES, verified
-from optimizer.lowering._choose import Chooser
-from optimizer.lowering._policies import AS_IT_IS
-from optimizer.lowering._times import Times
+from optimizer.lowering import autotune as _times
+from optimizer.lowering.autotune import Chooser, Times
+from optimizer.lowering.candidates import CANDIDATES, verified
+from optimizer.lowering.policies import AS_IT_IS
 
 
 class Slept:

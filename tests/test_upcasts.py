@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
 import optimizer
-from optimizer._device import Cuda
-from optimizer._lowered import LoweredModule
-from optimizer._trees import tensors_in
-from optimizer.lowering._policies import POLICIES
+from optimizer.core.device import Cuda
+from optimizer.core.inputs import tensors_in
+from optimizer.lowering.module import LoweredModule
+from optimizer.lowering.policies import POLICIES
 
 NAMES = ["simple_mlp", "simple_cnn", "resnet_block", "linear_bn_relu_100", "tiny_convnet"]
 

@@ -1,20 +1,117 @@
-"""seconds(node) = max(FLOPs / (FLOPs per second), bytes / (bytes per second)): a roofline."""
+"""seconds(node) = max(FLOPs / (FLOPs per second), bytes / (bytes per second))."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils.flop_counter import flop_registry
 
-from optimizer._graph import describe, shape_text
-from optimizer._inputs import ExampleInputs
-from optimizer._known_results import EVERY_MASK_IS_FULL
-from optimizer._observation import Facts
-from optimizer._report import columns
-from optimizer.analysis._ceilings import Ceilings, ceilings
-from optimizer.analysis._observed import observed
-from optimizer.analysis._operators import Operators, run
+from optimizer.capture.front_ends import FRONT_ENDS, record
+from optimizer.capture.symbolic import observe
+from optimizer.core.inputs import ExampleInputs, as_call, require_module, storages_in, tensors_in
+from optimizer.core.node import describe, module_of, shape_text
+from optimizer.core.report import columns
+from optimizer.facts.effects import Effects
+from optimizer.facts.propagation import Facts
+from optimizer.facts.shape_rules import EVERY_MASK_IS_FULL
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a machine can do at best, in floating-point operations and bytes per second."""
+
+    flops: float
+    bytes: float
+
+    def __str__(self) -> str:
+        return f"{self.flops / 1e9:.1f} GFLOP/s, {self.bytes / 1e9:.1f} GB/s"
+
+
+def ceilings() -> Ceilings:
+    """Measure one thread of this machine's CPU: a matrix product, and a copy beyond its caches."""
+    side, count = 1024, 1 << 25
+    matrix, source = torch.ones(side, side), torch.ones(count)
+    target = torch.empty_like(source)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        product = _fastest(lambda: matrix @ matrix)
+        copy = _fastest(lambda: target.copy_(source))
+    finally:
+        torch.set_num_threads(threads)
+    return Ceilings(2 * side**3 / product, 2 * source.nbytes / copy)
+
+
+def _fastest(run: Callable[[], object], times: int = 4) -> float:
+    def seconds() -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    return min(seconds() for _ in range(times))
+
+
+def observed(model: nn.Module, example_inputs: ExampleInputs) -> tuple[fx.GraphModule, Facts]:
+    """The graph that a model runs, or the one that an optimized module holds, and its facts.
+
+    Raises:
+        InputError: the model or the inputs have no use.
+        CaptureError: no front end can record the model; the message says why.
+    """
+    call = as_call(example_inputs)
+    _, module = record(FRONT_ENDS, require_module(model), call)
+    return module, observe(module, call)
+
+
+def run(node: fx.Node, facts: Facts) -> Any:
+    """Call what a node calls, with no rule for its shape in the place of its operators."""
+    given = (node.args, dict(node.kwargs))
+    args, kwargs = fx.node.map_arg(given, lambda each: each.meta["fact"].value)
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": "meta"}
+    if node.op == "call_module":
+        return facts.to_meta(module_of(node))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+class Operators(Effects):  # type: ignore[no-untyped-call]
+    """Count what the operators do that run a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.bytes = self.launches = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if _runs_a_kernel(func, (args, kwargs), result):
+            formula = flop_registry.get(func.overloadpacket)
+            self.launches += 1
+            self.flops += formula(*args, **kwargs, out_val=result) if formula else 0
+            self.bytes += sum(map(_bytes, tensors_in((args, kwargs, result))))
+        return result
+
+
+def _runs_a_kernel(func: Any, given: Any, result: Any) -> bool:
+    """A view takes none, nor does a tensor without content, a number, or a change of shape."""
+    without_content = "empty" in str(func) or func is torch.ops.aten.scalar_tensor.default
+    if torch.Tag.inplace_view in func.tags or without_content:
+        return False
+    return func._schema.is_mutable or not storages_in(result) <= storages_in(given)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """The bytes of the elements of a tensor; those that it repeats lie in memory once."""
+    sizes = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.itemsize if tensor.numel() else 0
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer._device import Device, device_of
-from optimizer._divergence import NodeByNode
-from optimizer._graph import describe, shape_text
-from optimizer._inputs import Call, ExampleInputs, as_call
-from optimizer._report import columns
-from optimizer._trees import tensors_in
-from optimizer.analysis._observed import observed
+from optimizer.analysis.cost import observed
+from optimizer.core.device import Device, device_of
+from optimizer.core.inputs import Call, ExampleInputs, as_call, tensors_in
+from optimizer.core.node import describe, shape_text
+from optimizer.core.report import columns
+from optimizer.verify.divergence import NodeByNode
 
 
 @dataclass(frozen=True)

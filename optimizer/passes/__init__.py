@@ -1,0 +1,118 @@
+"""Every pass there is: a file in `passes/` registers itself by being there.
+
+What enters is a match of its pattern; what leaves is the node that takes its place, or the reason
+why not. A pass imports `core`, `facts` and `rewrite`. An installed package adds its own under the
+entry point group `optimizer.passes`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from optimizer.core.errors import InputError, OptimizerWarning, PassError
+from optimizer.rewrite.contract import LEVELS, PHASES, Pass
+
+
+@cache
+def all_passes() -> tuple[Pass, ...]:
+    """All passes, in the order in which they run."""
+    modules = (
+        importlib.import_module(f"{__name__}.{entry.name}")
+        for entry in pkgutil.iter_modules(__path__)
+    )
+    found = [each for module in modules for each in vars(module).values() if isinstance(each, Pass)]
+    return _in_order([*found, *_installed()])
+
+
+def _in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
+    return tuple(sorted(passes, key=lambda each: (PHASES.index(each.phase), each.name)))
+
+
+def _installed() -> Iterator[Pass]:
+    """The passes of other packages. One that cannot be loaded must not cost the user a model."""
+    for entry in entry_points(group="optimizer.passes"):
+        try:
+            loaded = entry.load()
+        except Exception as error:  # whatever an import may raise
+            loaded = error
+        if isinstance(loaded, Pass):
+            yield loaded
+        else:
+            remark = f"'{entry.value}' gives no pass, and is left out: {loaded}"
+            warnings.warn(remark, OptimizerWarning, stacklevel=2)
+
+
+def explain(name: str) -> str:
+    """What a pass rewrites, when, and why that is safe.
+
+    Raises:
+        PassError: there is no such pass; the message names the nearest.
+    """
+    found = _by_name(name)
+    equation = (inspect.getmodule(found.apply).__doc__ or "").strip()
+    proof = inspect.cleandoc(found.apply.__doc__ or "")
+    level = min(level for level, numerics in LEVELS.items() if found.numerics in numerics)
+    settings = f"numerics: {found.numerics}   phase: {found.phase}   from level: {level}"
+    return f"{name}\n{'=' * len(name)}\n{equation}\n\n{proof}\n\n{settings}"
+
+
+def select(
+    level: int,
+    only: Iterable[str | Pass] | None,
+    disable: Iterable[str],
+    include: Iterable[str] = (),
+) -> tuple[Pass, ...]:
+    """The passes that a call of `optimize` runs. Opt-in ones must be in `only` or `include`.
+
+    Raises:
+        InputError: there is no such level, or names come in no list.
+        PassError: there is no pass of one of these names.
+    """
+    if not isinstance(level, int) or level not in LEVELS:
+        raise InputError(
+            f"level {level!r} does not exist: use 0 (the same bits), 1 (up to rounding), 2"
+            " (with kernels of the device) or 3 (in a lower precision)."
+        )
+    named = _listed("only", [] if only is None else only)
+    given = {each.name: each for each in named if isinstance(each, Pass)}
+    known = {each.name: each for each in all_passes()} | given
+    wanted = (
+        None if only is None else _names(n for n in named if not isinstance(n, Pass)) | {*given}
+    )
+    unwanted, included = _names(_listed("disable", disable)), _names(include)
+    return tuple(
+        each
+        for each in _in_order(known.values())
+        if each.numerics in LEVELS[level]
+        and (not each.opt_in if wanted is None else each.name in wanted) | (each.name in included)
+        and each.name not in unwanted
+    )
+
+
+def _listed(argument: str, given: Any) -> list[Any]:
+    """Several names, or one."""
+    if isinstance(given, str | Pass):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise InputError(f"{argument} is {given!r}: pass a list of names of passes.")
+    return list(given)
+
+
+def _names(given: Iterable[Any]) -> set[str]:
+    return {_by_name(name).name for name in given}
+
+
+def _by_name(name: object) -> Pass:
+    known = {each.name: each for each in all_passes()}
+    if not isinstance(name, str) or name not in known:
+        near = difflib.get_close_matches(str(name), known, n=2) or sorted(known)
+        raise PassError(f"there is no pass named {name!r}: try {' or '.join(near)}.")
+    return known[name]

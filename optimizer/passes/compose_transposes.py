@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from optimizer._edit import insert_function
-from optimizer._facts import rank
-from optimizer._graph import arg, callee
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.core.node import arg, callee
+from optimizer.facts.facts import rank
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_function
+from optimizer.rewrite.pattern import call
 
 LAYOUTS = (torch.permute, torch.transpose, torch.t, torch.movedim)
 

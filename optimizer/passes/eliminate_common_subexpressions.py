@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer._facts import (
+from optimizer.facts.facts import (
     facts_of,
     is_pure,
     is_read_only,
@@ -15,8 +15,8 @@ from optimizer._facts import (
     is_unchanged,
     is_written,
 )
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.pattern import call
 
 
 @rewrite(call(name="again"), numerics="exact", phase="simplify")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from optimizer._facts import is_pure
-from optimizer._pass import whole_graph
+from optimizer.facts.facts import is_pure
+from optimizer.rewrite.contract import whole_graph
 
 
 @whole_graph(numerics="exact", phase="simplify")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from optimizer._affine import absorbed_after, channels
-from optimizer._channels import (
+from optimizer.core.node import arg, callee, module_of
+from optimizer.facts.facts import is_written, rank
+from optimizer.rewrite.affine import absorbed_after, channels
+from optimizer.rewrite.channels import (
     AFFINES,
     LAYERS,
     affine_over,
@@ -15,11 +17,9 @@ from optimizer._channels import (
     operand,
     require_only_reader,
 )
-from optimizer._edit import insert_function, supersede
-from optimizer._facts import is_written, rank
-from optimizer._graph import arg, callee, module_of
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_function, supersede
+from optimizer.rewrite.pattern import call
 
 
 @rewrite(call(*AFFINES, name="affine"), numerics="rounding", phase="fold")

@@ -6,8 +6,10 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from optimizer._affine import Affine, Layer, absorbed_before, channels
-from optimizer._channels import (
+from optimizer.core.node import callee, module_of
+from optimizer.facts.facts import dtype, is_unchanged, is_written, rank, tensor
+from optimizer.rewrite.affine import Affine, Layer, absorbed_before, channels
+from optimizer.rewrite.channels import (
     AFFINES,
     LAYERS,
     affine_over,
@@ -16,11 +18,9 @@ from optimizer._channels import (
     require_moderate_shift,
     require_only_reader,
 )
-from optimizer._edit import insert_function, supersede
-from optimizer._facts import dtype, is_unchanged, is_written, rank, tensor
-from optimizer._graph import callee, module_of
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_function, supersede
+from optimizer.rewrite.pattern import call
 
 
 @rewrite(

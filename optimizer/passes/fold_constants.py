@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer._computation import computation, tensors_read_by, value_of
-from optimizer._edit import insert_buffer
-from optimizer._facts import (
+from optimizer.core.node import owner
+from optimizer.facts.facts import (
     Refused,
+    computation,
     fact,
     facts_of,
     is_external,
@@ -20,10 +20,12 @@ from optimizer._facts import (
     is_returned,
     is_written,
     tensor,
+    tensors_read_by,
+    value_of,
 )
-from optimizer._graph import owner
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_buffer
+from optimizer.rewrite.pattern import call
 
 MAY_GROW_TO = 1 << 20  # bytes
 
@@ -46,7 +48,6 @@ def fold_constants(last: fx.Node) -> fx.Node | None:
     with torch.no_grad():
         value = value_of(nodes, lambda held: held)
     require(value.dtype == tensor(last).dtype, "autocast gives it another dtype")
-
     return insert_buffer(last, value, f"{last.name}_folded")
 
 
@@ -65,9 +66,8 @@ def _is_constant(node: fx.Node) -> bool:
 
 def _is_folded(user: fx.Node) -> bool:
     """Whether a reader of a constant is about to be folded together with it."""
-    nodes = _constant(user)
     try:
-        return bool(nodes) and _require_foldable(nodes)
+        return bool(nodes := _constant(user)) and _require_foldable(nodes)
     except Refused:
         return False
 
@@ -76,11 +76,11 @@ def _require_foldable(nodes: list[fx.Node]) -> bool:
     last, read = nodes[-1], tensors_read_by(nodes)
     written = (not is_read_only(n) or (n.op == "call_module" and is_written(n)) for n in nodes)
     learns = owner(last).training and any(tensor.requires_grad for tensor in read)
-    limit = max(MAY_GROW_TO, sum(map(_bytes, read)))
     require(not any(written), "the forward writes it, or what it is made of")
     require(not is_returned(last), "it is returned, and so has to be new in each call")
     require(not learns, "the model is in training mode, and may be learning it")
-    require(_bytes(tensor(last)) <= limit, "it is larger than what it is made of")
+    small = _bytes(tensor(last)) <= max(MAY_GROW_TO, sum(map(_bytes, read)))
+    require(small, "it is larger than what it is made of")
     require(_follows_the_model(nodes), "it would not be cast or moved with the model")
     return True
 
@@ -102,8 +102,8 @@ def _follows_the_model(nodes: list[fx.Node]) -> bool:
         result = value_of(nodes, cast)
     except Exception:  # an operator that takes no other dtype
         return False
-    expected = other if value.is_floating_point() else value.dtype
-    return result.is_meta and result.dtype == expected and not value.is_complex()
+    follows = result.dtype == (other if value.is_floating_point() else value.dtype)
+    return result.is_meta and follows and not value.is_complex()
 
 
 class _Gated(nn.Module):

@@ -8,13 +8,13 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._affine import as_parameter
-from optimizer._channels import require_only_reader
-from optimizer._edit import insert_module
-from optimizer._facts import is_unchanged, tensor
-from optimizer._graph import has_plain_tensors, module_of
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.core.node import has_plain_tensors, module_of
+from optimizer.facts.facts import is_unchanged, tensor
+from optimizer.rewrite.affine import as_parameter
+from optimizer.rewrite.channels import require_only_reader
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_module
+from optimizer.rewrite.pattern import call
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LAYERS = (

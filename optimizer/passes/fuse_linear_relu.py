@@ -6,11 +6,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._affine import as_parameter
-from optimizer._edit import insert_module
-from optimizer._graph import has_plain_tensors, module_of
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.core.node import has_plain_tensors, module_of
+from optimizer.rewrite.affine import as_parameter
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_module
+from optimizer.rewrite.pattern import call
 
 
 class LinearReLU(nn.Linear):

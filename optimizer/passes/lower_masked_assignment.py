@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer._edit import insert_function, replace_later_uses
-from optimizer._facts import dtype, is_private, is_unchanged, on_one_device, rank, tensor
-from optimizer._graph import arg
-from optimizer._inplace import alike, where_like
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.core.node import arg
+from optimizer.core.ops import alike, where_like
+from optimizer.facts.facts import dtype, is_private, is_unchanged, on_one_device, rank, tensor
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_function, replace_later_uses
+from optimizer.rewrite.pattern import call
 
 _PUTS = ("index_put_", torch.index_put_, torch.ops.aten.index_put_.default)
 

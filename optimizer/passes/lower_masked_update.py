@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer._edit import erase_run, insert_function, replace_later_uses
-from optimizer._facts import dtype, is_private, is_unchanged, on_one_device, rank, shares
-from optimizer._inplace import iadd, imul, isub, itruediv, where_into
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.core.ops import iadd, imul, isub, itruediv, where_into
+from optimizer.facts.facts import dtype, is_private, is_unchanged, on_one_device, rank, shares
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import erase_run, insert_function, replace_later_uses
+from optimizer.rewrite.pattern import call
 
 _ELEMENTWISE: dict[Any, Callable[..., Any]] = {
     operator.add: operator.add, operator.sub: operator.sub, operator.mul: operator.mul,

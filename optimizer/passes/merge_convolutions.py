@@ -7,19 +7,19 @@ import operator
 import torch
 from torch import fx, nn
 
-from optimizer._affine import Layer, merged, pointwise, taps_within
-from optimizer._channels import (
+from optimizer.core.node import callee, module_of
+from optimizer.core.ops import iadd
+from optimizer.facts.facts import is_unchanged, is_written
+from optimizer.rewrite.affine import Layer, merged, pointwise, taps_within
+from optimizer.rewrite.channels import (
     affine_over,
     call_folded,
     require_moderate_shift,
     require_only_reader,
 )
-from optimizer._edit import supersede
-from optimizer._facts import is_unchanged, is_written
-from optimizer._graph import callee, module_of
-from optimizer._inplace import iadd
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import supersede
+from optimizer.rewrite.pattern import call
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

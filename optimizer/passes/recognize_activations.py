@@ -11,12 +11,12 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._edit import erase_run, insert_function
-from optimizer._expression import PRODUCTS, Form, form_of_function, is_closed, readings
-from optimizer._facts import is_unchanged, tensor
-from optimizer._inplace import alike
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.core.ops import alike
+from optimizer.facts.facts import is_unchanged, tensor
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import erase_run, insert_function
+from optimizer.rewrite.expression import PRODUCTS, Form, form_of_function, is_closed, readings
+from optimizer.rewrite.pattern import call
 
 _TANH = {"approximate": "tanh"}
 _RATE = math.sqrt(2 / math.pi)

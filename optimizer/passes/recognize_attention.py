@@ -10,12 +10,12 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._edit import insert_function
-from optimizer._expression import is_closed
-from optimizer._facts import fact, is_read_only, is_unchanged, rank, tensor
-from optimizer._graph import callee, module_of
-from optimizer._match import call, called
-from optimizer._pass import require, rewrite
+from optimizer.core.node import callee, module_of
+from optimizer.facts.facts import fact, is_read_only, is_unchanged, rank, tensor
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_function
+from optimizer.rewrite.expression import is_closed
+from optimizer.rewrite.pattern import call, called
 
 Factor: TypeAlias = tuple[Callable[..., Any], Any]
 MATMULS = (operator.matmul, torch.matmul)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer._edit import insert_module
-from optimizer._facts import is_read_only
-from optimizer._graph import arg, attribute_of, callee, is_attribute
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.core.node import arg, attribute_of, callee, is_attribute
+from optimizer.facts.facts import is_read_only
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_module
+from optimizer.rewrite.pattern import call
 
 TRANSPOSES = (torch.t, torch.transpose, torch.permute)
 

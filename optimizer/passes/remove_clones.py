@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from optimizer._facts import aliases, is_fresh, is_read_only, is_returned, is_unchanged
-from optimizer._graph import arg
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.core.node import arg
+from optimizer.facts.facts import aliases, is_fresh, is_read_only, is_returned, is_unchanged
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.pattern import call
 
 
 @rewrite(call("clone", torch.clone, name="clone"), numerics="exact", phase="simplify")

@@ -6,9 +6,9 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._graph import arg
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.core.node import arg
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.pattern import call
 
 DROPOUTS = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,

@@ -10,12 +10,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._edit import insert_function, insert_module
-from optimizer._facts import is_read_only
-from optimizer._graph import arg, callee, module_of
-from optimizer._match import call
-from optimizer._pass import require, rewrite
-from optimizer._spare import is_spare
+from optimizer.core.node import arg, callee, module_of
+from optimizer.facts.facts import is_read_only, is_spare
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_function, insert_module
+from optimizer.rewrite.pattern import call
 
 FUNCTIONS = (
     F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.silu, F.mish, F.hardswish, F.hardsigmoid,

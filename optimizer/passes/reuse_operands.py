@@ -8,13 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx, nn
 
-from optimizer._edit import insert_function
-from optimizer._facts import fact, tensor
-from optimizer._graph import callee
-from optimizer._inplace import add_over, alike, mul_over
-from optimizer._match import call
-from optimizer._pass import require, rewrite
-from optimizer._spare import is_spare
+from optimizer.core.node import callee
+from optimizer.core.ops import add_over, alike, mul_over
+from optimizer.facts.facts import fact, is_spare, tensor
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_function
+from optimizer.rewrite.pattern import call
 
 OVER: dict[Callable[..., object], Callable[..., object]] = {
     operator.add: add_over,

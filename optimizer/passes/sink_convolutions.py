@@ -9,12 +9,12 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._channels import may_keep_odd_strides, require_only_reader
-from optimizer._edit import insert_copy
-from optimizer._facts import is_unchanged, is_written
-from optimizer._graph import arg, callee, module_of
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.core.node import arg, callee, module_of
+from optimizer.facts.facts import is_unchanged, is_written
+from optimizer.rewrite.channels import may_keep_odd_strides, require_only_reader
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_copy
+from optimizer.rewrite.pattern import call
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 POOLS: dict[Any, int] = {

@@ -8,11 +8,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer._edit import insert_copy
-from optimizer._facts import Refused, aliases, is_pure, rank, tensor
-from optimizer._graph import arg, callee
-from optimizer._match import call
-from optimizer._pass import require, rewrite
+from optimizer.core.node import arg, callee
+from optimizer.facts.facts import Refused, aliases, is_pure, rank, tensor
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_copy
+from optimizer.rewrite.pattern import call
 
 LAYOUTS = (torch.permute, torch.transpose, torch.t, torch.movedim)
 # Not GELU: on the CPU its kernel, and with it the last bit, depends on the layout.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer._facts import Refused, number_from_sizes
-from optimizer._graph import arg
-from optimizer._pass import whole_graph
+from optimizer.core.node import arg
+from optimizer.facts.facts import Refused, number_from_sizes
+from optimizer.rewrite.contract import whole_graph
 
 _SIZES = ("size", "dim", "ndimension", "numel", "nelement")
 _OF_NUMBERS = ("_operator", "builtins", "math")

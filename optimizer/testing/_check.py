@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from optimizer._errors import OptimizerWarning
+from optimizer.core.errors import OptimizerWarning
 from optimizer.testing._assemble import Spec
 from optimizer.testing._later import LATER_CALLS, later_calls
 from optimizer.testing._on_disk import on_disk

@@ -8,10 +8,10 @@ import torch
 from hypothesis import Phase, given, settings
 from torch import fx, nn
 
-from optimizer._errors import PassError
-from optimizer._pass import Pass
-from optimizer._report import Report
-from optimizer.lowering._policies import AS_IT_IS
+from optimizer.core.errors import PassError
+from optimizer.core.report import Report
+from optimizer.lowering.policies import AS_IT_IS
+from optimizer.rewrite.contract import Pass
 from optimizer.testing._assemble import Entry, Spec
 from optimizer.testing._check import Subject, check_spec
 from optimizer.testing._machine import Shape

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 import optimizer
-from optimizer._vocabulary import CHANGES_SHAPE
+from optimizer.core.ops import CHANGES_SHAPE
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import check_spec
 from optimizer.testing._later import LATER_CALLS

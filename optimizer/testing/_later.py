@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from optimizer import InputError
-from optimizer._copy import held_tensors
-from optimizer._trees import map_tensors, tensors_in
+from optimizer.core.copy import held_tensors
+from optimizer.core.inputs import map_tensors, tensors_in
 from optimizer.testing._assemble import Spec
 from optimizer.testing._data import HELD, LAYOUTS
 from optimizer.testing._observe import Outcome, observe, put_back

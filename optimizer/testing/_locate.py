@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimizer._divergence import first_divergence, values
-from optimizer._inputs import as_call
+from optimizer.core.inputs import as_call
 from optimizer.testing._assemble import Spec
+from optimizer.verify.divergence import first_divergence, values
 
 
 def first_divergent_node(

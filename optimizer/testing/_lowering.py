@@ -20,9 +20,10 @@ import torch
 from torch import fx, nn
 
 import optimizer
-from optimizer._trees import tensors_in
-from optimizer.lowering import _candidates, _choose
-from optimizer.lowering._policies import Policy
+from optimizer.core.inputs import tensors_in
+from optimizer.lowering import autotune as _choose
+from optimizer.lowering import candidates as _candidates
+from optimizer.lowering.policies import Policy
 
 
 class _Kernel(nn.Module):

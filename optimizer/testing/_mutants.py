@@ -32,7 +32,7 @@ from optimizer.testing.motifs import MOTIFS
 
 PACKAGE = Path(__file__).parents[1]
 # What passes rest on without importing it, and where its tests are.
-BELOW = {"_observation": "_facts", "_effects": "_facts"}
+BELOW = {"facts/propagation": "facts", "facts/effects": "facts"}
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,16 @@ def concerned(mutant: Mutant) -> list[str]:
 
 def of_capture() -> set[str]:
     """The modules that only the capture is made of."""
-    return {"_capture", *imports("_capture"), *imports("_tracer")} - BELOW.keys()
+    of_it = ("capture/symbolic", "capture/tracer")
+    return {of_it[0], *imports(of_it[0]), *imports(of_it[1])} - BELOW.keys()
 
 
 def imports(module: str) -> set[str]:
     """The modules of the package that one of them imports."""
     tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
     froms = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {name.removeprefix("optimizer.") for name in froms if name.startswith("optimizer.")}
+    ours = {name for name in froms if name.startswith("optimizer.")}
+    return {name.removeprefix("optimizer.").replace(".", "/") for name in ours}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from optimizer._copy import held_tensors
+from optimizer.core.copy import held_tensors
 
 # Positional or keyword arguments: any pytrees of tensors and other values.
 Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]

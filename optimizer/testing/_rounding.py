@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from optimizer._random import Again, Recorded
+from optimizer.core.random import Again, Recorded
 from optimizer.testing._observe import Inputs, Outcome, observe, same_bits, same_values, tensors_of
 
 TOLERANCE = 1e-9

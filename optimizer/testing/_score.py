@@ -96,9 +96,9 @@ def _by_fuzz(examples: str, mutant: Mutant, budget: int) -> tuple[int, str]:
 def _by_tests(mutant: Mutant, budget: int) -> tuple[int, str]:
     """Run the tests of a file, and of the passes that it concerns."""
     tests = Path("tests").absolute()  # of the repository; the package may be installed elsewhere
-    stem = Path(mutant.file).stem
-    own = (BELOW.get(stem, stem), *(f"_{name}" for name in concerned(mutant)))
-    chosen = sorted({str(file) for each in own for file in tests.rglob(f"test{each}*.py")})
+    file = mutant.file.removesuffix(".py")
+    own = (BELOW.get(file, Path(file).name), *concerned(mutant))
+    chosen = sorted({str(found) for each in own for found in tests.rglob(f"test_{each}*.py")})
     # Hypothesis is in use, which its plugin, where it is loaded now, takes for a mistake.
     options = ["-q", "-x", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     with (

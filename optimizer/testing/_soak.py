@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from optimizer._lowered import LoweredModule
+from optimizer.lowering.module import LoweredModule
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import check_spec
 from optimizer.testing._lowering import assert_loses_no_nan

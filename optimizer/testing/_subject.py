@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import optimizer
-from optimizer._pass import Pass
-from optimizer.lowering._choose import Chooser
-from optimizer.lowering._policies import AS_IT_IS
+from optimizer.lowering.autotune import Chooser
+from optimizer.lowering.policies import AS_IT_IS
 from optimizer.passes import reuse_operands
+from optimizer.rewrite.contract import Pass
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import check_spec, nothing_said_of_the_model
 from optimizer.testing._observe import Inputs

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer._graph import module_of
+from optimizer.core.node import module_of
 from optimizer.testing import assert_equivalent, inputs_like, randomize
 from tests.single_pass import Forward, callees, optimized_by
 

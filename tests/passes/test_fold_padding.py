@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer._graph import module_of
+from optimizer.core.node import module_of
 from optimizer.testing import assert_equivalent, randomize
 from tests.conftest import address
 from tests.single_pass import Forward, callees, optimized_by

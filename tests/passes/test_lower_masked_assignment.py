@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import optimizer
-from optimizer._inplace import where_like
+from optimizer.core.ops import where_like
 from optimizer.testing import assert_equivalent
 from tests.single_pass import Forward, callees, optimized_by
 

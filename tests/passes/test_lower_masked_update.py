@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import optimizer
-from optimizer._graph import callee
+from optimizer.core.node import callee
 from optimizer.testing import assert_equivalent
 from tests.single_pass import Forward, optimized_by
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-from optimizer._graph import callee
-from optimizer._guards import GUARDS
+from optimizer.core.guards import GUARDS
+from optimizer.core.node import callee
 from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
 
 NAME = "merge_convolutions"

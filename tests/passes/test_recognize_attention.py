@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer._graph import callee
+from optimizer.core.node import callee
 from optimizer.testing import assert_equivalent, untouched
 
 NAME = "recognize_attention"

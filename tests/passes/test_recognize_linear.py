@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-from optimizer._graph import callee, module_of
+from optimizer.core.node import callee, module_of
 from optimizer.testing import assert_equivalent
 from tests.conftest import address
 from tests.single_pass import Forward, optimized_by

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models._torchvision_import import import_torchvision
-from optimizer._guards import expect_tensor
+from optimizer.core.guards import expect_tensor
 from optimizer.testing import assert_equivalent, inputs_like
 from tests.single_pass import Forward, callees, optimized_by
 

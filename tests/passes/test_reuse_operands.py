@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optimizer._graph import callee
-from optimizer._inplace import add_over, mul_over
+from optimizer.core.node import callee
+from optimizer.core.ops import add_over, mul_over
 from optimizer.passes import reuse_operands
 from optimizer.testing import assert_equivalent, inputs_like, randomize
 from tests.single_pass import Forward, optimized_by

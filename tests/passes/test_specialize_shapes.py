@@ -11,7 +11,7 @@ from torch import Tensor
 
 import optimizer
 from models._torchvision_import import import_torchvision
-from optimizer._guards import expect_shape
+from optimizer.core.guards import expect_shape
 from tests.single_pass import Forward
 
 NAME = "specialize_shapes"

@@ -1,0 +1,248 @@
+"""Latency and peak memory of a module, alone and against another, on cpu, cuda or mps.
+
+Peak memory is the most bytes held at once during one forward above what was allocated before it.
+Weights and inputs are there before; the output is part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from optimizer.core.device import Device, device_of
+from optimizer.core.errors import InputError
+from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, tensors_in
+
+_WARMUP = 3
+_FEWEST_ROUNDS = 6  # of fewer, not even the whole range holds the median with 95 % confidence
+
+
+class Spread(NamedTuple):
+    """Samples, their median, and the interval that holds the true median with 95 % confidence.
+
+    The interval is read off the ordered samples, so it assumes nothing of their distribution. Of
+    fewer than 6 samples it is the whole range, which is then less sure.
+    """
+
+    median: float
+    low: float
+    high: float
+    samples: tuple[float, ...]
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """The spread of at least one sample."""
+        ordered = sorted(samples)
+        skipped = _samples_outside(len(ordered))
+        return cls(median(ordered), ordered[skipped], ordered[-1 - skipped], tuple(samples))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one forward costs: `latency` in seconds, `peak_memory` in bytes, on `device`."""
+
+    latency: Spread
+    peak_memory: int
+    device: str
+
+    def __str__(self) -> str:
+        middle, low, high, _ = self.latency
+        times = f"{_time(middle)} [{_time(low)}, {_time(high)}]"
+        return f"{times}, peak memory {_size(self.peak_memory)}, {self.device}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two modules on the same inputs. `speedup` is time of `model` over time of `fast`."""
+
+    speedup: Spread
+    model: Measurement
+    fast: Measurement
+
+    @property
+    def verdict(self) -> str:
+        """'faster' or 'slower' if the interval of the speed-up says so, else 'no difference'."""
+        if self.speedup.low > 1:
+            return "faster"
+        return "slower" if self.speedup.high < 1 else "no difference"
+
+    def __str__(self) -> str:
+        times = f"{_time(self.model.latency.median)} -> {_time(self.fast.latency.median)}"
+        sizes = f"{_size(self.model.peak_memory)} -> {_size(self.fast.peak_memory)}"
+        ratio = self.speedup
+        return (
+            f"{self.verdict}: speed-up {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}],"
+            f" {times}, peak memory {sizes}, {self.model.device}, {len(ratio.samples)} rounds"
+        )
+
+
+def measure(
+    module: nn.Module, example_inputs: ExampleInputs, *, repeats: int = 20, warmup: int = _WARMUP
+) -> Measurement:
+    """Call `module` `warmup` times unmeasured, then `repeats` times timed, then once for memory.
+
+    The module runs in the mode it is in, without gradients, on fresh copies of the inputs; its
+    buffers and the random state are as before afterwards.
+
+    Args:
+        module: any module that the inputs can be passed to.
+        example_inputs: a tensor, a tuple of positional, or a mapping of keyword arguments. The
+            device that they, else the module's weights, are on is the one measured.
+        repeats: how many calls are timed, at least 1.
+        warmup: how many calls go before, at least 1, so that no lazy set-up is measured.
+
+    Raises:
+        InputError: an argument cannot be used, or the module rejects the inputs.
+        DeviceError: the inputs are on a device that cannot be measured.
+    """
+    call = _checked(example_inputs, module)
+    _require_at_least(1, repeats=repeats, warmup=warmup)
+    device = _device_of(call, module)
+    with _as_before(device, module):
+        _warm_up(module, call, warmup)
+        times = [_timed(module, call, device) for _ in range(repeats)]
+        return _measurement(module, call, device, times)
+
+
+def compare(
+    model: nn.Module,
+    fast: nn.Module,
+    example_inputs: ExampleInputs,
+    *,
+    rounds: int = 20,
+) -> Comparison:
+    """Time two modules against one another, and take the peak memory of each.
+
+    Each round calls model, fast, fast, model, so that a drift of the machine meets both alike, and
+    gives one ratio; the speed-up is their median. Its interval speaks of this process: another one
+    may differ by more. Outputs are not compared: see `check`.
+
+    Args:
+        model: the module to compare with.
+        fast: the module that is hoped to be faster.
+        example_inputs: as for `measure`.
+        rounds: how many ratios are taken, at least 6.
+
+    Raises:
+        InputError: an argument cannot be used, or a module rejects the inputs.
+        DeviceError: the inputs are on a device that cannot be measured.
+    """
+    call = _checked(example_inputs, model, fast)
+    _require_at_least(_FEWEST_ROUNDS, rounds=rounds)
+    device = _device_of(call, model, fast)
+    with _as_before(device, model, fast):
+        _warm_up(model, call, _WARMUP)
+        _warm_up(fast, call, _WARMUP)
+        order = (model, fast, fast, model)
+        times = [[_timed(module, call, device) for module in order] for _ in range(rounds)]
+        return Comparison(
+            Spread.of([(first + last) / (second + third) for first, second, third, last in times]),
+            _measurement(model, call, device, [t for row in times for t in (row[0], row[3])]),
+            _measurement(fast, call, device, [t for row in times for t in row[1:3]]),
+        )
+
+
+def _checked(example_inputs: ExampleInputs, *modules: nn.Module) -> Call:
+    for module in modules:
+        require_module(module)
+    return as_call(example_inputs)
+
+
+def _require_at_least(fewest: int, **counts: int) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < fewest:
+            raise InputError(f"{name} is {count!r}: pass a whole number of at least {fewest}.")
+
+
+def _device_of(call: Call, *modules: nn.Module) -> Device:
+    weights = (tensor for module in modules for tensor in module.parameters())
+    return device_of(itertools.chain(tensors_in(call), weights))
+
+
+@contextlib.contextmanager
+def _as_before(device: Device, *modules: nn.Module) -> Iterator[None]:
+    """Without gradients inside; modes, buffers and random state outside as they were."""
+    parts = [part for module in modules for part in module.modules()]
+    kept = [(part, part.training, dict(part._buffers)) for part in parts]
+    values = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
+    with device.keep_random_state(), torch.no_grad():
+        try:
+            yield
+        finally:
+            for part, training, buffers in kept:
+                part.training = training
+                part._buffers.update(buffers)
+            for buffer, value in values.items():
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+def _warm_up(module: nn.Module, call: Call, times: int) -> None:
+    for _ in range(times):
+        args, kwargs = call.copied()
+        try:
+            module(*args, **kwargs)
+        except Exception as error:
+            raise InputError(
+                f"the {type(module).__name__} rejects the example inputs ({_headline(error)}):"
+                " pass inputs that it can be called with."
+            ) from error
+
+
+def _headline(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _timed(module: nn.Module, call: Call, device: Device) -> float:
+    args, kwargs = call.copied()
+    device.synchronize()
+    start = time.perf_counter()
+    output = module(*args, **kwargs)
+    device.synchronize()
+    seconds = time.perf_counter() - start
+    del output  # only now: freeing it is not part of the forward
+    return seconds
+
+
+def _measurement(
+    module: nn.Module, call: Call, device: Device, times: Sequence[float]
+) -> Measurement:
+    args, kwargs = call.copied()
+    gc.collect()  # so that nothing older is freed meanwhile
+    peak = device.peak_memory(lambda: module(*args, **kwargs))
+    return Measurement(Spread.of(times), peak, device.name)
+
+
+def _samples_outside(count: int) -> int:
+    """How many ordered samples lie outside the interval of the median, at either end.
+
+    The median is below the k + 1st of `count` samples as often as at most k of so many tossed
+    coins show heads: in at most 1 of 40 cases, then, and as often above.
+    """
+    outcomes = itertools.accumulate(math.comb(count, heads) for heads in range(count))
+    return max(0, sum(ways <= (1 << count) // 40 for ways in outcomes) - 1)
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

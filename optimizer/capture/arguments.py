@@ -1,0 +1,102 @@
+"""The arguments of a forward that is recorded, and of the graph that it becomes.
+
+An ordinary forward cannot tell whether an argument is passed by name. A decorator can: it is
+called as the example calls it, and the result is held to that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from optimizer.core.errors import CaptureError
+from optimizer.core.guards import chooses_a_branch, expect_call, expect_none_given, expect_value
+from optimizer.core.inputs import Call
+
+NO_ARGUMENTS = Call((), {})
+STARS: dict[Any, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+
+
+def sees_how_it_is_called(forward: Callable[..., Any], call: Call = NO_ARGUMENTS) -> bool:
+    """Whether a forward can tell what is passed by name: a decorator's `*args, **kwargs` can."""
+    signature = inspect.signature(forward, follow_wrapped=False)
+    if _kinds(signature) != _kinds(inspect.signature(forward)):
+        return True
+    given = signature.bind_partial(None, *call.args, **call.kwargs).arguments
+    return any(signature.parameters[name].kind in STARS for name in given)
+
+
+def _kinds(signature: inspect.Signature) -> dict[str, Any]:
+    return {name: parameter.kind for name, parameter in signature.parameters.items()}
+
+
+def inputs_as_called(graph: fx.Graph, call: Call) -> Call:
+    """Inputs of a graph for calls that pass by position, and by name, what this one does."""
+    args = [graph.placeholder(f"args_{i}", default_value=...) for i in range(len(call.args))]
+    rest = graph.placeholder("*more_args")
+    kwargs = {name: graph.placeholder(name, default_value=...) for name in call.kwargs}
+    told = (rest, graph.placeholder("**more_kwargs"), [*args, *kwargs.values()])
+    graph.call_function(expect_call, (*told, len(args), tuple(kwargs)))
+    return Call(tuple(args), kwargs)
+
+
+class Arguments(fx.Tracer):
+    """A tracer that calls a forward as the example does; branches take the example's values."""
+
+    call: Call | None
+    fail: Callable[[str], CaptureError]
+    _tests_for_none: bool
+    _tensors: set[fx.Node]
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        positional: list[Any] = [self.root]
+        keyword: dict[str, Any] = {}
+        if self.call and sees_how_it_is_called(root_fn, self.call):
+            own = inputs_as_called(self.graph, self.call)
+            positional += map(self._input, own.args, self.call.args)
+            keyword |= {
+                name: self._input(own.kwargs[name], v) for name, v in self.call.kwargs.items()
+            }
+            return lambda *args: root_fn(*args, **keyword), positional
+        signature = inspect.signature(root_fn, follow_wrapped=self.call is None)
+        args, kwargs = self.call or NO_ARGUMENTS
+        given = signature.bind_partial(self.root, *args, **kwargs).arguments
+        for parameter in list(signature.parameters.values())[1:]:
+            if stars := STARS.get(parameter.kind):
+                rest = self.create_proxy("placeholder", stars + parameter.name, (), {})
+                self.create_proxy("call_function", expect_none_given, (rest, parameter.name), {})
+            elif parameter.kind is parameter.KEYWORD_ONLY:
+                keyword[parameter.name] = self._argument(parameter, given)
+            else:
+                positional.append(self._argument(parameter, given))
+        return lambda *args: root_fn(*args, **keyword), positional
+
+    def _argument(self, parameter: inspect.Parameter, given: Mapping[str, Any]) -> Any:
+        optional = parameter.default is not parameter.empty
+        if isinstance(parameter.default, torch.Tensor):
+            raise self.fail(f"the default of '{parameter.name}' is a tensor")
+        default = (parameter.default,) if optional else ()
+        node = self.create_node("placeholder", parameter.name, default, {})
+        return self._input(node, given.get(parameter.name, parameter.default))
+
+    def _input(self, node: fx.Node, value: Any) -> Any:
+        proxy, name = self.proxy(node), str(node.target)
+        if chooses_a_branch(value):
+            self.create_proxy("call_function", expect_value, (proxy, value, name), {})
+            return value
+        node.meta["tested"] = self._tests_for_none
+        if isinstance(value, torch.Tensor):
+            self._tensors.add(node)
+        elif any(map(chooses_a_branch, tree_leaves(value))):
+            raise self.fail(f"'{name}' holds what may choose a branch")
+        return proxy

@@ -1,0 +1,368 @@
+"""What `optimize` returns: an ordinary module with a report, which takes checkpoints.
+
+Folded weights cannot be loaded one for one: the original is built again with the new ones, and
+optimized again. Only its structure is kept for that, and none of the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import fx, nn
+from torch.fx._symbolic_trace import _patch_function
+from torch.fx.graph_module import reduce_graph_module
+from torch.utils import _pytree as pytree
+
+from optimizer.capture.arguments import STARS
+from optimizer.capture.tracer import Tracer
+from optimizer.core.copy import ModuleType, Storages, held_tensors, on_storage, structural_copy
+from optimizer.core.errors import CaptureError, InputError
+from optimizer.core.inputs import Call, ExampleInputs
+from optimizer.core.report import Report, Size, listing
+
+_OPTIMIZE_AGAIN = (
+    "the original model is not known here: load the checkpoint into it and optimize it again"
+)
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A tensor's geometry and where it was; not its values."""
+
+    meta: torch.Tensor
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Blank:
+        """What there is to know of a tensor besides its values."""
+        return cls(on_storage(tensor, _storage_like(tensor, _META)), tensor.device)
+
+    def zeros(self) -> torch.Tensor:
+        """A tensor like it, of zeros."""
+        return on_storage(self.meta, _storage_like(self.meta, self.device))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an optimized model was made. It is never changed, so copies share it.
+
+    Attributes:
+        model: a copy of the original in which the tensors of a checkpoint hold no data.
+        devices: where each of those was.
+        call: the example inputs, a Blank for each tensor.
+        level: the level it was optimized at.
+        passes: the names of the passes that ran; those from elsewhere, themselves.
+        optimize: what made it.
+    """
+
+    model: nn.Module
+    devices: dict[str, torch.device]
+    call: Any
+    level: int
+    passes: tuple[Any, ...]
+    optimize: Callable[..., Any]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        call: Call | None,
+        level: int,
+        passes: tuple[Any, ...],
+        optimize: Callable[..., Any],
+    ) -> Recipe | None:
+        """The recipe of a model that was optimized; None where it cannot be told."""
+        try:
+            devices = {name: tensor.device for name, tensor in _checkpoint(model).items()}
+            hollow = _copy_on(model, dict.fromkeys(devices, _META))
+            blank = pytree.tree_map_only(torch.Tensor, Blank.of, call)
+        except Exception:  # a state_dict or a kind of tensor that a user wrote
+            return None
+        return cls(hollow, devices, blank, level, passes, optimize)
+
+    def model_with(self, state_dict: Mapping[str, Any]) -> nn.Module:
+        """The original model with the weights of another checkpoint.
+
+        Raises:
+            InputError: the checkpoint is not one of the original model.
+        """
+        return loaded(_copy_on(self.model, self.devices), state_dict)
+
+    def example_inputs(self) -> Any:
+        """Inputs as the model was optimized for, with zeros for values; None if there were none."""
+        if self.call is None:
+            return None
+        args, kwargs = pytree.tree_map_only(Blank, Blank.zeros, self.call)
+        return kwargs or args
+
+    def __deepcopy__(self, memo: Any) -> Recipe:
+        return self
+
+
+def loaded(model: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
+    """`model`, into which a checkpoint of the original was loaded.
+
+    Raises:
+        InputError: the checkpoint is not one of the original model.
+    """
+    try:
+        getattr(model, "refit", model.load_state_dict)(state_dict)
+    except Exception as error:  # whatever a mapping that is no checkpoint leads to
+        raise InputError(f"pass a checkpoint of the original model: {error}") from error
+    return model
+
+
+def packed(recipe: Recipe | bytes | None) -> bytes | None:
+    """A recipe as bytes: who loads an optimized model need not have the code of the original."""
+    if not isinstance(recipe, Recipe):
+        return recipe
+    file = io.BytesIO()
+    try:
+        torch.save(recipe, file)
+    except Exception:  # a class or an attribute of the user's that does not pickle
+        return None
+    return file.getvalue()
+
+
+def unpacked(recipe: Recipe | bytes | None) -> Recipe:
+    """The recipe itself.
+
+    Raises:
+        InputError: there is none, or the code of the original model is not at hand.
+    """
+    try:
+        if isinstance(recipe, bytes):
+            recipe = torch.load(io.BytesIO(recipe), weights_only=False)
+    except Exception as error:  # whatever importing a user's module raises
+        raise InputError(f"{_OPTIMIZE_AGAIN} ({error}).") from error
+    if not isinstance(recipe, Recipe):
+        raise InputError(f"{_OPTIMIZE_AGAIN}.")
+    return recipe
+
+
+def _checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:
+    entries = model.state_dict(keep_vars=True).items()
+    return {name: value for name, value in entries if isinstance(value, torch.Tensor)}
+
+
+def _copy_on(model: nn.Module, devices: Mapping[str, torch.device]) -> nn.Module:
+    """A copy that shares nothing, with new storages for what a checkpoint brings all of."""
+    tensors = _checkpoint(model)
+    brought = {id(tensor) for tensor in tensors.values()}
+    held = (tensor for module in model.modules() for tensor in held_tensors(module))
+    kept = {_storage(tensor) for tensor in held if id(tensor) not in brought}
+    onto: Storages = {
+        _storage(tensor): _storage_like(tensor, devices[name])
+        for name, tensor in tensors.items()
+        if _storage(tensor) not in kept
+    }
+    return structural_copy(model, share=False, onto=onto)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _storage_like(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage:
+    size = tensor.untyped_storage().nbytes()
+    if device == _META:
+        return torch.UntypedStorage(size, device=device)  # type: ignore[no-untyped-call]
+    return torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
+
+
+class _Result(nn.Module):
+    """Takes no checkpoint but its own: that of the original would undo half of the rewrites."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+        if given and given != set(self.state_dict()):
+            raise InputError(
+                "this is no checkpoint of the optimized model, whose layers are not those of the"
+                " original: pass one of the original model to refit(state_dict)."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class OptimizedModule(_Result, fx.GraphModule):
+    """An optimized model: a GraphModule that keeps its report when copied or pickled."""
+
+    @classmethod
+    def of(
+        cls, module: fx.GraphModule, report: Report, recipe: Recipe | bytes | None = None
+    ) -> OptimizedModule:
+        """The same graph with the modules that it calls, and a report completed by its size."""
+        optimized = cls(module, module.graph, type(module).__name__)
+        graph = report.graph_after or listing(module)
+        report = replace(report, after=Size.of(optimized), graph_after=graph)
+        optimized.meta = {"report": report, "recipe": recipe}
+        return optimized
+
+    @property
+    def report(self) -> Report:
+        """What was rewritten, what was refused, and why."""
+        report: Report = self.meta["report"]
+        return report
+
+    def refit(
+        self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
+    ) -> Self:
+        """Take a checkpoint of the original model, by optimizing it again; return this module.
+
+        It is afterwards as `optimize` left it: on the devices and in the dtypes of the original.
+
+        Args:
+            state_dict: what `load_state_dict` of the original model takes.
+            example_inputs: what to check the answer with. Without them, it is not checked: only
+                the shapes of the first ones are remembered.
+
+        Raises:
+            InputError: the checkpoint does not fit, or the original is not known here.
+            CaptureError: nothing could be optimized with these weights.
+        """
+        recipe = unpacked(self.meta.get("recipe"))
+        model = recipe.model_with(state_dict)
+        inputs = recipe.example_inputs() if example_inputs is None else example_inputs
+        precision = self.meta.get("precision")
+        fresh = recipe.optimize(
+            model,
+            inputs,
+            level=recipe.level,
+            capture="export" if self.report.front_end == "export" else "symbolic",
+            check=None if example_inputs is None else "final",
+            only=recipe.passes,
+            precision=precision and precision.name,
+            error_budget=precision and precision.budget,
+            cuda_graph=self.meta.get("cuda_graph", True),
+            engines=self.meta.get("engines", ()),
+        )
+        if not isinstance(fresh, OptimizedModule):
+            raise CaptureError("; ".join(fresh.report.remarks))
+        fx.GraphModule.__init__(self, fresh, fresh.graph, type(fresh).__name__)
+        self.meta = fresh.meta
+        return self
+
+    def recompile(self) -> Any:
+        """Generate the code, to be called as any module is.
+
+        fx puts a wrapper around each call that prints the graph on errors. It costs half a
+        microsecond, a tenth of a small model.
+        """
+        code = super().recompile()
+        del type(self).__call__
+        return code
+
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))
+        fx.GraphModule.__init__(copied, self, copy.deepcopy(self.graph), type(self).__name__)
+        copied.meta = dict(self.meta)
+        return _carried(vars(self), copied)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied: Any = super().__deepcopy__(memo)
+        return _carried(copy.deepcopy(vars(self), memo), copied)  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, (body, imports) = super().__reduce__()
+        body = {name: each for name, each in body.items() if name not in _OF_THIS_PROCESS}
+        meta = self.meta | {"recipe": packed(self.meta.get("recipe"))}
+        return _rebuild, (type(self)._class(), body | {"_tracer_cls": Retracer}, imports, meta)
+
+    @classmethod
+    def _class(cls) -> type[Self]:
+        """The class itself: fx makes each GraphModule one of its own."""
+        return next(kind for kind in cls.__mro__ if kind.__module__.startswith("optimizer."))
+
+
+_OF_THIS_PROCESS = frozenset(("meta", "_prepared_plans"))
+
+
+def _carried(held: Mapping[str, Any], module: ModuleType) -> ModuleType:
+    """A copy with what the original held besides its graph: hooks, and attributes of a user's."""
+    own = vars(module)
+    for name, value in held.items():
+        if name in ("_parameters", "_buffers", "_modules"):
+            own[name] = dict(value) | own[name]
+        elif name.endswith("_hooks") or not (name in own or name in _OF_THIS_PROCESS):
+            own[name] = value
+    return module
+
+
+class Retracer(Tracer):
+    """Records code that was generated from a graph, where no argument chooses a branch."""
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """As fx does, but with `*args` where the code has it, before what is passed by name."""
+        made = {}
+        for parameter in list(inspect.signature(root_fn).parameters.values())[1:]:
+            default = () if parameter.default is parameter.empty else (parameter.default,)
+            target = STARS.get(parameter.kind, "") + parameter.name
+            made[parameter.name] = self.create_proxy("placeholder", target, default, {})
+        code: Any = root_fn
+        names = code.__code__.co_varnames[1 : len(made) + 1]
+        function: Any = _patch_function(code, len(made) + 1)
+        return partial(self._called, function), [self.root, *(made[name] for name in names)]
+
+
+def _rebuild(
+    kind: type[OptimizedModule], body: dict[str, Any], imports: str, meta: dict[str, Any]
+) -> OptimizedModule:
+    held = dict(body)
+    rebuilt = reduce_graph_module(body | {"meta": {}}, imports)
+    assert isinstance(rebuilt, fx.GraphModule)
+    module = kind.of(rebuilt, meta["report"])
+    module.meta = meta
+    return _carried(held, module)
+
+
+class Unchanged(_Result):
+    """A model that could not be captured, run as it is; its report says why.
+
+    Args:
+        model: a snapshot of the model, or the model itself where it cannot be copied.
+        owns: whether it is a snapshot. Else it is no submodule of this, and not to be changed.
+    """
+
+    def __init__(self, model: nn.Module, report: Report, *, owns: bool) -> None:
+        super().__init__()
+        self.report, self.training = report, model.training
+        if owns:
+            self.model = model
+        else:
+            object.__setattr__(self, "model", model)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the copy."""
+        self._require_copy(mode == self.training)
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_copy()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _require_copy(self, changes_nothing: bool = False) -> None:
+        if not (changes_nothing or "model" in self._modules):
+            raise InputError(
+                "the model cannot be copied, and this calls the one that was given: change that"
+                " one, and optimize it again."
+            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.model(*args, **kwargs)
+
+    def refit(
+        self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
+    ) -> Unchanged:
+        """Load a checkpoint of the original model; it reaches this copy only."""
+        self.model = loaded(structural_copy(self.model, share=False), state_dict)
+        return self

@@ -1,0 +1,262 @@
+"""Recording a forward as a graph, with nothing of torch run and nothing of it baked in.
+
+`torch.fx` leaves gaps that change answers: item assignment is a TypeError, `x += y` is
+recorded as `x = x + y`, a random tensor or a buffer's value at trace time is baked in as a
+constant, an optional argument is always taken to be given. This tracer records the first
+three as what they are and binds the last to the example's value, behind a guard.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import _symbolic_trace as fx_tracing
+from torch.fx.immutable_collections import immutable_dict
+from torch.overrides import TorchFunctionMode, _get_tensor_methods
+from torch.utils._pytree import tree_leaves
+
+from optimizer.capture.arguments import Arguments
+from optimizer.capture.proxy import Attribute, Value
+from optimizer.capture.state import Outside, held
+from optimizer.capture.type_tests import answer_isinstance, tests_for_none
+from optimizer.core.context import alone_and_unpatched
+from optimizer.core.errors import CaptureError
+from optimizer.core.inputs import Call
+from optimizer.core.literals import LiteralTracer
+from optimizer.core.node import is_plain, overrides_call, reason_of, user_line
+from optimizer.core.ops import (
+    CHANGES_SHAPE,
+    FACTORIES,
+    METADATA,
+    RANDOM,
+    READS_DATA,
+    RETURN_A_TENSOR,
+)
+from optimizer.core.random import DRAWS, ProcessState
+
+
+class RecordConstants(TorchFunctionMode):
+    """While it is active, a tracer records also calls without a traced argument.
+
+    fx asks torch whether a function is a method, which swaps the filters of warnings each time.
+    """
+
+    def __init__(self, tracer: Any) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        name = getattr(func, "__name__", "")
+        traced = any(isinstance(leaf, fx.Proxy) for leaf in leaves)
+        constant = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        if func in FACTORIES:
+            constant, traced = traced or self.tracer.records(func), False
+        of_another_kind = isinstance(func, torch._C.ScriptMethod | torch._ops.HigherOrderOperator)
+        if of_another_kind or not (traced or (constant and name not in METADATA)):
+            return func(*args, **kwargs)
+        if not traced and name in READS_DATA:
+            raise self.tracer.fail("it reads the value of a tensor")
+        if func in _get_tensor_methods() or name == "__get__":
+            return self.tracer.create_proxy("call_method", name, args, kwargs)
+        return self.tracer.create_proxy("call_function", func, args, kwargs)
+
+
+class Tracer(Arguments, LiteralTracer):
+    """Trace a module, treating every submodule that cannot be traced as one opaque call.
+
+    Args:
+        call: the example inputs; they decide optional arguments and flags. Without them,
+            defaults do.
+        opaque: qualified names of submodules that must not be traced into, and why not.
+        record_factories: record tensors that are made of nothing. Else they are made now and
+            become constants, as caches in the model's code expect; random ones never do.
+        outside: what the forwards reach, if that is known already.
+        generators: refuse code that calls one; to watch for that doubles the time.
+    """
+
+    proxy_buffer_attributes = True
+
+    def __init__(
+        self,
+        call: Call | None = None,
+        opaque: Mapping[str, str] = MappingProxyType({}),
+        *,
+        record_factories: bool = True,
+        outside: Outside | None = None,
+        generators: ProcessState | None = None,
+    ) -> None:
+        super().__init__(autowrap_functions=tuple(FACTORIES))
+        self.call = call
+        self.opaque = opaque
+        self.record_factories = record_factories
+        self.outside = outside
+        self.generators = generators
+        self.failure: CaptureError | None = None
+        self._thread = threading.get_ident()
+        self._attributes: dict[int, fx.Proxy] = {}
+        self._names: dict[int, str] = {}
+        self._tensors: set[fx.Node] = set()
+        self._modes: tuple[bool, ...] = ()
+        self._tests_for_none = False
+        self._within = ""  # the name of the module whose forward runs
+        self._held: dict[int, list[Any]] = {}
+
+    def again(self, outside: Outside) -> Tracer:
+        """A tracer like this one, for a copy of its model."""
+        return Tracer(
+            self.call,
+            self.opaque,
+            record_factories=self.record_factories,
+            outside=outside,
+            generators=self.generators,
+        )
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        self._names = {
+            id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]
+        }
+        self._tests_for_none = tests_for_none(self.outside or Outside(root))
+        self._held = {id(module): held(module) for module in root.modules()}
+        self._modes = _modes()
+        graph = alone_and_unpatched(lambda: self._traced(root, concrete_args))
+        if self.failure is not None:  # a try statement of the forward swallowed it
+            raise self.failure
+        for node in graph.nodes:
+            if node.target in FACTORIES:
+                node.meta.pop("is_wrapped", None)  # or the code would mark torch's own for fx
+        return graph
+
+    def _traced(self, root: nn.Module, concrete_args: Any) -> fx.Graph:
+        with RecordConstants(self):
+            trace = partial(super().trace, root, concrete_args)
+            known = self.generators
+            return known.watch(trace, lambda frame: self.fail(DRAWS)) if known else trace()
+
+    def fail(self, reason: str) -> CaptureError:
+        """An error that is remembered, should the code that is traced swallow it."""
+        self.failure = CaptureError(reason)
+        return self.failure
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        raise self.fail("its control flow depends on a traced value")
+
+    def iter(self, obj: fx.Proxy) -> Any:
+        raise self.fail("it iterates over a traced value")
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        raise self.fail("it asks a traced value for its keys")
+
+    def records(self, factory: Callable[..., Any]) -> bool:
+        """Whether a factory is recorded although all its arguments are constants."""
+        return self.record_factories or factory in RANDOM
+
+    def is_foreign_thread(self) -> bool:
+        """Tracing patches nn.Module for the whole process; other threads must not notice."""
+        return threading.get_ident() != self._thread
+
+    def is_tensor(self, node: fx.Node) -> bool:
+        """Whether a traced value is sure to be a tensor."""
+        if node.op == "call_module":
+            return isinstance(self.root.get_submodule(str(node.target)), RETURN_A_TENSOR)
+        return node.op == "get_attr" or node in self._tensors
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return Value(node, self)
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if kind == "call_method" and target in CHANGES_SHAPE:
+            raise self.fail(f"it changes the shape of a tensor in place ({target})")
+        if kind == "call_module" and not self._is_as_it_was(target):
+            raise self.fail("it changes a submodule before it calls it")
+        if target in (torch.autograd.grad, "backward", "requires_grad_"):
+            raise self.fail("it uses autograd")
+        if _modes() != self._modes:
+            raise self.fail("it enters autocast or a gradient mode inside its forward")
+        node = super().create_node(kind, target, *args, **kwargs)
+        node.meta |= {"source": user_line(), "within": self._within}
+        return node
+
+    def _is_as_it_was(self, name: str) -> bool:
+        pairs = ((held(m), self._held[id(m)]) for m in self.root.get_submodule(name).modules())
+        return all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in pairs)
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.Generator):  # fx would keep it as an attribute of the model
+            raise self.fail(DRAWS)
+        if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
+            if type(a) is not OrderedDict:
+                raise self.fail(f"it makes a {type(a).__name__}, which a graph cannot hold")
+            items = [(key, self.create_arg(value)) for key, value in a.items()]
+            return self.create_node("call_function", type(a), (items,), {})
+        return super().create_arg(a)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        name = self._names.get(id(attr_val)) if isinstance(attr_val, torch.Tensor) else None
+        if name is None or self.is_foreign_thread():
+            return attr_val
+        known = self._attributes.get(id(attr_val))
+        if known is None or known.node._erased:
+            node = self.create_node("get_attr", name, (), {})
+            known = self._attributes[id(attr_val)] = Attribute(node, self, attr_val)
+        return known
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if isinstance(m, torch.jit.ScriptModule) or not is_plain(m):
+            return True
+        ours = type(m).__module__.startswith("optimizer.passes.")
+        opaque = module_qualified_name in self.opaque
+        return ours or opaque or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.is_foreign_thread():
+            return forward(*args, **kwargs)
+        if overrides_call(type(m)):
+            raise self.fail("it calls a module whose class has a __call__ of its own")
+        last = next(iter(reversed(self.graph.nodes)))
+        name = self.path_of_module(m)
+        if self.is_leaf_module(m, name):
+            return self.create_proxy("call_module", name, args, kwargs)
+        outer, self._within = self._within, name  # fx's own stack would keep it after an error
+        try:
+            result = forward(*args, **kwargs)
+            if self.failure is None:
+                return result
+            error: Exception = self.failure
+        except Exception as raised:  # whatever a user's forward raises on traced values
+            error = self.failure or raised
+        finally:
+            self._within = outer
+        self.failure = None
+        # The next try does not begin it, and so leaves no half of it done.
+        self.opaque = {**self.opaque, name: reason_of(error)}
+        while (node := next(iter(reversed(self.graph.nodes)))) is not last:
+            self.graph.erase_node(node)
+        return self.create_proxy("call_module", name, args, kwargs)
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        called, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        return partial(self._called, called), args
+
+    def _called(self, called: Callable[..., Any], *args: Any) -> Any:
+        patcher: Any = fx_tracing.CURRENT_PATCHER
+        for each in FACTORIES:  # torch.zeros(n) for a traced n; fx would search all of torch
+            patcher.patch(vars(torch), each.__name__, fx_tracing._create_wrapped_func(each))
+        answer_isinstance(self.root, self.is_tensor, patcher)
+        return called(*args)
+
+
+def _modes() -> tuple[bool, ...]:
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return *modes, *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))

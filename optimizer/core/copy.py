@@ -1,0 +1,220 @@
+"""A copy of a module, with the same weights or a snapshot of them: what is optimized.
+
+A snapshot has the bytes that its storages had when it was taken, whatever is written to the
+original afterwards. On a CPU that costs no memory: torch copies a storage when it is first
+written (`torch._lazy_clone`).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from contextlib import nullcontext, suppress
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+from torch import fx, nn
+
+from optimizer.core.context import ignoring
+from optimizer.core.errors import CaptureError
+
+_IMMUTABLE = frozenset((bool, int, float, str, type(None)))
+_PROTOCOL = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
+_LOCK = threading.Lock()  # torch has none: two threads that snapshot one storage would spoil it
+Storages: TypeAlias = dict[int, torch.UntypedStorage]
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
+
+
+def structural_copy(
+    model: ModuleType,
+    *,
+    share: bool = True,
+    onto: Storages | None = None,
+    only_ordinary: bool = True,
+) -> ModuleType:
+    """Copy all of a model but the data of its parameters.
+
+    Every module, hook table and plain attribute is new. Parameters are new objects over the
+    same storage, so that moving or casting the copy leaves the original where it is. Of buffers
+    and other tensors, which a forward may write, a snapshot is taken; those that share storage
+    with one another still do.
+
+    Args:
+        model: the module to copy.
+        share: False takes a snapshot of parameters too.
+        onto: what takes the place of a storage, by the `_cdata` of that one.
+        only_ordinary: False clones tensors that are more than storage and shape, such as sparse
+            ones, which would else be an error: nothing could be known of them.
+
+    Raises:
+        CaptureError: an attribute of the model cannot be copied.
+    """
+    try:
+        graphs = [each.graph for each in model.modules() if isinstance(each, fx.GraphModule)]
+        exported = any(hasattr(graph._codegen, "pytree_info") for graph in graphs)
+        # torch has deprecated what its own pickling of such a graph uses.
+        with ignoring(".*LeafSpec", FutureWarning) if exported else nullcontext():
+            memo = _memo(model, dict(onto or {}), share=share, only_ordinary=only_ordinary)
+            return cast(ModuleType, _copied(model, memo))
+    except Exception as error:  # locks, handles, sparse tensors: whatever a model may hold
+        raise CaptureError(f"the model cannot be copied: {error}") from error
+
+
+def snapshot(model: nn.Module) -> tuple[nn.Module, bool]:
+    """A snapshot of a model and True; the model itself and False where it cannot be copied."""
+    try:
+        return structural_copy(model, share=False, only_ordinary=False), True
+    except CaptureError:  # to capture it will say so
+        return model, False
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """`copy.deepcopy`, ten times as fast on what modules are made of."""
+    kind: Any = type(value)
+    if kind in _IMMUTABLE or (kind is tuple and _IMMUTABLE.issuperset(map(type, value))):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if kind in (dict, OrderedDict):
+        return _copied_items(value, memo.setdefault(id(value), kind()), memo)
+    if kind is torch.Tensor and not value.is_leaf:
+        return memo.setdefault(id(value), value.detach().clone())  # deepcopy refuses
+    if kind is set and not value:
+        return memo.setdefault(id(value), set())
+    if not isinstance(value, nn.Module) or _says_how(kind):
+        return copy.deepcopy(value, memo)
+    module = memo[id(value)] = kind.__new__(kind)
+    module.__setstate__(_copied_items(vars(value), {}, memo))
+    return module
+
+
+def _copied_items(held: dict[Any, Any], made: Any, memo: dict[int, Any]) -> Any:
+    for key, value in held.items():
+        name = key if type(key) is str else _copied(key, memo)
+        made[name] = value if type(value) in _IMMUTABLE else _copied(value, memo)
+    return made
+
+
+def _says_how(kind: type) -> bool:
+    """Whether the class of a module has a way of its own to be copied."""
+    own = any(getattr(kind, name) is not getattr(nn.Module, name) for name in _PROTOCOL)
+    return own or hasattr(kind, "__deepcopy__")
+
+
+def _memo(
+    model: nn.Module, storages: Storages, *, share: bool, only_ordinary: bool
+) -> dict[int, Any]:
+    """What deepcopy takes for the tensors of a model instead of copying them."""
+    memo: dict[int, Any] = {}
+    taken = _Snapshot(model, storages)
+    for key, tensor in taken.tensors.items():
+        if not (only_ordinary or key in taken.places):
+            memo[key] = _clone_of_another_kind(tensor)
+            continue
+        if key not in taken.places:
+            raise TypeError(
+                f"it holds a tensor of class {type(tensor).__name__}, {tensor.dtype},"
+                f" {tensor.layout}, which is more than its storage and shape"
+            )
+        is_parameter = key in taken.parameters
+        if share and is_parameter:
+            storages.setdefault(taken.places[key], tensor.untyped_storage())
+        same = taken.of(tensor)
+        memo[key] = nn.Parameter(same, tensor.requires_grad) if is_parameter else same
+    return memo
+
+
+def held_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors of a module besides its parameters: buffers and plain attributes."""
+    held = (*module._buffers.values(), *vars(module).values())
+    return [value for value in held if isinstance(value, torch.Tensor)]
+
+
+class _Snapshot:
+    """The tensors of a model over other storages, which are made once each.
+
+    Those of parameters are copied on write; at once where the caller would notice that: on other
+    devices, where a graph or a collective may hold addresses; where something besides the model's
+    tensors holds the storage, as a numpy array does, which would part from it; and for an RNN,
+    whose kernel asks for its weights as if to write them: two threads at once end the process.
+    Likewise in a storage that cannot be resized: it has no allocator, as in what `torch.load`
+    makes, and the first write would end the process, or numpy has its address.
+    What is no parameter may be resized, after which torch fails to write what it copies on write.
+    """
+
+    def __init__(self, model: nn.Module, storages: Storages) -> None:
+        self.storages = storages
+        self.parameters: dict[int, torch.Tensor] = {}
+        others: dict[int, torch.Tensor] = {}
+        asked: set[int] = set()
+        for module in model.modules():
+            own = {id(each): each for each in module._parameters.values() if each is not None}
+            self.parameters |= own
+            others |= {id(each): each for each in held_tensors(module)}
+            asked |= own.keys() if isinstance(module, nn.RNNBase) else set()
+        self.tensors = self.parameters | others
+        ordinary = {key: each for key, each in self.tensors.items() if is_ordinary(each)}
+        self.places = {key: each.untyped_storage()._cdata for key, each in ordinary.items()}
+        self.holders = Counter(self.places.values())
+        weights = self.parameters.keys() & ordinary.keys() - asked
+        self.free = {self.places[key] for key in weights}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same geometry over the storage that stands for its own."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.storages:
+            with _LOCK:
+                self.storages[storage._cdata] = self._copy_of(storage)
+        found = self.storages[storage._cdata]
+        shared = found._cdata == storage._cdata and not tensor.is_inference()
+        return tensor.data if shared else on_storage(tensor, found)
+
+    def _copy_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if self._is_free(storage):
+            whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+            with suppress(RuntimeError):  # memory of a file or of another process
+                return torch._lazy_clone(whole).untyped_storage()
+        return storage.clone()  # type: ignore[no-untyped-call, no-any-return]
+
+    def _is_free(self, storage: torch.UntypedStorage) -> bool:
+        if storage.device.type != "cpu" or storage._cdata not in self.free:
+            return False
+        holders = torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` is one
+        return storage.resizable() and holders == self.holders[storage._cdata]
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether storage, dtype, shape and strides tell all of a tensor."""
+    ordinary = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return ordinary and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _clone_of_another_kind(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor that is more than its storage and shape, and a view of no other."""
+    data = tensor.detach().clone()
+    is_parameter = isinstance(tensor, nn.Parameter)
+    copied = nn.Parameter(data, tensor.requires_grad) if is_parameter else data
+    if type(copied) is not type(tensor) or tensor.is_conj() or tensor.is_neg():
+        raise TypeError(f"it holds a tensor of class {type(tensor).__name__}")
+    return copied
+
+
+def part(tensors: Iterable[torch.Tensor]) -> None:
+    """Give tensors memory of their own, with the values that they have, and one another's."""
+    own: Storages = {}
+    for tensor in tensors:
+        if is_ordinary(tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                own[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
+            tensor.data = on_storage(tensor, own[storage._cdata])
+        else:
+            tensor.data = tensor.data.clone()
+
+
+def on_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor with the geometry and dtype of `tensor` over another storage."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -1,0 +1,232 @@
+"""The one place that talks to a device: is it here, is it done, how much memory did a run take."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch._C import _autograd, _profiler
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimizer.core.errors import DeviceError
+
+Program: TypeAlias = Callable[..., Sequence[torch.Tensor]]
+# What replays the launches, where they read their inputs, and where they write their outputs.
+Recording: TypeAlias = tuple[Callable[[], object], list[torch.Tensor], Sequence[torch.Tensor]]
+
+_CAPTURE = threading.Lock()  # one graph is captured at a time
+_RUNS_BEFORE_CAPTURE = 3  # in the first, libraries choose kernels and allocate
+
+
+class Device(Protocol):
+    """What `measure` needs of a device."""
+
+    name: str
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        """The most bytes that `run()` held at once above what was allocated before it."""
+
+    def keep_random_state(self) -> AbstractContextManager[None]:
+        """On leaving the context, the generators of the CPU and this device are as on entering."""
+
+    def seed(self, number: int) -> None:
+        """Seed the generators of the CPU and this device, and of no other."""
+
+
+class Cpu:
+    """The CPU. Its calls are synchronous.
+
+    Peak memory is the running sum of what PyTorch's CPU allocator reports to the profiler. It sees
+    the workspaces that an operator allocates for itself (36 % of the peak of a resnet18), which a
+    count of live tensors between operators cannot, and is the same in every run. The profiler's
+    older entry is used because the newer one prints two lines to the terminal at each use.
+    """
+
+    name = "cpu"
+
+    def synchronize(self) -> None:
+        return
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        _autograd._enable_profiler_legacy(_MEMORY_ONLY)
+        try:
+            result = run()
+        finally:
+            events = _autograd._disable_profiler_legacy()
+        del result
+        return _highest(event.cpu_memory_usage() for thread in events for event in thread)
+
+    def keep_random_state(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[])
+
+    def seed(self, number: int) -> None:
+        torch.default_generator.manual_seed(number)
+
+
+class Cuda:
+    """One NVIDIA (or ROCm) GPU: the caching allocator keeps the peak itself."""
+
+    def __init__(self, index: int | None = None) -> None:
+        self.name = "cuda" if index is None else f"cuda:{index}"
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.name)
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        self.synchronize()
+        before = torch.cuda.memory_allocated(self.name)
+        torch.cuda.reset_peak_memory_stats(self.name)
+        result = run()
+        self.synchronize()
+        del result
+        return int(torch.cuda.max_memory_allocated(self.name) - before)
+
+    def keep_random_state(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[torch.device(self.name)])
+
+    def seed(self, number: int) -> None:
+        torch.default_generator.manual_seed(number)
+        with torch.cuda.device(self.name):
+            torch.cuda.manual_seed(number)
+
+    @staticmethod
+    def is_capturing() -> bool:
+        """Whether what is launched now becomes part of a graph of the caller's."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def record(self, program: Program, inputs: Sequence[torch.Tensor]) -> Recording:
+        """Record the launches of `program` for inputs like these, in a memory pool of their own.
+
+        Elsewhere in the process the device may be used meanwhile, but no graph be captured.
+        """
+        with _CAPTURE:
+            stream = torch.cuda.Stream(self.name)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self.name))
+            with torch.cuda.stream(stream):
+                for _ in range(_RUNS_BEFORE_CAPTURE):
+                    program(*inputs)
+            graph = torch.cuda.CUDAGraph()
+            # The workspace that cuBLAS keeps for a stream would be shared with whoever uses that.
+            torch._C._cuda_clearCublasWorkspaces()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                own = [torch.empty_like(each) for each in inputs]
+                outputs = program(*own)
+            torch._C._cuda_clearCublasWorkspaces()
+            return graph.replay, own, outputs
+
+    def turns(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context for one thread at a time, whose work waits for that done in it before."""
+        lock = threading.Lock()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+        @contextmanager
+        def turn() -> Iterator[None]:
+            with lock:
+                stream = torch.cuda.current_stream(self.name)
+                stream.wait_event(done)
+                try:
+                    yield
+                finally:
+                    stream.record_event(done)
+
+        return turn
+
+
+class Mps:
+    """Apple's GPU. It keeps no peak, so allocated memory is read after every operator.
+
+    Workspaces that an operator frees before it returns are not seen.
+    """
+
+    name = "mps"
+
+    def synchronize(self) -> None:
+        torch.mps.synchronize()
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        self.synchronize()
+        before = torch.mps.current_allocated_memory()
+        with _AllocatedAfterEachOperator() as seen:
+            result = run()
+        self.synchronize()
+        del result
+        return max(0, int(seen.most) - before)
+
+    def keep_random_state(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[0], device_type="mps")
+
+    def seed(self, number: int) -> None:
+        torch.default_generator.manual_seed(number)
+        torch.mps.manual_seed(number)
+
+
+def device_named(name: str | torch.device) -> Device:
+    """The device called `name`: "cpu", "cuda", "cuda:1" or "mps".
+
+    Raises:
+        DeviceError: this machine has no such device, or it is of a kind that is not measured.
+    """
+    kind, _, index = str(name).partition(":")
+    if kind == "cpu":
+        return Cpu()
+    if kind == "cuda":
+        _require(torch.cuda.is_available(), "cuda", "an NVIDIA GPU")
+        return Cuda(int(index) if index else None)
+    if kind == "mps":
+        _require(torch.backends.mps.is_available(), "mps", "an Apple GPU")
+        return Mps()
+    raise DeviceError(f"'{name}' is not a device that can be measured: use cpu, cuda or mps.")
+
+
+def _require(available: bool, kind: str, hardware: str) -> None:
+    if not available:
+        raise DeviceError(
+            f"{kind} is not available here: pass inputs on the cpu, or run on a machine with"
+            f" {hardware}."
+        )
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> Device:
+    """Where work on `tensors` is done: the first that is not on the CPU says.
+
+    Raises:
+        DeviceError: that device is not one that is measured.
+    """
+    elsewhere = (tensor.device for tensor in tensors if tensor.device.type != "cpu")
+    return device_named(next(elsewhere, torch.device("cpu")))
+
+
+class _AllocatedAfterEachOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0
+
+    def __torch_dispatch__(
+        self,
+        operator: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        self.most = max(self.most, torch.mps.current_allocated_memory())
+        return result
+
+
+def _highest(changes: Iterable[int]) -> int:
+    held = highest = 0
+    for change in changes:
+        held += change
+        highest = max(highest, held)
+    return highest
+
+
+_MEMORY_ONLY = _profiler.ProfilerConfig(
+    _profiler.ProfilerState.CPU, False, True, False, False, False, _profiler._ExperimentalConfig()
+)

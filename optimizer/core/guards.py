@@ -1,0 +1,196 @@
+"""What a rewrite relied on, checked at the start of each call of the optimized model.
+
+A fact that was read off the example inputs (a rank, a dtype, a flag that chose a branch) is
+no law for later calls. Where an optimized model rests on one, its graph begins with a call
+of a function from this file, so that another kind of input is an error and never a wrong
+answer. Each dispatches through `__torch_function__`, so that tracers record it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from optimizer.core.errors import InputError
+
+Expected = ParamSpec("Expected")
+Found = TypeVar("Found")
+
+
+def _guard(
+    check: Callable[Concatenate[Any, Expected], Found],
+) -> Callable[Concatenate[Any, Expected], Found]:
+    """The same function, which tracers and modes see a call of as they do of torch's own.
+
+    Only what is checked is asked whether it is traced: to ask a dtype takes half a microsecond.
+    """
+
+    @wraps(check)
+    def apply(value: Any, /, *args: Expected.args, **kwargs: Expected.kwargs) -> Found:
+        if has_torch_function_unary(value):
+            found: Found = handle_torch_function(apply, (value,), value, *args, **kwargs)
+            return found
+        return check(value, *args, **kwargs)
+
+    return apply
+
+
+@_guard
+def expect_value(value: Any, expected: object, name: str) -> None:
+    """Require the argument that the model's branches were chosen by.
+
+    Raises:
+        InputError: `value` is not what the model was optimized with.
+    """
+    if type(value) is not type(expected) or value != expected:
+        raise InputError(
+            f"this model was optimized for {name}={expected!r}: optimize it again with example"
+            f" inputs that pass the {name} you need."
+        )
+
+
+@_guard
+def expect_shape(value: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
+    """Require the sizes that the shapes of the graph were specialized for.
+
+    Raises:
+        InputError: `value` has others.
+    """
+    if value.shape != shape:
+        raise InputError(
+            f"this model was optimized for {name} of shape {shape} and got {tuple(value.shape)}:"
+            " optimize it again without static_shapes."
+        )
+
+
+@_guard
+def expect_tensor(
+    value: torch.Tensor, rank: int | None, dtype: torch.dtype | None, name: str
+) -> None:
+    """Require a tensor, with the rank and dtype that rewrites were proved for, if any.
+
+    Raises:
+        InputError: `value` is something else.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise InputError(
+            f"this model was optimized for a tensor {name} and got {value!r}:"
+            " optimize it again with example inputs of that type."
+        )
+    if rank is not None and value.dim() != rank:
+        raise InputError(
+            f"this model was optimized for {name} of {rank} dimensions and got {value.dim()}:"
+            " optimize it again with example inputs of that rank."
+        )
+    if dtype is not None and value.dtype != dtype:
+        raise InputError(
+            f"this model was optimized for {name} of {dtype} and got {value.dtype}:"
+            " optimize it again with example inputs of that dtype."
+        )
+
+
+@_guard
+def expect_given(value: Any, name: str) -> None:
+    """Require that nothing in an argument chooses another branch than a tensor does.
+
+    Raises:
+        InputError: there is a None, a flag or a string in `value`.
+    """
+    if any(chooses_a_branch(leaf) for leaf in tree_leaves(value)):
+        raise InputError(
+            f"this model was optimized for an argument {name} that holds no None, flag or string:"
+            " optimize it again with example inputs that do."
+        )
+
+
+@_guard
+def expect_none_given(value: Any, name: str) -> None:
+    """Require that no argument is given beyond those that the model names.
+
+    Raises:
+        InputError: there are some in `value`.
+    """
+    if value:
+        raise InputError(
+            f"this model was optimized for no further arguments in '{name}' and got {len(value)}:"
+            " optimize it again with example inputs that pass them."
+        )
+
+
+@_guard
+def expect_call(
+    more_args: Any, more_kwargs: Any, given: list[Any], count: int, names: tuple[str, ...]
+) -> None:
+    """Require a call that passes by position, and by name, what the example did.
+
+    The forward is decorated, or takes any arguments, and so may tell one from the other.
+
+    Raises:
+        InputError: another number is passed by position, or others are by name.
+    """
+    if more_args or more_kwargs or any(each is ... for each in given):
+        raise InputError(
+            f"this model was optimized for a call with {count} positional arguments and the"
+            f" keyword arguments {', '.join(names) or '(none)'}, which its forward can tell from"
+            " another: optimize it again with example inputs that are passed as you need."
+        )
+
+
+@_guard
+def expect_structure(value: Any, structure: str, name: str) -> list[Any]:
+    """The leaves of an argument, which was a tree of this structure when the model was exported.
+
+    Raises:
+        InputError: `value` has another structure.
+    """
+    leaves, found = tree_flatten(value)
+    if str(found) != structure:
+        raise InputError(
+            f"this model was optimized for {name} of another structure: optimize it again with"
+            " example inputs of that structure."
+        )
+    return leaves
+
+
+@_guard
+def expect_like(
+    value: torch.Tensor,
+    sizes: tuple[int | tuple[int, int], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    contiguous: bool,
+    name: str,
+) -> None:
+    """Require a tensor of which all that Python can ask is as it was in an export.
+
+    Raises:
+        InputError: `value` is something else, or its layout, device, dtype or sizes differ.
+    """
+    expect_tensor(value, len(sizes), dtype, name)
+    known = (s if isinstance(s, tuple) else (s, s) for s in sizes)
+    fits = all(
+        least <= size <= most for size, (least, most) in zip(value.shape, known, strict=True)
+    )
+    same = value.is_meta or value.device == device  # a meta tensor is the facts' own
+    if not (fits and same and value.is_contiguous() == contiguous):
+        raise InputError(
+            f"this model was optimized for {name} like the example in size, device and memory"
+            f" format, and got {tuple(value.shape)} on {value.device}: optimize it again with such"
+            " example inputs."
+        )
+
+
+def chooses_a_branch(value: Any) -> bool:
+    """Whether the code of a model can test a value where tracing cannot see it."""
+    return value is None or isinstance(value, bool | str)
+
+
+GUARDS = (
+    expect_value, expect_tensor, expect_given, expect_none_given, expect_shape, expect_structure,
+    expect_like, expect_call,
+)  # fmt: skip

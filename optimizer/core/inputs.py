@@ -1,0 +1,203 @@
+"""Example inputs in one form, and the tensors in a pytree.
+
+A dataclass, which pytree takes for a leaf, is here the tree of its fields.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_leaves
+
+from optimizer.core.errors import InputError
+
+
+def opened(value: Any) -> Any:
+    """The same tree with the name and the fields of a dataclass in the place of each."""
+    return pytree.tree_map_only(_is_record, _opened_record, value)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in a pytree, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in pytree.tree_leaves(opened(value)) if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The same tree with every tensor in it replaced by `function(tensor)`."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    mapped = pytree.tree_map_only(torch.Tensor, function, value)
+    return pytree.tree_map_only(_is_record, lambda each: _mapped_record(function, each), mapped)
+
+
+def copies_of(value: Any) -> Any:
+    """The same tree with copies of its tensors, and of the objects that may hide some."""
+    return pytree.tree_map_only(hides_tensors, _copy_of, map_tensors(torch.clone, value))
+
+
+def storages_in(value: Any) -> set[int]:
+    """The identities of all storages that the tensors in a pytree are views of."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value)}
+
+
+def hides_tensors(value: Any) -> bool:
+    """Whether a pytree may hold tensors that are not seen, inside an object of a user's class."""
+    leaves = [] if isinstance(value, torch.Tensor) else pytree.tree_leaves(opened(value))
+    return any(type(leaf).__module__.split(".")[0] not in ("builtins", "torch") for leaf in leaves)
+
+
+def _copy_of(leaf: Any) -> Any:
+    try:
+        return leaf if _is_record(leaf) else copy.deepcopy(leaf)
+    except Exception:  # whatever the class of a user's raises
+        return leaf
+
+
+def _is_record(leaf: Any) -> bool:
+    return is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _opened_record(record: Any) -> dict[str, Any]:
+    held = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {type(record).__name__: opened(held)}
+
+
+def _mapped_record(function: Callable[[torch.Tensor], torch.Tensor], record: Any) -> Any:
+    mapped = copy.copy(record)
+    for field in fields(record):
+        value = map_tensors(function, getattr(record, field.name))
+        object.__setattr__(mapped, field.name, value)  # it may be frozen
+    return mapped
+
+
+ExampleInputs: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+class Call(NamedTuple):
+    """What a module is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+        """The same call with every tensor in it replaced by `function(tensor)`."""
+        args, kwargs = map_tensors(function, (self.args, self.kwargs))
+        return Call(args, kwargs)
+
+    def copied(self) -> Call:
+        """The same call with copies of what a forward may write."""
+        args, kwargs = copies_of((self.args, self.kwargs))
+        return Call(args, kwargs)
+
+
+def as_call(example_inputs: ExampleInputs) -> Call:
+    """A tensor, a sequence of positional or a mapping of keyword arguments, as a `Call`.
+
+    Raises:
+        InputError: it is none of the three, a tensor in it is on the meta device, or something
+            in it can be read once only.
+    """
+    if isinstance(example_inputs, torch.Tensor):
+        return _with_data(Call((example_inputs,), {}))
+    if isinstance(example_inputs, Mapping) and all(isinstance(key, str) for key in example_inputs):
+        return _with_data(Call((), dict(example_inputs)))
+    if isinstance(example_inputs, list | tuple):
+        return _with_data(Call(tuple(example_inputs), {}))
+    raise InputError(
+        f"example_inputs is of type {type(example_inputs).__name__}: pass a tensor, a tuple of"
+        " positional arguments, or a mapping of keyword arguments by name."
+    )
+
+
+def _with_data(call: Call) -> Call:
+    if any(tensor.is_meta for tensor in tensors_in(call)):
+        raise InputError(
+            "an example input is on the meta device and holds no data: pass a tensor that does."
+        )
+    if any(isinstance(leaf, Iterator) for leaf in tree_leaves((call.args, call.kwargs))):
+        raise InputError(
+            "an example input is an iterator, which can be read once only: pass a list."
+        )
+    return call
+
+
+def require_module(model: object) -> nn.Module:
+    """`model`, if it is a module whose parameters and buffers hold data.
+
+    Raises:
+        InputError: it is no module, or a parameter or buffer is on the meta device.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module itself,"
+            " already constructed."
+        )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise InputError(
+                f"'{name}' is on the meta device and holds no data: load the model's weights"
+                " onto a real device first."
+            )
+    return model
+
+
+def require_flags(**flags: object) -> None:
+    """Require arguments that are True or False, by name: a text such as "no" would count as True.
+
+    Raises:
+        InputError: one is neither.
+    """
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InputError(f"{name} is {flag!r}: pass True or False.")
+
+
+def require_seconds(seconds: object) -> float:
+    """`tune_seconds`, if it is a time.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        raise InputError(f"tune_seconds is {seconds!r}: pass a number of seconds, or 0.")
+    return float(seconds)
+
+
+def require_writable(name: str, path: str | os.PathLike[str]) -> Path:
+    """The path of a file that can be written, which is tried; what is there stays as it is.
+
+    Raises:
+        InputError: it cannot; the message calls the argument `name`.
+    """
+    try:
+        file = Path(path)
+        new = not file.exists()
+        file.open("a").close()
+        if new:
+            file.unlink()
+    except (OSError, TypeError, ValueError) as error:
+        raise InputError(f"{name}={path!r} is no file that can be written: {error}.") from error
+    return file
+
+
+def require_graph(module: object) -> fx.Graph:
+    """The graph of a module that was captured.
+
+    Raises:
+        InputError: it is no GraphModule.
+    """
+    if not isinstance(module, fx.GraphModule):
+        raise InputError(
+            f"module is of type {type(module).__name__}, no graph: pass optimizer.capture(model)."
+        )
+    return module.graph

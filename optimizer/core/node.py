@@ -1,0 +1,199 @@
+"""Typed access to fx nodes: what a node calls, its arguments, its module, its line of code."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from bisect import bisect_left
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from optimizer.core.errors import CaptureError
+
+_SHORT = {"torch": "torch", "operator": "operator", "torch.nn.functional": "F", "torch._C._nn": "F"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def arg(node: fx.Node, index: int, default: Any = None) -> Any:
+    """The positional argument at `index`, or `default` where there is none."""
+    return node.args[index] if index < len(node.args) else default
+
+
+def owner(node: fx.Node) -> fx.GraphModule:
+    """The GraphModule that a node's targets are looked up in."""
+    module = node.graph.owning_module
+    assert module is not None, "the graph belongs to no module"
+    return module
+
+
+def attribute(root: nn.Module, path: str) -> Any:
+    """What the dotted `path` names in `root`."""
+    value: Any = root
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def attribute_of(node: Any) -> Any:
+    """The tensor or module of the model that a node reads or calls."""
+    return attribute(owner(node), str(node.target))
+
+
+def is_attribute(value: object) -> bool:
+    """Whether a value is a node that reads a tensor of the model."""
+    return isinstance(value, fx.Node) and value.op == "get_attr"
+
+
+def module_of(node: fx.Node) -> Any:
+    """The module that a call_module node calls (typed Any: a pattern has fixed its class)."""
+    assert node.op == "call_module", node.op
+    module: Any = owner(node)
+    for name in str(node.target).split("."):
+        module = module._modules[name]
+    return module
+
+
+def callee(node: fx.Node) -> Any:
+    """What a node calls: a function, the class of a plain module, or None."""
+    if node.op == "call_function":
+        return node.target
+    if node.op != "call_module":
+        return None
+    module = module_of(node)
+    return type(module) if is_plain(module) else None
+
+
+def describe(node: fx.Node) -> str:
+    """What a node calls, or the input or attribute that it reads, as text."""
+    if node.op == "call_module":
+        return type(module_of(node)).__name__
+    if node.op != "call_function":
+        return f".{node.target}" if node.op == "call_method" else str(node.target)
+    home, _, name = node._pretty_print_target(node.target).rpartition(".")
+    return f"{_SHORT[home]}.{name}" if home in _SHORT else name
+
+
+def shape_text(node: fx.Node) -> str:
+    """The shape of a node's value, as `2x3`; empty where it is not known or no tensor."""
+    value = getattr(node.meta.get("fact"), "value", None)
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return "x".join(map(str, value.shape)) or "scalar"
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether calling `module` runs the forward of its class and nothing else.
+
+    Hooks and parametrizations run code of their own, and so does a forward that was set on
+    the instance or a `__call__` of the class: none may be matched as the class they decorate.
+    """
+    held = vars(module)
+    hooked = any(map(held.get, _HOOKS))
+    parametrized = "parametrizations" in module._modules
+    return not (hooked or parametrized or "forward" in held or overrides_call(type(module)))
+
+
+def overrides_call(kind: type[nn.Module]) -> bool:
+    """Whether a class that is not torch's has a `__call__` of its own."""
+    return kind.__call__ is not nn.Module.__call__ and any(
+        "__call__" in vars(base) and not base.__module__.startswith("torch.")
+        for base in kind.__mro__
+        if issubclass(base, nn.Module)
+    )
+
+
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Every parameter and buffer of a module, once."""
+    tables = (table for each in module.modules() for table in (each._parameters, each._buffers))
+    held = (tensor for table in tables for tensor in table.values())
+    return list({id(tensor): tensor for tensor in held if tensor is not None}.values())
+
+
+def has_plain_tensors(module: nn.Module) -> bool:
+    """Whether a module holds a tensor that is neither a parameter nor a buffer."""
+    return any(isinstance(each, torch.Tensor) for each in vars(module).values())
+
+
+def source_of(node: fx.Node) -> str:
+    """Where the user's code made this node, as `file.py:line`; empty where unknown."""
+    return str(node.meta.get("source", ""))
+
+
+def fresh_name(root: nn.Module, stem: str) -> str:
+    """An attribute name, close to `stem`, that `root` does not have yet.
+
+    The number is found by bisection: a layer may be called, and replaced, ten thousand times.
+    """
+    if not hasattr(root, stem):
+        return stem
+    most = 1
+    while hasattr(root, f"{stem}_{most}"):
+        most *= 2
+    free = bisect_left(
+        range(most), True, most // 2 + 1, key=lambda number: not hasattr(root, f"{stem}_{number}")
+    )
+    return f"{stem}_{free}"
+
+
+def clean(module: fx.GraphModule) -> None:
+    """Check the graph and generate its code."""
+    module.graph.lint()
+    module.recompile()
+
+
+NOT_USER_CODE = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
+
+_NOT_A_USERS = (*NOT_USER_CODE, "<")  # generated code has such names
+
+
+@lru_cache(1024)  # a stack has the same few files for each node
+def is_user_code(path: str) -> bool:
+    """Whether a file is neither torch's nor ours."""
+    return not path.startswith(_NOT_A_USERS)
+
+
+def user_line() -> str:
+    """The innermost line that is neither torch's nor ours, as `file.py:line`; may be empty."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        if is_user_code(frame.f_code.co_filename):
+            return _told(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def line_in(stack: str) -> str:
+    """The innermost line of a printed stack that is neither torch's nor ours, likewise."""
+    return _innermost(re.findall(r'File "(.+)", line (\d+)', stack))
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line that an error went through and is neither torch's nor ours, likewise."""
+    walked = traceback.walk_tb(error.__traceback__)
+    return _innermost([(frame.f_code.co_filename, line) for frame, line in walked])
+
+
+def reason_of(error: Exception) -> str:
+    """Why a forward cannot be recorded, and where."""
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    if not isinstance(error, CaptureError):
+        reason = f"its forward cannot be recorded: {reason}"
+    line = line_of(error)
+    return f"{reason}, at {line}" if line else reason
+
+
+def _innermost(lines: list[tuple[str, Any]]) -> str:
+    theirs = [_told(path, line) for path, line in lines if is_user_code(path)]
+    return theirs[-1] if theirs else ""
+
+
+def _told(path: str, line: object) -> str:
+    return f"{path.rpartition(os.sep)[2]}:{line}"

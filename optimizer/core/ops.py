@@ -1,0 +1,142 @@
+"""What is known of torch's functions by name: which write in place, and as what.
+
+`operator.iadd` will not do: fx prints it as the statement `a += b`, which rebinds the
+variable `a`, and a later reader of `a` would see the new value also where `a` is an integer.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def recordable(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The same function, which tracers and modes see a call of as they do of torch's own."""
+
+    @wraps(function)
+    def apply(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        given = (*args, *kwargs.values()) if kwargs else args
+        if has_torch_function(given):
+            result: Result = handle_torch_function(apply, given, *args, **kwargs)
+            return result
+        return function(*args, **kwargs)
+
+    return apply
+
+
+def _operator(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    apply = recordable(function)
+    apply.__module__ = __name__  # where fx and pickle are to find it
+    return apply
+
+
+iadd = _operator(operator.iadd)
+iand = _operator(operator.iand)
+ifloordiv = _operator(operator.ifloordiv)
+ilshift = _operator(operator.ilshift)
+imatmul = _operator(operator.imatmul)
+imod = _operator(operator.imod)
+imul = _operator(operator.imul)
+ior = _operator(operator.ior)
+ipow = _operator(operator.ipow)
+irshift = _operator(operator.irshift)
+isub = _operator(operator.isub)
+itruediv = _operator(operator.itruediv)
+ixor = _operator(operator.ixor)
+
+INPLACE_OPERATORS = (
+    iadd, iand, ifloordiv, ilshift, imatmul, imod, imul, ior, ipow, irshift, isub, itruediv, ixor,
+)  # fmt: skip
+
+
+def _over_an_operand(
+    function: Callable[[Any, Any], Any], in_place: Callable[[Any, Any], Any]
+) -> Callable[[Any, Any, int], Any]:
+    """A commutative `function` whose result overwrites an operand if they are laid out alike."""
+
+    def apply(first: Any, second: Any, overwritten: int) -> Any:
+        if not alike(first, second):
+            return function(first, second)
+        return in_place(second, first) if overwritten else in_place(first, second)
+
+    apply.__name__ = apply.__qualname__ = f"{function.__name__}_over"
+    return recordable(apply)
+
+
+def alike(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have one dtype, shape and layout, and so has their sum or product."""
+    same = first.dtype == second.dtype and first.shape == second.shape
+    return same and first.stride() == second.stride()
+
+
+@recordable
+def where_into(mask: Any, value: Any, other: Any, *, out: Any) -> Any:
+    """`torch.where` that has `out` also where gradients are recorded."""
+    if torch.is_grad_enabled() and (value.requires_grad or other.requires_grad):
+        return out.copy_(torch.where(mask, value, other))
+    return torch.where(mask, value, other, out=out)
+
+
+@recordable
+def where_like(mask: Any, value: Any, other: Any) -> Any:
+    """`torch.where` laid out as a copy of `other` is, and not as the mask."""
+    result = torch.where(mask, value, other)
+    alike = result.stride() == other.stride()
+    return result if alike else torch.empty_like(other).copy_(result)
+
+
+add_over = _over_an_operand(operator.add, Tensor.add_)
+mul_over = _over_an_operand(operator.mul, Tensor.mul_)
+
+
+# These change the shape of a tensor that earlier nodes already hold.
+CHANGES_SHAPE = frozenset((
+    "as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_",
+    "transpose_", "unsqueeze_",
+))  # fmt: skip
+# What a tensor says of itself without its data being read.
+METADATA = frozenset((
+    "__get__", "__len__", "__repr__", "__format__", "__hash__", "data_ptr", "detach", "dim",
+    "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point",
+    "is_same_size", "ndimension", "nelement", "numel", "requires_grad_", "size",
+    "storage_offset", "stride", "type", "untyped_storage",
+))  # fmt: skip
+READS_DATA = frozenset((
+    "__array__", "__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist",
+))  # fmt: skip
+FACTORIES: frozenset[Callable[..., Any]] = frozenset((
+    torch.arange, torch.as_tensor, torch.asarray, torch.empty, torch.empty_strided, torch.eye,
+    torch.full, torch.linspace, torch.logspace, torch.normal, torch.ones, torch.rand,
+    torch.randint, torch.randn, torch.randperm, torch.scalar_tensor, torch.tensor,
+    torch.tril_indices, torch.triu_indices, torch.zeros,
+))  # fmt: skip
+# What these make is not the same each time; what is empty holds what lay in memory.
+RANDOM = (
+    torch.empty, torch.empty_strided, torch.normal, torch.rand, torch.randint, torch.randn,
+    torch.randperm,
+)  # fmt: skip
+# These return their input, or a copy where dtype, device or strides make them.
+MAY_COPY = frozenset((
+    "bfloat16", "bool", "contiguous", "cpu", "cuda", "double", "flatten", "float", "half", "int",
+    "long", "ravel", "reshape", "reshape_as", "short", "to", "type", "type_as",
+))  # fmt: skip
+RETURN_A_TENSOR = (
+    nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm,
+    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid, nn.Tanh, nn.Identity,
+    nn.modules.dropout._DropoutNd, nn.modules.pooling._AvgPoolNd, nn.Flatten,
+)  # fmt: skip
+
+
+def writes(kind: str, target: Any) -> bool:
+    """Whether a node writes a tensor, by the name of what it calls."""
+    method = kind == "call_method" and str(target).endswith("_") and not str(target).endswith("__")
+    return method or target is operator.setitem or target in INPLACE_OPERATORS

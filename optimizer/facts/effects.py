@@ -1,0 +1,138 @@
+"""What runs besides yielding a value: the effects of operators, and whose code it is."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimizer.core.inputs import storages_in
+from optimizer.core.node import is_plain, module_of
+from optimizer.core.ops import FACTORIES
+
+
+class Effect(NamedTuple):
+    """What a call did besides yielding a value."""
+
+    writes: Set[int]
+    random: bool = False
+    counts: bool = False
+
+
+NOTHING = Effect(frozenset())
+
+
+class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collect the storages written, whether numbers were drawn, and whether data gave a size."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.writes: set[int] = set()
+        self.random = False
+        self.counts = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch imports it first, which takes a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        self.counts |= torch.Tag.dynamic_output_shape in func.tags and not _is_by_number(func, args)
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            # native_batch_norm updates these in training mode, and its schema keeps quiet.
+            silent = argument.name in ("running_mean", "running_var") and given.get("training")
+            if written or silent:
+                self.writes |= storages_in(given.get(argument.name))
+        return func(*args, **kwargs)
+
+
+def is_empty(value: Any) -> bool:
+    """Whether it is a tensor without elements, of which torch draws nothing."""
+    return isinstance(value, torch.Tensor) and value.numel() == 0
+
+
+def may_draw(name: str, training: bool) -> bool:
+    """Whether what has this name may draw numbers where there are elements."""
+    return training or "dropout" in name or "attention" in name
+
+
+def _is_by_number(func: Any, args: Any) -> bool:
+    """Whether it is `v[i]` for numbers i, which yields as many elements as there are numbers."""
+    masks = (torch.bool, torch.uint8)
+    by_index = func is torch.ops.aten.index.Tensor
+    return by_index and not any(each is not None and each.dtype in masks for each in args[1])
+
+
+def name_of_call(node: fx.Node) -> str:
+    """The name of a function, an overload, a method or, in small letters, a module's class."""
+    if node.op == "call_module":
+        return type(module_of(node)).__name__.lower()
+    target: Any = node.target
+    return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
+
+
+def is_users_module(node: fx.Node) -> bool:
+    """Whether it calls a module of a class that is not torch's."""
+    torchs = ("torch.", "optimizer.")
+    return node.op == "call_module" and not type(module_of(node)).__module__.startswith(torchs)
+
+
+def may_vary_rank(node: fx.Node) -> bool:
+    """Whether a result's rank may depend on sizes: a squeeze, or code that is not torch's."""
+    return is_users_code(node) or "squeeze" in name_of_call(node).split("_")
+
+
+def is_users_code(node: fx.Node) -> bool:
+    """Whether it runs code that is neither torch's nor Python's."""
+    if is_users_module(node):
+        return True
+    home = str(getattr(node.target, "__module__", None) or "torch")
+    ours = home.split(".")[0] in ("torch", "_operator", "builtins", "math", "optimizer")
+    return node.op == "call_function" and not ours
+
+
+def may_do_anything(node: fx.Node) -> bool:
+    """Whether it runs a user's code. No function of torchvision keeps what it is given."""
+    torchvisions = str(getattr(node.target, "__module__", "")).startswith("torchvision.")
+    return is_users_code(node) and not torchvisions
+
+
+def devices_named_by(node: fx.Node) -> set[torch.device]:
+    """Devices that a call names, or takes by default because it makes a tensor of nothing."""
+    named = set[torch.device]()
+    for leaf in (*node.args, *node.kwargs.values()):
+        if isinstance(leaf, str | torch.device):
+            with suppress(RuntimeError):  # another word
+                named.add(torch.device(leaf))
+    if node.op == "call_method" and node.target in ("cpu", "cuda"):
+        named.add(torch.device(str(node.target)))
+    if node.op == "call_function" and node.target in FACTORIES and "device" not in node.kwargs:
+        named.add(torch.get_default_device())
+    return named
+
+
+def called_as_they_are(module: fx.GraphModule) -> list[str]:
+    """What was not recorded, because nothing is known of what it does; and the reasons."""
+    calls = {node.target: node for node in module.graph.nodes if node.op == "call_module"}
+    reasons = {name: _why_opaque(node) for name, node in calls.items()}
+    return [
+        f"'{name}' ({type(module_of(calls[name])).__name__}) is called as it is: {reason}"
+        for name, reason in reasons.items()
+        if reason
+    ]
+
+
+def _why_opaque(node: fx.Node) -> str:
+    """Why a call of a submodule was not recorded; empty for the layers of torch."""
+    module = module_of(node)
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is scripted"
+    hooked = "" if is_plain(module) else "it has hooks, parametrizations or a __call__"
+    return str(node.meta.get("opaque", hooked))

@@ -1,0 +1,345 @@
+"""The facts that passes ask for: shape, dtype, shared storage, who reads and writes it.
+
+To ask for a fact that is not known is to be refused (`Refused`), so a rewrite whose safety
+argument needs it does not fire and the report says why.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from optimizer.core.guards import GUARDS, expect_structure
+from optimizer.core.inputs import storages_in
+from optimizer.core.node import (
+    attribute_of,
+    callee,
+    describe,
+    has_plain_tensors,
+    is_plain,
+    module_of,
+    tensors_of,
+)
+from optimizer.core.ops import INPLACE_OPERATORS, add_over, mul_over
+from optimizer.facts.propagation import Fact, Facts
+
+
+class Refused(Exception):  # noqa: N818 - a remark in the report, not an error
+    """A rewrite's safety argument does not hold here; the message says why."""
+
+
+def facts_of(graph: fx.Graph) -> Facts | None:
+    """The facts of a graph, or None where it was captured without example inputs."""
+    return graph.owning_module.meta.get("facts") if graph.owning_module is not None else None
+
+
+def fact(node: fx.Node) -> Fact:
+    """All that is known of a node.
+
+    Raises:
+        Refused: nothing is known of it.
+    """
+    known = node.meta.get("fact")
+    if known is None:
+        raise Refused("the graph was captured without example inputs")
+    if known.error:
+        raise Refused(f"'{node.name}' has no known shape: {known.error}")
+    return known  # type: ignore[no-any-return]
+
+
+def tensor(node: fx.Node) -> torch.Tensor:
+    """A meta tensor with the shape, dtype and strides of a node's value.
+
+    Raises:
+        Refused: they are not known, or the value is not a tensor.
+    """
+    value = fact(node).value
+    if not isinstance(value, torch.Tensor):
+        raise Refused(f"'{node.name}' is not a tensor")
+    return value
+
+
+def rank(node: fx.Node) -> int:
+    """The number of dimensions of a node's value; a rewrite that asks is guarded by it.
+
+    Raises:
+        Refused: it is not known, or depends on sizes.
+    """
+    value = tensor(node)
+    if fact(node).rank_varies:
+        raise Refused("its rank depends on sizes, through a squeeze")
+    _use(node, "rank")
+    return value.dim()
+
+
+def dtype(node: fx.Node) -> torch.dtype:
+    """The dtype of a node's value; a rewrite that asks is guarded by it.
+
+    Raises:
+        Refused: it is not known.
+    """
+    value = tensor(node)
+    _use(node, "dtype")
+    return value.dtype
+
+
+def number_from_sizes(node: fx.Node) -> bool | int | float:
+    """A number that was computed from sizes; a rewrite that asks is guarded by them.
+
+    Raises:
+        Refused: it is something else, or rests on an argument that is no tensor.
+    """
+    known = fact(node)
+    if not isinstance(known.value, bool | int | float):
+        raise Refused("it is no number")
+    if known.size_varies:
+        raise Refused("it depends on how many elements a mask chooses")
+    if any(not isinstance(each.meta["fact"].value, torch.Tensor) for each in known.inputs):
+        raise Refused("it rests on an argument that is no tensor")
+    _use(node, "shape")
+    return known.value
+
+
+def _use(node: fx.Node, kind: str) -> None:
+    facts = facts_of(node.graph)
+    assert facts is not None
+    for given in fact(node).inputs:
+        value = given.meta["fact"].value
+        if isinstance(value, torch.Tensor):
+            facts.asked.add((kind, given))
+        elif isinstance(value, list | tuple | dict):
+            raise Refused(f"it rests on the {kind} of tensors inside the input '{given.name}'")
+
+
+def forget_asked(graph: fx.Graph) -> None:
+    """A rewrite begins, or was refused: what was asked of the facts binds nobody."""
+    facts = facts_of(graph)
+    if facts is not None:
+        facts.asked.clear()
+
+
+def rely_on_asked(graph: fx.Graph) -> None:
+    """A rewrite fired: later calls are held to what it asked of the facts."""
+    facts = facts_of(graph)
+    if facts is not None:
+        facts.relied |= facts.asked
+
+
+def aliases(node: fx.Node) -> Iterator[fx.Node]:
+    """The other nodes whose values share storage with this one's, or may do so."""
+    facts = facts_of(node.graph)
+    for storage in fact(node).storages:
+        for holder in facts.holders[storage] if facts else ():
+            if holder is not node and not holder._erased:
+                yield holder
+            yield from (user for user in holder.users if user.meta["fact"].error)
+
+
+def is_external(node: fx.Node) -> bool:
+    """Whether a node's value is seen from outside: an input, a parameter, a buffer, a view."""
+    facts = facts_of(node.graph)
+    return facts is None or not facts.external.isdisjoint(fact(node).storages)
+
+
+def is_fresh(node: fx.Node) -> bool:
+    """Whether a value was made here: it is no view, no input and no part of the model."""
+    written = node.kwargs.get("out")  # the result is that very tensor
+    if isinstance(written, fx.Node):
+        return is_fresh(written)
+    return not is_external(node) and all(node < other for other in aliases(node))
+
+
+def is_private(node: fx.Node, write: fx.Node) -> bool:
+    """Whether nobody sees it if `write` makes a new tensor, which later readers then read.
+
+    A view that is taken later is taken of the new tensor; an earlier one must not be read after.
+    """
+    early = [other for other in aliases(node) if other < write]
+    return is_fresh(node) and not any(write < user for other in early for user in other.users)
+
+
+def shares(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two values are known to share storage."""
+    return not fact(node).storages.isdisjoint(fact(other).storages)
+
+
+def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node) -> bool:
+    """Whether nothing between two nodes writes a value; two inputs may be one tensor."""
+    facts, held = facts_of(node.graph), fact(node).storages
+    assert facts is not None
+    if is_external(node):
+        held |= facts.external & facts.writers.keys()
+    writers = (each for storage in held for each in facts.writers.get(storage, ()))
+    return not any(since < each < until and not each._erased for each in writers)
+
+
+def _exposed(graph: fx.Graph, facts: Facts) -> set[int]:
+    """The storages that outlive a call which a node writes, or a caller may: it gets them."""
+    output: Fact = next(iter(reversed(graph.nodes))).meta["fact"]
+    written = facts.external & facts.writers.keys()
+    return facts.external & output.storages | {n for n in written if facts.any_written((n,))}
+
+
+def is_returned(node: fx.Node) -> bool:
+    """Whether a call returns a node's value, or a view of it."""
+    output: Fact = next(iter(reversed(node.graph.nodes))).meta["fact"]
+    return not fact(node).storages.isdisjoint(output.storages | output.writes)
+
+
+def on_one_device(graph: fx.Graph) -> bool:
+    """Whether all tensors of the graph are known to live on the same device."""
+    facts = facts_of(graph)
+    return facts is not None and len(facts.devices) == 1
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether a node or a caller may write the tensors of the module that this one calls."""
+    if has_plain_tensors(module_of(node)):  # of those nothing is known
+        return True
+    facts, held = facts_of(node.graph), tensors_of(module_of(node))
+    if facts is None:
+        read = {id(attribute_of(n)) for n in node.graph.nodes if n.op == "get_attr"}
+        return any(id(tensor) in read for tensor in held)
+    exposed = _exposed(node.graph, facts)
+    return bool(exposed) and not exposed.isdisjoint(storages_in([*map(facts.to_meta, held)]))
+
+
+def is_read_only(node: fx.Node) -> bool:
+    """Whether no node writes the value of a node, or of one that shares its storage.
+
+    A caller may write a value of the model, or an input, that is returned.
+    """
+    facts = facts_of(node.graph)
+    if facts is not None:
+        written = facts.any_written(fact(node).storages)
+        return not written and fact(node).storages.isdisjoint(_exposed(node.graph, facts))
+    return all(user.target in _ONLY_READ for user in node.users)
+
+
+_ONLY_READ = (F.linear, F.conv1d, F.conv2d, F.conv3d)
+_TRUSTED = frozenset(("torch", "torchvision", "_operator", "math", "collections", "optimizer"))
+_PURE_BY_DEFINITION = (
+    torch.permute, torch.transpose, torch.t, torch.movedim, nn.Linear, nn.Conv1d, nn.Conv2d,
+    nn.Conv3d, nn.Identity,
+)  # fmt: skip
+_EFFECTS_OF_PYTHON = (expect_structure, *INPLACE_OPERATORS)
+
+
+def is_trusted(code: Any) -> bool:
+    """Whether it is known to have no effect but those that ATen operators have."""
+    return str(getattr(code, "__module__", "")).split(".")[0] in _TRUSTED
+
+
+def _on_a_tensor(node: fx.Node) -> bool:
+    """A method of a list or dict may change it, and no ATen operator tells."""
+    receiver = node.args[0]
+    return isinstance(receiver, fx.Node) and isinstance(fact(receiver).value, torch.Tensor)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a node does nothing but yield its value, so that it may go when none reads it."""
+    known: Fact | None = node.meta.get("fact")
+    if known is None:
+        return callee(node) in _PURE_BY_DEFINITION
+    nothing = known.value is None  # a guard, for one; what is not known may write all it is given
+    if known.writes or known.random or nothing:
+        return False
+    if node.op == "call_module":
+        return is_trusted(type(module_of(node)))
+    if node.op == "call_function":
+        trusted = is_trusted(node.target) or node.target is getattr
+        return trusted and node.target not in _EFFECTS_OF_PYTHON
+    return node.op == "get_attr" or (node.op == "call_method" and _on_a_tensor(node))
+
+
+def computation(last: fx.Node, accepts: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """All nodes that a value is computed from, in order; none if one of them is not accepted."""
+    found: set[fx.Node] = set()
+    pending = [last]
+    while pending:
+        node = pending.pop()
+        if not accepts(node):
+            return []
+        found.add(node)
+        pending += [each for each in node.all_input_nodes if each not in found]
+    return sorted(found)
+
+
+def tensors_read_by(nodes: list[fx.Node]) -> list[torch.Tensor]:
+    """The distinct parameters and buffers of the model that some nodes read."""
+    tensors: list[torch.Tensor] = []
+    for node in nodes:
+        tensors += [attribute_of(node)] if node.op == "get_attr" else []
+        tensors += tensors_of(attribute_of(node)) if node.op == "call_module" else []
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def value_of(nodes: list[fx.Node], given: Callable[[Any], Any]) -> Any:
+    """What the last of some nodes yields, on the tensors and modules that `given` makes of them."""
+    values: dict[fx.Node, Any] = {}
+    for node in nodes:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+        if node.op == "get_attr":
+            values[node] = given(attribute_of(node))
+        elif node.op == "call_method":
+            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            function: Any = given(attribute_of(node)) if node.op == "call_module" else node.target
+            values[node] = function(*args, **kwargs)
+    return values[nodes[-1]]
+
+
+# They always make a tensor, a dense one, and do not keep it for a backward pass.
+_MAKERS = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+    nn.ConvTranspose3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm,
+    nn.GroupNorm, operator.matmul, torch.matmul, torch.bmm, torch.cat, operator.add, operator.mul,
+    torch.add, torch.mul, add_over, mul_over,
+)  # fmt: skip
+
+
+def is_spare(value: object) -> bool:
+    """Whether a value is sure to be a new tensor, and is read by one node, which may overwrite it.
+
+    It is no input, no attribute and no output, and no view of it exists.
+    """
+    if not isinstance(value, fx.Node) or callee(value) not in _MAKERS:
+        return False
+    return len(value.users) == 1 and "out" not in value.kwargs
+
+
+def obstacle(graph: fx.Graph) -> str:
+    """Why a graph must run as it is; empty if it need not.
+
+    A value of the graph may be written, an input or an attribute may not.
+    """
+    facts = facts_of(graph)
+    if facts is None:
+        return "nothing is known of the graph"
+    return next((text for node in graph.nodes for text in _obstacles(node, facts)), "")
+
+
+def _obstacles(node: fx.Node, facts: Facts) -> Iterator[str]:
+    if node.op in ("placeholder", "output", "get_attr") or node.target in GUARDS:
+        return
+    known: Fact | None = node.meta.get("fact")
+    if known is None or known.error:
+        yield f"nothing is known of what '{node.name}' does"
+    elif known.random:
+        yield f"'{node.name}' draws random numbers"
+    elif not facts.external.isdisjoint(known.writes):
+        yield f"'{node.name}' writes an input or an attribute"
+    elif not _is_known_code(node):
+        yield f"'{node.name}' runs code that may do more ({describe(node)})"
+
+
+def _is_known_code(node: fx.Node) -> bool:
+    if node.op == "call_module":
+        module = module_of(node)
+        return is_trusted(type(module)) and all(map(is_plain, module.modules()))
+    return node.op == "call_method" or node.target is getattr or is_trusted(node.target)

@@ -1,0 +1,54 @@
+"""Which engines are offered."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from optimizer.core.errors import InputError
+from optimizer.lowering.engines.compiled import Engine
+from optimizer.lowering.engines.onnxruntime import OnnxRuntime
+from optimizer.lowering.engines.openvino import OpenVino
+
+Engines: TypeAlias = str | Iterable[str]
+ENGINES: dict[str, Engine] = {each.name: each for each in (OpenVino(), OnnxRuntime())}
+AUTOMATIC = ("openvino",)  # ONNX Runtime takes 3 to 15 seconds to prepare
+
+
+def engines_named(names: Engines) -> tuple[str, ...]:
+    """What a caller asks for; "auto" is what is installed and quickly prepared.
+
+    Raises:
+        InputError: there is no such engine, or it cannot be used.
+    """
+    if names == "auto":
+        return tuple(name for name in AUTOMATIC if not obstacle(ENGINES[name]))
+    asked = [names] if isinstance(names, str) else names
+    listed = list(asked) if isinstance(asked, Iterable) else [None]
+    for name in listed:
+        _require(name)
+    return tuple(map(str, listed))
+
+
+def _require(name: str | None) -> None:
+    if not isinstance(name, str) or name not in ENGINES:
+        known = " and ".join(map(repr, ENGINES))
+        raise InputError(f"engines: there is no {name!r}, but there are {known}, and 'auto'.")
+    if found := obstacle(ENGINES[name]):
+        raise InputError(f"engine {name!r} {found}: run python -m pip install 'optimizer[{name}]'.")
+
+
+def obstacle(engine: Engine) -> str:
+    """Why an engine cannot be used here; empty if it can."""
+    if importlib.util.find_spec(engine.module) is None:
+        return "is not installed"
+    return engine.fault(importlib.metadata.version(engine.module))
+
+
+def engines_here(names: Iterable[str]) -> dict[str, Engine]:
+    """The engines of these names that can be used, by title and version."""
+    known = [each for name, each in ENGINES.items() if name in names]
+    here = [each for each in known if not obstacle(each)]
+    return {f"{each.title} {importlib.metadata.version(each.module)}": each for each in here}

@@ -1,0 +1,245 @@
+"""What `optimize` returns at level 2: the portable module, and beside it what was lowered.
+
+A call with sizes, strides and dtypes that were lowered runs the program that was chosen for them;
+any other runs the portable code. What was chosen travels with copies and pickles, the packed
+weights do not: they are packed again at the first such call. The weights are constants:
+`load_state_dict`, `refit` and `to` change them and forget what was packed; nothing else may.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch import nn
+
+from optimizer.capture.module import OptimizedModule
+from optimizer.capture.symbolic import capture_call
+from optimizer.core.context import undisturbed
+from optimizer.core.errors import CaptureError, InputError
+from optimizer.core.inputs import Call, ExampleInputs, as_call
+from optimizer.core.node import tensors_of
+from optimizer.core.report import Choice
+from optimizer.facts.facts import obstacle
+from optimizer.lowering.autotune import Chooser, Times
+from optimizer.lowering.plan import Judge, Plan, make_plan
+from optimizer.lowering.policies import require_one_device
+from optimizer.lowering.signature import Key, Signature
+from optimizer.lowering.trace import NotStraightLineError
+
+Decisions: TypeAlias = Mapping[str, str]
+NO_DECISIONS: Decisions = MappingProxyType({})
+
+
+class LoweredModule(OptimizedModule):
+    """An optimized model that runs calls like the example's on fused kernels of their device.
+
+    Those calls return tensors that carry no gradient, and run no hooks of its submodules; a call
+    with an input that requires a gradient runs the portable code, as does any other call.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        super().requires_grad_(False)  # so that no training step reaches them by accident
+
+    def lower(
+        self,
+        example_inputs: ExampleInputs,
+        *,
+        tune_seconds: float = 1.0,
+        decisions: Decisions = NO_DECISIONS,
+    ) -> tuple[Choice, ...]:
+        """Prepare for calls like this one too; return what was chosen for each region.
+
+        Args:
+            example_inputs: a tensor, a tuple of positional, or a mapping of keyword arguments.
+            tune_seconds: how long candidates are timed; with 0 none is, and convolutions are
+                lowered.
+            decisions: what to choose, by the key of a region, without timing it.
+
+        Raises:
+            InputError: such a call can only run the portable code; the message says why.
+        """
+        call = as_call(example_inputs)
+        self._require_no_obstacle(call)
+        return self.prepare(call, self._chooser(tune_seconds, decisions)).choices
+
+    def _chooser(self, seconds: float, known: Decisions) -> Chooser:
+        return Chooser(seconds, known, self.meta.get("engines", ()))
+
+    def _require_no_obstacle(self, call: Call) -> None:
+        """Look at the graph anew: at other sizes, a BatchNorm may train, or a copy be a view."""
+        try:
+            found = undisturbed(lambda: obstacle(capture_call(self, call).graph))
+        except CaptureError as error:  # what was put into it since
+            found = str(error)
+        if found:
+            raise InputError(f"such a call is not lowered: {found}.")
+
+    def prepare(self, call: Call, chooser: Chooser, judge: Judge = lambda *_: None) -> Plan:
+        """Make a plan for calls like this one, which must do nothing but compute their output.
+
+        `judge` says what is wrong with its answer in the precision that was chosen.
+
+        Raises:
+            InputError: such a call can only run the portable code; the message says why.
+        """
+        signature = Signature.of(*call)
+        if signature is None:
+            raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
+        require_one_device([*signature.tensors, *tensors_of(self)])
+        chooser.in_graphs = self.meta.get("cuda_graph", True)
+        try:
+            with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
+                precision = self.meta.get("precision")
+                plan = make_plan(self, self.run_portable, call, chooser, precision)
+                known = self._decisions(signature.key)
+                self._install(signature.key, plan)
+                if known is None:
+                    times = Times((call,))
+                    plan.require_right(times.run("plan", self._run_lowered, (call,)), judge)
+                    runs = {"plan": self._run_lowered, "portable": self._run_portable}
+                    plan.require_worth_it(runs, times, chooser)
+        except NotStraightLineError as error:
+            self.forget(call)
+            raise InputError(f"such a call is not lowered: {error}.") from error
+        return plan
+
+    def _install(self, key: Key, plan: Plan) -> None:
+        self._plans[key] = plan
+        chosen = {choice.key: choice.chosen for choice in plan.choices}
+        self.meta["lowered"] = {**self.meta.get("lowered", {}), key: chosen}
+
+    def _run_lowered(self, call: Call) -> Any:
+        return self.forward(*call.args, **call.kwargs)
+
+    def _run_portable(self, call: Call) -> Any:
+        return self.run_portable(*call.args, **call.kwargs)
+
+    def run_portable(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the portable code, whatever was lowered."""
+        return type(self).forward.__wrapped__(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        """What runs instead of the portable code for a call; None if nothing does."""
+        signature = Signature.of(args, kwargs) if self.meta.get("lowered") else None
+        if signature is None:
+            return None
+        plan = self._plans.get(signature.key)
+        if plan is None and not self._is_lowered(signature.key):
+            return None
+        if plan is None:
+            plan = self._prepare_here(signature.key, Call(args, kwargs))
+        return None if plan is None else functools.partial(plan, signature.tensors)
+
+    def _decisions(self, key: Key) -> Decisions | None:
+        found: Decisions | None = self.meta.get("lowered", {}).get(key)
+        return found
+
+    def _is_lowered(self, key: Key) -> bool:
+        """Whether such calls were lowered, on other devices if never tried on these."""
+        lowered = self.meta["lowered"]
+        return lowered[key] is not None if key in lowered else key.was_moved(lowered)
+
+    def _prepare_here(self, key: Key, call: Call) -> Plan | None:
+        """Pack the weights for what was chosen; choose anew on a device where nothing was."""
+        if not self._plans.lock.acquire(blocking=False):
+            return None  # another thread does
+        known = self._decisions(key)
+        seconds = self.meta.get("tune_seconds", 1.0) if known is None else 0
+        try:
+            return self.prepare(call, self._chooser(seconds, known or {}))
+        except InputError as error:
+            self.meta["lowered"] = {**self.meta["lowered"], key: None}
+            remarks = (*self.report.remarks, f"on {key.devices[0]}: {str(error).rstrip('.')}")
+            self.meta["report"] = replace(self.report, remarks=remarks)
+            return None
+        finally:
+            self._plans.lock.release()
+
+    def forget(self, call: Call) -> None:
+        """Run the portable code again for calls like this one."""
+        signature = Signature.of(*call)
+        key = signature.key if signature else None
+        self._plans.pop(key, None)
+        lowered = self.meta.get("lowered", {})
+        self.meta["lowered"] = {each: found for each, found in lowered.items() if each != key}
+
+    def refit(
+        self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
+    ) -> Self:
+        """Take a checkpoint of the original model, by optimizing it again; return this module."""
+        super().refit(state_dict, example_inputs)
+        self._forget_packed()
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._forget_packed()
+        super()._load_from_state_dict(*args)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._forget_packed()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Refuse to be trained: what was packed would stay as it is.
+
+        Raises:
+            InputError: `requires_grad` is True.
+        """
+        if requires_grad:
+            raise InputError(
+                "the weights of a lowered model are constants: train the original model and refit"
+                " this one, or optimize it with level=1."
+            )
+        return super().requires_grad_(False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor | nn.Module):
+            self._forget_packed()
+        super().__setattr__(name, value)
+
+    def _forget_packed(self) -> None:
+        """Pack anew at the next call: the weights, their device or their dtype will change."""
+        self.__dict__.pop("_prepared_plans", None)
+
+    @property
+    def _plans(self) -> _Plans:
+        # Each call asks: setdefault alone would make one each time, to drop it.
+        plans: _Plans | None = self.__dict__.get("_prepared_plans")
+        return self.__dict__.setdefault("_prepared_plans", _Plans()) if plans is None else plans
+
+    def recompile(self) -> Any:
+        """Generate the code again; what was lowered of other code is forgotten."""
+        before = self.__dict__.get("_code")
+        code = super().recompile()
+        if code.src != before:
+            self._forget_packed()
+            self.__dict__.get("meta", {}).pop("lowered", None)
+        type(self).forward = _lowered_first(type(self).forward)
+        return code
+
+
+def _lowered_first(portable: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(portable)
+    def forward(self: LoweredModule, *args: Any, **kwargs: Any) -> Any:
+        plan = self.plan_for(args, kwargs)
+        return portable(self, *args, **kwargs) if plan is None else plan()
+
+    return forward
+
+
+class _Plans(dict[Hashable, Plan]):
+    """Plans by signature. One thread prepares while others run the portable code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __deepcopy__(self, memo: Any) -> _Plans:
+        return _Plans()  # a copy has other weights

@@ -1,0 +1,154 @@
+"""Straight-line code in mixed precision: products in 16 bits, or 8, all that is delicate in 32.
+
+The rule is that of automatic mixed precision (Micikevicius et al., 2018), applied once instead of
+in every call: convolutions and matrix products read and yield 16 bits, and add up in 32 inside
+their kernels; what only moves values, or computes each from one or two others, follows its inputs;
+norms, softmax, means and everything unknown stay as they are. Weights are rounded once.
+
+A value whose magnitude comes close to what 16 bits can hold is kept in 32, and so is what reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from optimizer.core.errors import InputError
+from optimizer.core.inputs import tensors_in
+from optimizer.lowering.int8 import in_int8, require_torchao
+from optimizer.lowering.partition import MOVED, POINTWISE, name_of
+from optimizer.verify.equivalence import BOUNDS
+
+HEADROOM = 16  # how much larger the values of later calls may be before they overflow
+
+
+class Precision(NamedTuple):
+    """16 or 8 bits of a kind, and the largest error that they may cause.
+
+    Attributes:
+        budget: relative to the largest value of an output.
+    """
+
+    name: str
+    dtype: torch.dtype
+    budget: float
+
+    @classmethod
+    def of(cls, name: str | None, budget: float | None) -> Precision | None:
+        """What a caller asks for: by default, the error that so few bits alone explain.
+
+        Raises:
+            InputError: there is no such precision, none for the budget, or that is no error.
+        """
+        if name is None and budget is None:
+            return None
+        if name is None:
+            raise InputError(f"error_budget={budget!r} is for a precision: pass that as well.")
+        if not isinstance(name, str) or name not in _DTYPES:
+            raise InputError(f"precision={name!r} does not exist: use 'bf16', 'fp16' or 'int8'.")
+        if name == "int8":
+            require_torchao()
+        dtype = _DTYPES[name]
+        budget = BOUNDS.get(dtype, BOUNDS[torch.bfloat16]) if budget is None else budget
+        if not isinstance(budget, int | float) or not 0 < budget < 1:
+            raise InputError(f"error_budget is {budget!r}: pass a number between 0 and 1.")
+        return cls(name, dtype, float(budget))
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+
+_PRODUCTS = frozenset((
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm",
+    "scaled_dot_product_attention",
+))  # fmt: skip
+_FOLLOWING = POINTWISE | MOVED - {"interpolate", "getattr"}
+
+
+def in_precision(
+    line: fx.GraphModule, calls: Sequence[Sequence[torch.Tensor]], low: torch.dtype
+) -> fx.GraphModule:
+    """The same code with products in few bits, for calls like these, in which nothing overflows.
+
+    Raises:
+        NotStraightLineError: it cannot be had.
+    """
+    if low == torch.int8:
+        return in_int8(line, calls[0])
+    ranges = _Ranges(line, low)
+    with torch.no_grad():
+        for inputs in calls:
+            ranges.run(*inputs)
+    writer = _Writer(line, ranges, low)
+    for node in line.graph.nodes:
+        writer.write(node)
+    return fx.GraphModule(line, writer.graph)
+
+
+class _Ranges(fx.Interpreter):
+    """Which values are float32 tensors, and which of these are too large for 16 bits."""
+
+    def __init__(self, line: fx.GraphModule, low: torch.dtype) -> None:
+        super().__init__(line)
+        self.limit = torch.finfo(low).max / HEADROOM
+        self.wide: set[fx.Node] = set()
+        self.overflowing: set[fx.Node] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run it, and look at its value."""
+        value = super().run_node(n)
+        tensors = tensors_in(value)
+        if tensors and all(tensor.dtype == torch.float32 for tensor in tensors):
+            self.wide.add(n)
+            if any(_magnitude(tensor) > self.limit for tensor in tensors):
+                self.overflowing.add(n)
+        return value
+
+
+def _magnitude(tensor: torch.Tensor) -> float:
+    finite = tensor.nan_to_num(0.0, 0.0, 0.0)
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+class _Writer:
+    """Writes each node in the precision that it is to have, with the casts that it needs."""
+
+    def __init__(self, line: fx.GraphModule, ranges: _Ranges, low: torch.dtype) -> None:
+        self.line, self.ranges, self.low_dtype = line, ranges, low
+        self.graph = fx.Graph()
+        self.low: set[fx.Node] = set()
+        self.copies: dict[tuple[fx.Node, bool], fx.Node] = {}
+
+    def write(self, node: fx.Node) -> None:
+        """Write one node; those that it reads are written."""
+        low = self._is_low(node)
+        if low:
+            self.low.add(node)
+        self.copies[node, low] = self.graph.node_copy(node, lambda read: self._read(read, low))
+
+    def _is_low(self, node: fx.Node) -> bool:
+        floats = [read for read in node.all_input_nodes if read in self.ranges.wide]
+        if not floats or not self.ranges.overflowing.isdisjoint((node, *floats)):
+            return False
+        if name_of(node) in _PRODUCTS:
+            return True
+        return name_of(node) in _FOLLOWING and self.low.issuperset(floats)
+
+    def _read(self, node: fx.Node, low: bool) -> fx.Node:
+        """What stands for a node where its value is read in 16 bits, or in its own."""
+        if node not in self.ranges.wide:
+            return self.copies[node, False]
+        if (node, low) not in self.copies:
+            self.copies[node, low] = self._cast(node, low)
+        return self.copies[node, low]
+
+    def _cast(self, node: fx.Node, low: bool) -> fx.Node:
+        if low and node.op == "get_attr":
+            name = f"{node.target}_in_16_bits"
+            setattr(self.line, name, getattr(self.line, str(node.target)).to(self.low_dtype))
+            return self.graph.get_attr(name)
+        dtype = self.low_dtype if low else torch.float32
+        return self.graph.call_method("to", (self.copies[node, not low], dtype))

@@ -1,0 +1,150 @@
+"""One call in the place of another: its arguments, whether it writes, what its readers get."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.operator_schemas import get_signature_for_torch_op
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from optimizer.core.errors import InputError
+from optimizer.core.node import fresh_name, is_plain, module_of
+from optimizer.core.ops import writes
+
+_TRUSTED = ("torch", "_operator", "math", "builtins")
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_FRESH = (nn.Linear, _ConvNd, _NormBase)  # modules whose result is a tensor of its own
+
+
+def insert_call(
+    root: fx.GraphModule, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> fx.Node:
+    """Call a method by its name, a module, a new module of a class, or a function.
+
+    Raises:
+        InputError: it does not take these arguments.
+    """
+    if isinstance(target, str):
+        if not hasattr(torch.Tensor, target):
+            raise InputError(f"a tensor has no method '{target}': name one that it has.")
+        return root.graph.call_method(target, args, kwargs)
+    if is_module_class(target):
+        target = _constructed(target).train(root.training)
+    _require_takes(target, args, kwargs)
+    if isinstance(target, nn.Module):
+        name = fresh_name(root, type(target).__name__.lower())
+        root.add_submodule(name, target)
+        return root.graph.call_module(name, args, kwargs)
+    return root.graph.call_function(target, args, kwargs)
+
+
+def is_module_class(target: object) -> bool:
+    """Whether something is a class of modules."""
+    return isinstance(target, type) and issubclass(target, nn.Module)
+
+
+def _constructed(kind: type[nn.Module]) -> nn.Module:
+    try:
+        return kind()
+    except TypeError as error:
+        raise InputError(
+            f"{kind.__name__} cannot be made without arguments ({error}): pass a module."
+        ) from error
+
+
+def _require_takes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    known = signatures(target)
+    for signature in known:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            continue
+        return
+    if known:
+        name = getattr(target, "__name__", type(target).__name__)
+        shown = ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())])
+        raise InputError(
+            f"{name} does not take ({shown}): write a rule for it and use toolkit.decompose."
+        )
+
+
+def signatures(target: Any) -> list[inspect.Signature]:
+    """The ways to call a module or function, as far as they are known."""
+    try:
+        called = target.forward if isinstance(target, nn.Module) else target
+        return [inspect.signature(called)]
+    except ValueError:  # a builtin; torch knows its own
+        known: list[inspect.Signature] | None = get_signature_for_torch_op(target)
+        return known or []
+
+
+def operands(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments without those that are defaults, and without the in-place mark."""
+    named = _named(node)
+    if named is None:
+        return node.args, dict(node.kwargs)
+    default, given = named
+    required = tuple(given[name] for name in given if default[name] is inspect.Parameter.empty)
+    optional = {name: given[name] for name in given if default[name] is not inspect.Parameter.empty}
+    chosen = {n: v for n, v in optional.items() if n != "inplace" and v != default[n]}
+    return required, chosen
+
+
+def _named(node: fx.Node) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The defaults of a function in Python, and the arguments of a call by their names."""
+    try:
+        signature = inspect.signature(node.target)  # type: ignore[arg-type]
+        given = signature.bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):  # a module, a method, a builtin
+        return None
+    if any(parameter.kind in _OPEN for parameter in signature.parameters.values()):
+        return None
+    return {name: p.default for name, p in signature.parameters.items()}, dict(given)
+
+
+def overwrites(node: fx.Node) -> bool:
+    """Whether a call stores its result in the first tensor that it is given."""
+    if node.op == "call_module":
+        return bool(getattr(module_of(node), "inplace", False))
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = str(getattr(node.target, "__name__", node.target))
+    by_name = name.endswith("_") and not name.endswith("__")
+    return by_name or writes(node.op, node.target) or _is_marked_inplace(node)
+
+
+def _is_marked_inplace(node: fx.Node) -> bool:
+    given = _named(node)
+    return "out" in node.kwargs or bool(given and given[1].get("inplace"))
+
+
+def may_write(node: fx.Node) -> bool:
+    """Whether a node may write a tensor that it is given, or that its module holds."""
+    if node.op == "call_module":
+        module = module_of(node)
+        trusted = is_plain(module) and type(module).__module__.startswith(_TRUSTED)
+        return not trusted or module.training or overwrites(node)
+    home = str(getattr(node.target, "__module__", None) or "torch")
+    return overwrites(node) or (node.op == "call_function" and not home.startswith(_TRUSTED))
+
+
+def take_place(node: fx.Node, value: fx.Node) -> None:
+    """Let the readers of a call read another value; what overwrote a tensor still does.
+
+    y = op_(x) also leaves y in x. So x.copy_(value) follows, unless x is the result of a layer
+    that nobody else reads.
+    """
+    if overwrites(node) and not (value.op != "placeholder" and overwrites(value)):
+        written = node.args[0]
+        assert isinstance(written, fx.Node)
+        layer = module_of(written) if written.op == "call_module" else None
+        seen = any(value < user for user in written.users if user is not node)
+        if seen or not isinstance(layer, _FRESH):
+            with node.graph.inserting_before(node):
+                value = node.graph.call_method("copy_", (written, value))
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)

@@ -1,0 +1,102 @@
+"""What a pass is: a pattern and a function that replaces what it matches, or says why not.
+
+    @rewrite(call(nn.BatchNorm2d, args=(call(nn.Conv2d, name="layer"),), name="norm"), ...)
+    def fold_something(layer: fx.Node, norm: fx.Node) -> fx.Node | None:
+        \"\"\"One sentence for the reader. Then the proof.\"\"\"
+        require(len(layer.users) == 1, "the layer's output is read elsewhere")
+        return insert_module(...)
+
+The function's parameters are the nodes that the pattern names. It returns the node that takes
+the place of the pattern's root, or None where there is nothing to do. Every line of its safety
+argument is a `require`. It never changes a module in place: modules may be shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch import fx, nn
+
+from optimizer.core.errors import PassError
+from optimizer.facts.facts import Refused
+from optimizer.rewrite.pattern import Pattern
+
+Numerics: TypeAlias = Literal["exact", "rounding"]
+Phase: TypeAlias = Literal["simplify", "fold", "fuse", "memory"]
+Example: TypeAlias = Callable[..., tuple[nn.Module, tuple[Any, ...]]]
+
+PHASES: tuple[Phase, ...] = ("simplify", "fold", "fuse", "memory")
+LEVELS: dict[int, frozenset[Numerics]] = {
+    0: frozenset({"exact"}),
+    1: frozenset({"exact", "rounding"}),
+    2: frozenset({"exact", "rounding"}),
+    3: frozenset({"exact", "rounding"}),
+}
+LOWERED = 2  # the level from which on calls are lowered to kernels of their device
+REDUCED = 3  # the level at which they are computed in a lower precision
+
+
+def require(condition: bool, reason: str) -> None:
+    """Refuse the rewrite, with a reason for the report, unless `condition` holds.
+
+    Raises:
+        Refused: it does not.
+    """
+    if not condition:
+        raise Refused(reason)
+
+
+@dataclass(frozen=True, repr=False)
+class Pass:
+    """One rewrite.
+
+    Attributes:
+        pattern: what it matches; None for a pass over the whole graph.
+        apply: the function that was decorated.
+        numerics: `exact` yields the same bits, `rounding` the same function up to rounding.
+        phase: phases run in order, each until nothing changes.
+        opt_in: whether it runs only where it is asked for.
+    """
+
+    name: str
+    pattern: Pattern | None
+    apply: Callable[..., Any]
+    numerics: Numerics
+    phase: Phase
+    opt_in: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the docstring."""
+        return (self.apply.__doc__ or "").strip().split("\n")[0]
+
+
+def rewrite(
+    pattern: Pattern, *, numerics: Numerics, phase: Phase, opt_in: bool = False
+) -> Callable[[Callable[..., fx.Node | None]], Pass]:
+    """Make a pass of a function that replaces one match of `pattern`."""
+    return lambda function: _declared(function, pattern, numerics, phase, opt_in)
+
+
+def whole_graph(
+    *, numerics: Numerics, phase: Phase, opt_in: bool = False
+) -> Callable[[Callable[[fx.Graph], list[fx.Node]]], Pass]:
+    """Make a pass of a function that edits a graph and returns the nodes it removed."""
+    return lambda function: _declared(function, None, numerics, phase, opt_in)
+
+
+def _declared(
+    function: Callable[..., Any],
+    pattern: Pattern | None,
+    numerics: Numerics,
+    phase: Phase,
+    opt_in: bool = False,
+) -> Pass:
+    if not function.__doc__:
+        raise PassError(f"pass {function.__name__} has no docstring: state its safety argument.")
+    return Pass(function.__name__, pattern, function, numerics, phase, opt_in)

@@ -1,0 +1,224 @@
+"""Running passes over a captured graph: phases, each to a fixed point."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from optimizer.core.guards import expect_call, expect_given, expect_shape, expect_tensor
+from optimizer.core.node import arg, callee, source_of
+from optimizer.core.report import Refusal, Rewrite
+from optimizer.facts.facts import Refused, facts_of, forget_asked, is_pure, rely_on_asked
+from optimizer.rewrite.contract import PHASES, Pass, Phase
+from optimizer.rewrite.pattern import Captured, Pattern, called
+
+log = logging.getLogger("optimizer")
+
+
+class FaultyPassError(Exception):
+    """A pass raised, never ended, or changed an answer. The message is the remark."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(f"pass {name} {message}; it was rolled back")
+        self.name = name
+
+
+class Pipeline:
+    """One run of some passes over one graph module.
+
+    Args:
+        verify: called with each pass that changed the graph; it raises
+            FaultyPassError if the answer is no longer the same.
+        budget: how many rewrites are made at most, where a pass over the whole graph makes one
+            at a time. All that are possible if None.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        verify: Callable[[Pass], None] | None = None,
+        *,
+        budget: int | None = None,
+    ) -> None:
+        self.module = module
+        self.verify = verify
+        self.budget = budget
+        self.steps = 0
+        self.fired: list[Rewrite] = []
+        self._refused: dict[str, list[Refusal]] = {}
+        self._calls: dict[Any, list[tuple[int, fx.Node]]] | None = None  # until the graph changes
+
+    @property
+    def refused(self) -> list[Refusal]:
+        """What the last sweep of each pass refused."""
+        return [refusal for refusals in self._refused.values() for refusal in refusals]
+
+    def run(self, passes: Sequence[Pass]) -> None:
+        """Run all phases until none changes anything, then guard what was relied on.
+
+        Raises:
+            FaultyPassError: a pass is at fault.
+        """
+        limit = len(self.module.graph.nodes) + 2
+        for _ in range(limit):
+            changed = [self._phase(passes, phase) for phase in PHASES]
+            if not any(changed):
+                break
+        _guard(self.module.graph)
+        self.module.graph.lint()
+
+    def _phase(self, passes: Sequence[Pass], phase: Phase) -> bool:
+        active = [each for each in passes if each.phase == phase]
+        limit = len(self.module.graph.nodes) + 2
+        for attempts in range(limit):
+            changed = [self._attempt(each) for each in active]
+            if not any(changed):
+                return attempts > 0
+        raise FaultyPassError(active[0].name, "and its phase never come to an end")
+
+    def _attempt(self, each: Pass) -> bool:
+        before = len(self.fired)
+        self._refused[each.name] = []
+        try:
+            self._sweep(each)
+            changed = len(self.fired) > before
+            if changed:
+                self._calls = None
+                self.module.graph.lint()
+        except Exception as error:  # a bug in a pass costs the user nothing
+            log.debug("pass %s failed", each.name, exc_info=True)
+            raise FaultyPassError(each.name, f"raised {type(error).__name__}: {error}") from error
+        if changed and self.verify is not None:
+            self.verify(each)
+        return changed
+
+    def _sweep(self, each: Pass) -> None:
+        if each.pattern is None:
+            self._edit(each)
+            return
+        for node in self._candidates(each.pattern):
+            captured = None if node._erased else each.pattern.match(node)
+            if captured is not None:
+                self._rewrite(each, node, captured)
+
+    def _candidates(self, pattern: Pattern) -> list[fx.Node]:
+        """The nodes that call what the pattern's root does, in order."""
+        if not pattern.targets:
+            return list(self.module.graph.nodes)
+        if self._calls is None:
+            self._calls = {}
+            for place, node in enumerate(self.module.graph.nodes):
+                self._calls.setdefault(called(node), []).append((place, node))
+        found = [call for target in pattern.targets for call in self._calls.get(target, ())]
+        return [node for _, node in sorted(found, key=itemgetter(0))]
+
+    def _edit(self, each: Pass) -> None:
+        if self.steps == self.budget:
+            return
+        forget_asked(self.module.graph)
+        edited = [Rewrite(each.name, n.name, source_of(n)) for n in each.apply(self.module.graph)]
+        rely_on_asked(self.module.graph)
+        self.fired += edited
+        self.steps += bool(edited)
+
+    def _rewrite(self, each: Pass, root: fx.Node, captured: Captured) -> None:
+        if self.steps == self.budget:
+            return
+        forget_asked(root.graph)
+        try:
+            replacement = each.apply(**captured)
+        except Refused as refusal:
+            remark = Refusal(each.name, root.name, source_of(root), str(refusal))
+            self._refused[each.name].append(remark)
+            return
+        if replacement is None:
+            return
+        rely_on_asked(root.graph)
+        self.steps += 1
+        self.fired.append(Rewrite(each.name, root.name, source_of(root)))
+        if replacement.meta.get("stands_for") is None and "new" in replacement.meta:
+            replacement.meta["stands_for"] = root.meta.get("stands_for", root.name)
+        facts = facts_of(root.graph)
+        if facts is not None:
+            facts.identify(replacement, root)
+        root.replace_all_uses_with(replacement)
+        _sign(replacement, each, [*captured.values(), *_erase(root)])
+
+
+def _sign(replacement: fx.Node, each: Pass, origins: list[fx.Node]) -> None:
+    """Note on all nodes that a rewrite made which pass it was, and of which nodes of the model."""
+    pending = [replacement]
+    while pending:
+        node = pending.pop()
+        if node.meta.get("made_by") == "":
+            groups = [n.meta.get("made_from", (n.name,)) for n in (node, *reversed(origins))]
+            made_from = tuple(dict.fromkeys(name for group in groups for name in group))
+            node.meta.update(made_by=each.name, made_from=made_from)
+            pending += node.all_input_nodes
+
+
+def _erase(root: fx.Node) -> list[fx.Node]:
+    """Erase a replaced node and whatever was only computed for it; return all that went."""
+    pending, erased = [root], []
+    while pending:
+        node = pending.pop()
+        if node._erased or node.users or (node is not root and not is_pure(node)):
+            continue
+        pending += node.all_input_nodes
+        node.graph.erase_node(node)
+        erased.append(node)
+    return erased
+
+
+def _guard(graph: fx.Graph) -> None:
+    """Begin the graph with a check of what a rewrite or a branch of the model relied on."""
+    inputs = graph.find_nodes(op="placeholder")
+    first = [*inputs, *graph.find_nodes(op="call_function", target=expect_call)]
+    for node in reversed(inputs):
+        for guard in _guards_of(node):
+            if any(_covers(user, *guard) for user in node.users):
+                continue  # one of an earlier run
+            with graph.inserting_after(first[-1]):
+                graph.call_function(*guard)
+
+
+def _covers(user: fx.Node, guard: Callable[..., None], asked: tuple[Any, ...]) -> bool:
+    """Whether a node checks all that a guard would, which ignores what is None."""
+    same = user.target is guard and len(user.args) == len(asked)
+    return same and all(
+        each is None or each == found for each, found in zip(asked, user.args, strict=True)
+    )
+
+
+def _guards_of(node: fx.Node) -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:
+    facts = facts_of(node.graph)
+    value = node.meta["fact"].value if facts else None
+    tested = bool(node.meta.get("tested")) and _may_be_none(node)
+    if not facts or not isinstance(value, torch.Tensor):
+        if tested:
+            yield expect_given, (node, node.name)
+        return
+    if ("shape", node) in facts.relied:
+        yield expect_shape, (node, tuple(value.shape), node.name)
+    rank = value.dim() if ("rank", node) in facts.relied else None
+    dtype = value.dtype if ("dtype", node) in facts.relied else None
+    if rank is not None or dtype is not None or tested:
+        yield expect_tensor, (node, rank, dtype, node.name)
+
+
+def _may_be_none(node: fx.Node) -> bool:
+    """Whether no reader of an input is sure to raise an error on None."""
+    return not any(arg(user, 0) is node and _needs_a_tensor(user) for user in node.users)
+
+
+def _needs_a_tensor(user: fx.Node) -> bool:
+    if user.op == "call_module":
+        return issubclass(callee(user) or object, (nn.Linear, _ConvNd, _NormBase))
+    return user.op == "call_method" or user.target is getattr

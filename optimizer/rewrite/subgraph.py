@@ -1,0 +1,305 @@
+"""Small graphs inside a larger one: recorded, found, replaced with their weights kept."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from optimizer.capture.canonicalize import spell
+from optimizer.capture.tracer import Tracer
+from optimizer.core.errors import CaptureError, InputError
+from optimizer.core.node import attribute, callee, fresh_name, module_of, owner
+from optimizer.rewrite.calls import insert_call, may_write, overwrites, signatures, take_place
+
+
+def record(
+    function: Callable[..., Any],
+    names: Sequence[str] | None = None,
+    held: Mapping[str, nn.Module] | None = None,
+) -> fx.GraphModule:
+    """The graph of a module's or a function's values, in the one spelling of each operation.
+
+    Args:
+        function: what to record. A module is not copied: its tensors are those of the graph.
+        names: of its parameters; else of those that have no default.
+        held: modules that a function uses, by the names that they get in the graph.
+
+    Raises:
+        CaptureError: it cannot be recorded; the message says why.
+    """
+    try:
+        root = function if isinstance(function, nn.Module) else _as_module(function, names)
+        for name, module in (held or {}).items():
+            root.add_module(name, module)
+        graph = Tracer().trace(root)
+        part = fx.GraphModule(root, graph)
+        spell(part)
+    except Exception as error:  # whatever a user's code does with traced values
+        name = getattr(function, "__name__", type(function).__name__)
+        raise CaptureError(f"{name} cannot be recorded as a graph: {error}") from error
+    return part
+
+
+def _as_module(function: Callable[..., Any], names: Sequence[str] | None) -> nn.Module:
+    def forward(self: nn.Module, *args: Any) -> Any:
+        return function(*args)
+
+    names = _required(function) if names is None else names
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind) for name in ("self", *names)]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    root: nn.Module = type("Function", (nn.Module,), {"forward": forward})()
+    return root
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    known = signatures(function)
+    if not known:
+        raise CaptureError("its parameters are not known, write it as a lambda")
+    parameters = known[0].parameters.values()
+    return [each.name for each in parameters if each.default is each.empty]
+
+
+def inputs_of(part: fx.GraphModule) -> list[fx.Node]:
+    """The placeholders of a graph."""
+    return [node for node in part.graph.nodes if node.op == "placeholder"]
+
+
+def result_of(part: fx.GraphModule) -> Any:
+    """What a graph returns: a node, a constant, or a tree of both."""
+    return next(iter(reversed(part.graph.nodes))).args[0]
+
+
+def paths_of(part: fx.GraphModule) -> set[str]:
+    """The names of the modules and tensors that a graph uses."""
+    return {str(n.target) for n in part.graph.nodes if n.op in ("call_module", "get_attr")}
+
+
+def inline(
+    before: fx.Node, part: fx.GraphModule, operands: Sequence[Any], paths: Mapping[str, str]
+) -> tuple[Any, list[fx.Node]]:
+    """Compute just before a node what `part` computes.
+
+    Args:
+        before: where to insert; the new nodes are attributed to its source line.
+        part: a recorded graph.
+        operands: for its inputs.
+        paths: where the owner has a module or tensor of `part`. Others are added to it.
+
+    Returns:
+        The result, and the new nodes.
+    """
+    values: dict[fx.Node, Any] = dict(zip(inputs_of(part), operands, strict=True))
+    known = dict(paths)
+    added = []
+    for node in part.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        with before.graph.inserting_before(before):
+            copied = values[node] = before.graph.node_copy(node, values.__getitem__)
+        if node.op in ("call_module", "get_attr"):
+            path = str(node.target)
+            copied.target = known[path] = known.get(path) or _add(before, part, path)
+        copied.meta.update(new=True, source=before.meta.get("source", ""))
+        added.append(copied)
+    return fx.node.map_arg(result_of(part), values.__getitem__), added
+
+
+def _add(before: fx.Node, part: fx.GraphModule, path: str) -> str:
+    root, held = owner(before), attribute(part, path)
+    name = fresh_name(root, path.replace(".", "_"))
+    if isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter):
+        root.register_buffer(name, held)
+    else:
+        setattr(root, name, held)
+    return name
+
+
+class Match:
+    """Nodes that compute what a pattern computes.
+
+    Attributes:
+        values: what each node of the pattern stands for.
+        paths: the module or tensor that each one of the pattern's stands for.
+    """
+
+    def __init__(self, bound: Collection[str]) -> None:
+        self.values: dict[fx.Node, Any] = {}
+        self.paths: dict[str, str] = {}
+        self._bound = bound
+
+    @classmethod
+    def at(cls, root: fx.Node, pattern: fx.GraphModule, bound: Collection[str]) -> Match | None:
+        """The match whose result is `root`, if there is one that may be replaced.
+
+        Modules match by class; their settings have to agree too but for those in `bound`.
+        """
+        match = cls(bound)
+        found = match._same(result_of(pattern), root) and match._is_closed(root)
+        return match if found else None
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """What the match replaces, in the order in which it runs."""
+        matched = {value for key, value in self.values.items() if key.op != "placeholder"}
+        return sorted(matched)
+
+    def _same(self, expected: Any, actual: Any) -> bool:
+        if isinstance(expected, fx.Node):
+            return self._same_node(expected, actual)
+        if isinstance(expected, slice) and isinstance(actual, slice):
+            parts = ((s.start, s.stop, s.step) for s in (expected, actual))
+            return self._same(*parts)
+        if type(expected) is not type(actual):
+            return False
+        if isinstance(expected, dict):
+            same_keys = expected.keys() == actual.keys()
+            return same_keys and all(self._same(expected[key], actual[key]) for key in expected)
+        if isinstance(expected, list | tuple):
+            same_length = len(expected) == len(actual)
+            return same_length and all(map(self._same, expected, actual))
+        return bool(expected == actual)
+
+    def _same_node(self, expected: fx.Node, actual: Any) -> bool:
+        if expected in self.values:
+            known = self.values[expected]
+            return type(known) is type(actual) and bool(known == actual)
+        self.values[expected] = actual
+        if expected.op == "placeholder":
+            return True
+        return (
+            isinstance(actual, fx.Node)
+            and expected.op == actual.op
+            and self._same_target(expected, actual)
+            and self._same(expected.args, actual.args)
+            and self._same(expected.kwargs, actual.kwargs)
+        )
+
+    def _same_target(self, expected: fx.Node, actual: fx.Node) -> bool:
+        if expected.op not in ("call_module", "get_attr"):
+            return expected.target == actual.target
+        path = str(expected.target)
+        if self.paths.setdefault(path, str(actual.target)) != actual.target:
+            return False
+        if expected.op == "get_attr":
+            return True
+        alike = path in self._bound or _settings(expected) == _settings(actual)
+        return callee(expected) is not None and callee(expected) is callee(actual) and alike
+
+    def _is_closed(self, root: fx.Node) -> bool:
+        """Whether nobody else reads the inside, and nobody writes while it is computed."""
+        nodes = self.nodes
+        inside = [node for node in nodes if node is not root and node.op != "get_attr"]
+        if any(user not in nodes for node in inside for user in node.users):
+            return False
+        if any(overwrites(node) and node.args[0] not in inside for node in inside):
+            return False
+        first = min([root, *inside])
+        between = (node for node in root.graph.nodes if first < node < root)
+        return not any(may_write(node) for node in between if node not in nodes)
+
+
+def _settings(node: fx.Node) -> dict[str, Any]:
+    return {key: value for key, value in vars(module_of(node)).items() if key[0] != "_"}
+
+
+Build = Callable[[fx.Node, Match], Any]
+
+
+def replace_matches(module: fx.GraphModule, pattern: Any, replacement: Any) -> None:
+    """Replace, in place, every match of a pattern that may be replaced."""
+    wanted = _pattern(_in_mode(pattern, module))
+    if paths_of(wanted) and not isinstance(replacement, nn.Module):
+        bound, build = paths_of(wanted), _by_function(module, wanted, replacement)
+    else:
+        part = record(_in_mode(replacement, module))
+        bound, build = _bound(wanted, part), _by_graph(wanted, part)
+    for node in list(module.graph.nodes):
+        match = None if node._erased else Match.at(node, wanted, bound)
+        value = build(node, match) if match else None
+        if match and value is not None:
+            take_place(node, value)
+            _erase_unread(match)
+
+
+def _in_mode(pattern: Any, module: fx.GraphModule) -> Any:
+    """A copy in the mode of the module: what depends on it is recorded as the module has it."""
+    if not isinstance(pattern, nn.Module):
+        return pattern
+    return copy.deepcopy(pattern).train(module.training)
+
+
+def _pattern(pattern: Any) -> fx.GraphModule:
+    part = record(pattern)
+    result = result_of(part)
+    needed = {result} if isinstance(result, fx.Node) else set()
+    for node in reversed(part.graph.nodes):
+        needed |= set(node.all_input_nodes) if node in needed else set()
+    if len(needed) + 1 != len(part.graph.nodes) or result.op == "placeholder":
+        raise InputError("a pattern returns one value, and does nothing that this does not need.")
+    return part
+
+
+def _by_graph(wanted: fx.GraphModule, part: fx.GraphModule) -> Build:
+    if len(inputs_of(wanted)) != len(inputs_of(part)):
+        raise InputError("the replacement takes another number of inputs than the pattern.")
+    if not isinstance(result_of(part), fx.Node):
+        raise InputError("the replacement has to return one value, as the pattern does.")
+
+    def build(node: fx.Node, match: Match) -> Any:
+        values = [match.values[each] for each in inputs_of(wanted)]
+        return inline(node, part, values, match.paths)[0]
+
+    return build
+
+
+def _bound(wanted: fx.GraphModule, part: fx.GraphModule) -> set[str]:
+    """The paths of the pattern that the replacement has too."""
+    for path in sorted(paths_of(wanted)):
+        theirs = attribute(wanted, path)
+        if path not in paths_of(part):
+            if not isinstance(theirs, nn.Module) or theirs.state_dict():
+                raise InputError(
+                    f"the replacement has no '{path}', whose weights would be lost: pass a"
+                    f" function of {', '.join(sorted(paths_of(wanted)))} that returns the module"
+                    " to call."
+                )
+        elif type(attribute(part, path)) is not type(theirs):
+            raise InputError(
+                f"'{path}' is a {type(theirs).__name__} in the pattern and none in the"
+                " replacement: pass a function that makes one of the other."
+            )
+    return paths_of(wanted) & paths_of(part)
+
+
+def _by_function(module: fx.GraphModule, wanted: fx.GraphModule, function: Any) -> Build:
+    known = {path.replace(".", "_"): path for path in paths_of(wanted)}
+    names = list(inspect.signature(function).parameters)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InputError(f"the pattern has no module '{unknown[0]}': it has {', '.join(known)}.")
+
+    def build(node: fx.Node, match: Match) -> Any:
+        held = {name: attribute(module, match.paths[known[name]]) for name in names}
+        made = function(**held)
+        if made is None:
+            return None
+        if not isinstance(made, nn.Module):
+            raise InputError(f"the replacement made a {type(made).__name__}: return a module.")
+        with node.graph.inserting_before(node):
+            return insert_call(
+                module, made, tuple(match.values[each] for each in inputs_of(wanted)), {}
+            )
+
+    return build
+
+
+def _erase_unread(match: Match) -> None:
+    for node in reversed(match.nodes):
+        if not node._erased and not node.users:
+            node.graph.erase_node(node)

@@ -1,0 +1,144 @@
+"""Which single rewrite of which pass changes an answer: the passes under a budget, halved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from optimizer.capture.symbolic import capture_call
+from optimizer.core.context import undisturbed
+from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
+from optimizer.core.node import clean
+from optimizer.core.report import Rewrite
+from optimizer.passes import select
+from optimizer.rewrite.contract import Pass
+from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
+from optimizer.verify.equivalence import (
+    Difference,
+    answer,
+    compare_answers,
+    largest_error,
+    reference,
+)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The rewrite that changes an answer.
+
+    Attributes:
+        number: which of the rewrites it is, in the order in which they happen; 0 where the
+            recorded graph gives another answer before any.
+        rewrites: what it replaced. A pass over the whole graph may replace several at once.
+        before, after: the largest relative error of any output without it, and with it.
+        reason: what is wrong with the answer.
+    """
+
+    number: int
+    rewrites: tuple[Rewrite, ...]
+    before: float
+    after: float
+    reason: str
+
+    def __str__(self) -> str:
+        head = "recording the model, before any rewrite"
+        if self.number:
+            head = f"rewrite {self.number}: " + "\n  ".join(map(_told, self.rewrites))
+        return f"{head}\n  relative error {self.before:.2g} -> {self.after:.2g}; {self.reason}"
+
+
+def _told(rewrite: Rewrite) -> str:
+    node = f" at '{rewrite.node}'" if rewrite.node else ""
+    source = f" ({rewrite.source})" if rewrite.source else ""
+    return f"{rewrite.name}{node}{source}"
+
+
+def bisect(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    *,
+    level: int = 2,
+    only: Iterable[str | Pass] | None = None,
+    disable: Iterable[str] = (),
+) -> Culprit | None:
+    """The first rewrite found that makes the answer wrong, and no longer the model's own.
+
+    The same rewrites are made again and again, each time up to another number of them: the
+    answer is right after all but the last of the culprit's number.
+
+    Args:
+        model: any module; it is not changed.
+        example_inputs: on which the answer is wrong.
+        level: as in `optimize`.
+        only: as in `optimize`.
+        disable: as in `optimize`.
+
+    Returns:
+        None where all rewrites together leave the answer right.
+
+    Raises:
+        InputError: an argument cannot be used, or the model rejects the example inputs.
+        CaptureError: the model's forward cannot be recorded, so nothing is rewritten.
+        PassError: there is no pass of a given name.
+    """
+    passes = select(level, only, disable)
+    model, call = require_module(model), as_call(example_inputs)
+    return undisturbed(lambda: _Bisection(model, call, passes).culprit())
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What came of the first so many rewrites."""
+
+    rewrites: tuple[Rewrite, ...]
+    steps: int
+    error: float
+    difference: Difference | None
+
+
+class _Bisection:
+    def __init__(self, model: nn.Module, call: Call, passes: tuple[Pass, ...]) -> None:
+        self.model, self.call, self.passes = model, call, passes
+        self.exact = all(each.numerics == "exact" for each in passes)
+        self.expected = reference(model, call)
+
+    def culprit(self) -> Culprit | None:
+        good, bad = self._trial(0), self._trial(None)
+        if good.difference:
+            return Culprit(0, (), 0.0, good.error, str(good.difference))
+        if not bad.difference:
+            return None
+        low, high = 0, bad.steps
+        while high - low > 1:
+            middle = (low + high) // 2
+            trial = self._trial(middle)
+            if trial.difference:
+                high, bad = middle, trial
+            else:
+                low, good = middle, trial
+        new = bad.rewrites[len(good.rewrites) :]
+        return Culprit(high, new, good.error, bad.error, str(bad.difference))
+
+    def _trial(self, budget: int | None) -> _Trial:
+        module = capture_call(self.model, self.call)
+        pipeline = Pipeline(module, budget=budget)
+        try:
+            pipeline.run(self.passes)
+            clean(module)
+            actual = answer(module, self.call, numbers=self.expected.numbers())
+        except FaultyPassError as error:
+            made = (*pipeline.fired, Rewrite(error.name, "", ""))
+            return _failed(made, pipeline.steps + 1, str(error))
+        except Exception as error:  # a broken graph may raise anything
+            reason = f"raised {type(error).__name__}: {error}"
+            return _failed(tuple(pipeline.fired), pipeline.steps, reason)
+        found = compare_answers(self.model, self.call, self.expected, actual, exact=self.exact)
+        worst = largest_error(self.expected, actual)
+        return _Trial(tuple(pipeline.fired), pipeline.steps, worst, found)
+
+
+def _failed(rewrites: tuple[Rewrite, ...], steps: int, reason: str) -> _Trial:
+    return _Trial(rewrites, steps, math.inf, Difference("output", math.inf, reason))

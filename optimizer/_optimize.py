@@ -43,7 +43,6 @@ def optimize(
     only: Iterable[str | Pass] | None = None,
     disable: Iterable[str] = (),
     static_shapes: bool = False,
-    finite: bool = False,
     tune_seconds: float = 1.0,
     decisions: str | os.PathLike[str] | None = None,
     precision: Literal["bf16", "fp16", "int8"] | None = None,
@@ -74,8 +73,6 @@ def optimize(
         only: names of the passes to run, or passes of your own; all there are if None.
         disable: names of passes not to run.
         static_shapes: compute now what follows from the example's sizes; others are then errors.
-        finite: the promise that no layer will read an infinity, which lets parallel convolutions
-            be merged. Where it is broken, an infinity may stand where the model gives NaN.
         tune_seconds: from level 2 on, how long candidates are timed. With 0 none is: the choice is
             always the same.
         decisions: from level 2 on, a file of choices: those in it are not timed again, new ones
@@ -95,9 +92,8 @@ def optimize(
         InputError: an argument cannot be used, or the model rejects the example inputs.
         PassError: there is no pass of a given name.
     """
-    require_flags(static_shapes=static_shapes, finite=finite)
-    promised = {"specialize_shapes": static_shapes, "merge_convolutions": finite}
-    passes = select(level, only, disable, [name for name in promised if promised[name]])
+    require_flags(static_shapes=static_shapes)
+    passes = select(level, only, disable, ["specialize_shapes"] if static_shapes else [])
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
     tuning = Tuning.of(level, tune_seconds, decisions, precision, error_budget, cuda_graph, engines)

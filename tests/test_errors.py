@@ -158,7 +158,6 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[OptimizerError], str]] = {
         "static_shapes is 'no': pass True or False",
     ),
     "a text for a promise": (
-        lambda: optimizer.optimize(a_model(), X, finite="no"),
         InputError,
         "finite is 'no': pass True or False",
     ),

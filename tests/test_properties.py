@@ -37,7 +37,7 @@ from optimizer.testing import (
 ROOT = Path(__file__).parents[1]
 PASSES = [each.name for each in optimizer.all_passes()]
 # Where eager multiplies an infinity or a NaN, these compute another way: see their docstrings.
-NOT_FOR_SPECIALS = {"merge_convolutions", "recognize_attention"}
+NOT_FOR_SPECIALS = {"recognize_attention"}
 
 # What holds, and the test that would fail: a name here, or a file and a name.
 PROPERTIES: dict[str, str] = {

@@ -79,53 +79,6 @@ def absorbed_before(layer: Layer, affine: Affine) -> Layer:
     return _with_tensors(layer, affine, bias, over_outputs=False)
 
 
-def pointwise(affine: Affine, conv: Layer) -> Layer:
-    """A convolution of one tap, in float64, that maps the inputs of another as `affine` does."""
-    width = conv.in_channels
-    layer = type(conv)(width, width, 1, groups=conv.groups, device="meta")
-    weight, rows = affine.scale.new_zeros(layer.weight.shape), torch.arange(width)
-    weight[rows, rows % weight.shape[1]] = affine.scale.reshape(-1, *[1] * (weight.ndim - 2))
-    layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(affine.shift.expand(width))
-    return layer
-
-
-def taps_within(small: Layer, large: Layer) -> tuple[slice, ...] | None:
-    """Where the taps of a convolution lie among those of another that it is centred on.
-
-    Both then read the same elements and yield as many, at every size. None where it is not so.
-    """
-    if isinstance(small.padding, str) or isinstance(large.padding, str):
-        return None
-    taps = []
-    sizes = zip(large.weight.shape[2:], small.weight.shape[2:], strict=True)
-    for axis, (size, held) in enumerate(sizes):
-        step, margin = large.dilation[axis], large.padding[axis] - small.padding[axis]
-        start = (size - held) // 2
-        known = held == 1 or small.dilation[axis] == step
-        if not known or start < 0 or (size - held) % 2 or margin != start * step:
-            return None
-        taps.append(slice(start, start + held))
-    return tuple(taps)
-
-
-@torch.no_grad()
-def merged(conv: Layer, other: Layer) -> Layer:
-    """A new layer that computes `conv(x) + other(x)`, where `other` has its taps within `conv`.
-
-    Raises:
-        Refused: the new weights are beyond the dtype of `conv`.
-    """
-    layer, weight = _shell(conv), _wide(conv.weight).clone()
-    weight[:, :, *(taps_within(other, conv) or ())] += _wide(other.weight)
-    layer.weight = _parameter_like(conv.weight, weight)
-    biases = [_wide(each.bias) for each in (conv, other) if each.bias is not None]
-    if biases:
-        layer.bias = _parameter_like(conv.weight, torch.stack(biases).sum(0))
-    finite = all(bool(tensor.isfinite().all()) for tensor in layer.parameters())
-    require(finite, "the merged weights overflow")
-    return layer
-
-
 def channels(layer: Layer) -> tuple[int, int]:
     """The number of output and of input channels of a layer."""
     if isinstance(layer, nn.Linear):

@@ -174,7 +174,7 @@ class Run:
         difference = self._output_difference
         remark = lower(optimized, self.call, reason, self.tuning, self.expected, difference)
         seconds = time.perf_counter() - self.started
-        remarks = (*optimized.report.remarks, *filter(None, [remark]))
+        remarks = (*optimized.report.remarks, *filter(None, [self.tuning.passed_over, remark]))
         optimized.meta["report"] = replace(optimized.report, remarks=remarks, seconds=seconds)
 
     def _output_difference(self, actual: Answer) -> Difference | None:

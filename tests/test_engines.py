@@ -397,6 +397,9 @@ class TestWhichAreOffered:
         monkeypatch.setattr("importlib.metadata.version", lambda name: "2026.4.1")
 
         assert engines_named("auto") == ()
+        remarks = optimizer.optimize(Then(F.relu).eval(), image()).report.remarks
+        assert "OpenVINO 2026.4.1 ends the process at some models, and is not used" in remarks[0]
+        assert optimizer.optimize(Then(F.relu).eval(), image(), engines=()).report.remarks == ()
         with pytest.raises(InputError, match=r"2026.4.1 ends the process.*'optimizer\[openvino\]'"):
             engines_named("openvino")
 

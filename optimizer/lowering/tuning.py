@@ -12,7 +12,7 @@ from pathlib import Path
 from optimizer.core.errors import InputError
 from optimizer.core.inputs import Call, require_flags, require_seconds, require_writable
 from optimizer.lowering.autotune import Chooser
-from optimizer.lowering.engines import Engines, engines_named
+from optimizer.lowering.engines import Engines, engines_named, passed_over
 from optimizer.lowering.module import Decisions, LoweredModule
 from optimizer.lowering.precision import Precision
 from optimizer.rewrite.contract import REDUCED
@@ -29,6 +29,7 @@ class Tuning:
         precision: of matrix products and convolutions, where it is not to be the model's own.
         cuda_graph: whether a whole call may be one.
         engines: the names of those that may run a region on the CPU.
+        passed_over: why another that is installed may not.
     """
 
     seconds: float = 1.0
@@ -36,6 +37,7 @@ class Tuning:
     precision: Precision | None = None
     cuda_graph: bool = True
     engines: tuple[str, ...] = ()
+    passed_over: str = ""
 
     @classmethod
     def of(
@@ -62,7 +64,7 @@ class Tuning:
             )
         file = None if path is None else require_writable("decisions", path)
         seconds, offered = require_seconds(seconds), engines_named(engines)
-        tuning = cls(seconds, file, reduced, cuda_graph, offered)
+        tuning = cls(seconds, file, reduced, cuda_graph, offered, passed_over(engines))
         tuning.known()
         return tuning
 

@@ -5,7 +5,21 @@ engine says what it is called, what pip installs it by, whether it is here, and 
 else in the package knows one.
 """
 
-from optimizer.lowering.engines.choice import AUTOMATIC, Engines, engines_here, engines_named
+from optimizer.lowering.engines.choice import (
+    AUTOMATIC,
+    Engines,
+    engines_here,
+    engines_named,
+    passed_over,
+)
 from optimizer.lowering.engines.compiled import Compiled, Engine
 
-__all__ = ["AUTOMATIC", "Compiled", "Engine", "Engines", "engines_here", "engines_named"]
+__all__ = [
+    "AUTOMATIC",
+    "Compiled",
+    "Engine",
+    "Engines",
+    "engines_here",
+    "engines_named",
+    "passed_over",
+]

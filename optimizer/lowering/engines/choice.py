@@ -32,6 +32,15 @@ def engines_named(names: Engines) -> tuple[str, ...]:
     return tuple(map(str, listed))
 
 
+def passed_over(names: Engines) -> str:
+    """Which engine "auto" leaves out though it is installed, and why; empty if none."""
+    for engine in [ENGINES[each] for each in AUTOMATIC if names == "auto"]:
+        if found := _is_installed(engine) and obstacle(engine):
+            advice = f"python -m pip install 'optimizer[{engine.name}]' brings another"
+            return f"{engine.title} {found}, and is not used: {advice}"
+    return ""
+
+
 def _require(name: str | None) -> None:
     if not isinstance(name, str) or name not in ENGINES:
         known = " and ".join(map(repr, ENGINES))
@@ -42,9 +51,13 @@ def _require(name: str | None) -> None:
 
 def obstacle(engine: Engine) -> str:
     """Why an engine cannot be used here; empty if it can."""
-    if importlib.util.find_spec(engine.module) is None:
+    if not _is_installed(engine):
         return "is not installed"
     return engine.fault(importlib.metadata.version(engine.module))
+
+
+def _is_installed(engine: Engine) -> bool:
+    return importlib.util.find_spec(engine.module) is not None
 
 
 def engines_here(names: Iterable[str]) -> dict[str, Engine]:

@@ -12,11 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
+from optimizer.capture.state import OF_EVERY_MODULE
 from optimizer.facts.facts import computation, is_pure, is_read_only, is_returned, value_of
 
 Place: TypeAlias = tuple[str, str, Any]  # the module, its attribute that is a dict, the key
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def take_entries(model: nn.Module) -> dict[Place, fx.Node]:
@@ -27,7 +26,7 @@ def take_entries(model: nn.Module) -> dict[Place, fx.Node]:
     taken: dict[Place, fx.Node] = {}
     for name, module in model.named_modules():
         for attr, held in vars(module).items():
-            if type(held) is not dict or attr in _OF_EVERY_MODULE:
+            if type(held) is not dict or attr in OF_EVERY_MODULE:
                 continue
             new = {key: value.node for key, value in held.items() if isinstance(value, fx.Proxy)}
             for key, node in new.items():

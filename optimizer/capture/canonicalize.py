@@ -20,7 +20,15 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from optimizer.capture.state import is_of_torch
-from optimizer.core.node import attribute_of, callee, fresh_name, is_attribute, module_of, owner
+from optimizer.core.node import (
+    attribute_of,
+    callee,
+    fresh_name,
+    is_attribute,
+    module_of,
+    named_arguments,
+    owner,
+)
 from optimizer.facts.facts import Refused, is_read_only, rank, rely_on_asked
 
 Function: TypeAlias = Callable[..., Any]
@@ -197,7 +205,7 @@ def _is_tensor(value: Any, most_dimensions: int = 64) -> bool:
 
 def _arithmetic(node: fx.Node) -> None:
     """Sums and products as functions or methods are operators; `add` of a set is not a sum."""
-    given = dict(zip(("input", "other"), node.args, strict=False)) | node.kwargs
+    given = named_arguments(node, ("input", "other"))
     plain = len(given) == len(node.args) + len(node.kwargs) == 2 and set(given) == _OPERANDS
     method = node.op == "call_method" and _is_tensor(node.args[0])
     if plain and (method or node.op == "call_function") and node.target in _ARITHMETIC:
@@ -271,6 +279,6 @@ def _stochastic_depth(node: fx.Node) -> None:
     function = callee(node)
     if getattr(function, "__module__", "") != "torchvision.ops.stochastic_depth":
         return
-    given = dict(zip(("input", "p", "mode", "training"), node.args, strict=False)) | node.kwargs
+    given = named_arguments(node, ("input", "p", "mode", "training"))
     if given.get("training") is False:
         _call(node, F.dropout, given["input"], given["p"], False, False)

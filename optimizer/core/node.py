@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 def arg(node: fx.Node, index: int, default: Any = None) -> Any:
     """The positional argument at `index`, or `default` where there is none."""
     return node.args[index] if index < len(node.args) else default
+
+
+def named_arguments(node: fx.Node, parameters: Iterable[str]) -> dict[str, Any]:
+    """What a node is called with, by name, with the defaults that a mapping of parameters has."""
+    defaults = dict(parameters) if isinstance(parameters, Mapping) else {}
+    return defaults | dict(zip(parameters, node.args, strict=False)) | node.kwargs
 
 
 def owner(node: fx.Node) -> fx.GraphModule:

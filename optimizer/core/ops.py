@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYOUTS = (torch.permute, torch.transpose, torch.t, torch.movedim)
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 

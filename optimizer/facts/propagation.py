@@ -18,7 +18,7 @@ from torch import fx, nn
 from optimizer.core.copy import on_storage
 from optimizer.core.inputs import hides_tensors, map_tensors, storages_in
 from optimizer.core.node import attribute_of, is_plain, module_of, tensors_of
-from optimizer.core.ops import MAY_COPY
+from optimizer.core.ops import CONVOLUTIONS, MAY_COPY
 from optimizer.core.random import Own
 from optimizer.facts.effects import (
     NOTHING,
@@ -32,7 +32,7 @@ from optimizer.facts.effects import (
     may_vary_rank,
     name_of_call,
 )
-from optimizer.facts.shape_rules import CONVOLUTIONS, EVERY_MASK_IS_FULL, known_outcome
+from optimizer.facts.shape_rules import EVERY_MASK_IS_FULL, known_outcome
 
 
 class Unobserved(Exception):  # noqa: N818 - becomes the `error` of a Fact, is never seen

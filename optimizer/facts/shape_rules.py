@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx.experimental import _config
 
 from optimizer.core.inputs import storages_in
+from optimizer.core.ops import CONVOLUTIONS
 from optimizer.facts.effects import NOTHING, Effect
 
 # Without data, `v[mask]` has as many rows as under a mask of True: an example as good as any.
@@ -109,7 +110,6 @@ _ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh,
 )  # fmt: skip
 _ARITHMETIC = frozenset((operator.add, operator.sub, operator.mul, torch.add, torch.mul))
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _RANKS: dict[type, tuple[int, ...]] = {
     nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
 }  # fmt: skip

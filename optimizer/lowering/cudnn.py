@@ -15,11 +15,11 @@ import torch
 from torch import fx
 from torch.fx.passes.shape_prop import ShapeProp
 
+from optimizer.core.node import named_arguments
 from optimizer.lowering.partition import (
     CONVOLUTION,
     LINEAR,
     name_of,
-    named_arguments,
     per_dimension,
 )
 

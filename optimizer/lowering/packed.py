@@ -16,14 +16,13 @@ import torch
 from torch import fx
 from torch.fx.passes.shape_prop import ShapeProp
 
-from optimizer.core.node import attribute_of
+from optimizer.core.node import attribute_of, named_arguments
 from optimizer.lowering.partition import (
     CONVOLUTION,
     CONVOLUTIONS,
     LINEAR,
     constant_weight,
     name_of,
-    named_arguments,
     per_dimension,
 )
 

@@ -7,14 +7,13 @@ harm where no NaN can arise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import getitem
-from typing import Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from optimizer.core.node import attribute_of, is_attribute
+from optimizer.core.node import attribute_of, is_attribute, named_arguments
 
 CONVOLUTIONS = {"conv2d": 2, "conv3d": 3}  # of so many dimensions, which channels_last is for
 CONVOLUTION = {"input": None, "weight": None, "bias": None} | {
@@ -57,11 +56,6 @@ _SMALLEST = 1e-12  # that keeps a norm of equal values from a division by zero
 def name_of(node: fx.Node) -> str:
     """What a node calls, however it is spelled."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def named_arguments(node: fx.Node, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What a node is called with, by the names of `defaults`."""
-    return dict(defaults) | dict(zip(defaults, node.args, strict=False)) | node.kwargs
 
 
 def constant_weight(node: fx.Node) -> fx.Node | None:

@@ -15,10 +15,11 @@ from torch import fx
 
 from optimizer.core.device import Cuda
 from optimizer.core.errors import InputError
+from optimizer.core.node import named_arguments
 from optimizer.lowering import packed as _packed
 from optimizer.lowering.cudnn import can_fuse
 from optimizer.lowering.packed import packable_in
-from optimizer.lowering.partition import CONVOLUTION, convolutions_of, named_arguments
+from optimizer.lowering.partition import CONVOLUTION, convolutions_of
 
 AS_IT_IS = "as it is"
 

@@ -25,8 +25,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from optimizer.core.guards import GUARDS
 from optimizer.core.inputs import Call, storages_in, tensors_in
 from optimizer.core.literals import literal
+from optimizer.core.node import named_arguments
 from optimizer.facts.effects import Effects
-from optimizer.lowering.partition import name_of, named_arguments
+from optimizer.lowering.partition import name_of
 
 _IN_PLACE_OPERATORS = frozenset(
     ("iadd", "isub", "imul", "itruediv", "idiv", "ipow", "iand", "ior", "ixor", "imod")

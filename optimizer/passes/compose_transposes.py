@@ -6,12 +6,11 @@ import torch
 from torch import fx, nn
 
 from optimizer.core.node import arg, callee
+from optimizer.core.ops import LAYOUTS
 from optimizer.facts.facts import rank
 from optimizer.rewrite.contract import require, rewrite
 from optimizer.rewrite.edit import insert_function
 from optimizer.rewrite.pattern import call
-
-LAYOUTS = (torch.permute, torch.transpose, torch.t, torch.movedim)
 
 
 @rewrite(call(*LAYOUTS, name="outer"), numerics="exact", phase="simplify")

@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from optimizer.core.node import has_plain_tensors, module_of
+from optimizer.core.ops import CONVOLUTIONS
 from optimizer.facts.facts import is_unchanged, tensor
 from optimizer.rewrite.affine import as_parameter
 from optimizer.rewrite.channels import require_only_reader
@@ -16,7 +17,6 @@ from optimizer.rewrite.contract import require, rewrite
 from optimizer.rewrite.edit import insert_module
 from optimizer.rewrite.pattern import call
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LAYERS = (
     nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d,
     nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d,

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer.core.node import callee, module_of
+from optimizer.core.node import callee, module_of, named_arguments
 from optimizer.facts.facts import fact, is_read_only, is_unchanged, rank, tensor
 from optimizer.rewrite.contract import require, rewrite
 from optimizer.rewrite.edit import insert_function
@@ -87,7 +87,7 @@ def _unscaled(node: Any) -> tuple[fx.Node, list[Factor], set[fx.Node]]:
 def _is_over_keys(weights: fx.Node) -> bool:
     if weights.op == "call_module":
         return module_of(weights).dim in (-1, 3)
-    given = dict(zip(("input", "dim", "dtype"), weights.args, strict=False)) | weights.kwargs
+    given = named_arguments(weights, ("input", "dim", "dtype"))
     return given.get("dim") in (-1, 3) and given.get("dtype") is None
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer.core.node import arg, callee, module_of
+from optimizer.core.node import arg, callee, module_of, named_arguments
+from optimizer.core.ops import CONVOLUTIONS
 from optimizer.facts.facts import is_unchanged, is_written
 from optimizer.rewrite.channels import may_keep_odd_strides, require_only_reader
 from optimizer.rewrite.contract import require, rewrite
 from optimizer.rewrite.edit import insert_copy
 from optimizer.rewrite.pattern import call
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 POOLS: dict[Any, int] = {
     nn.AvgPool1d: 1, nn.AvgPool2d: 2, nn.AvgPool3d: 3,
     F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3,
@@ -81,7 +81,7 @@ def _window(pool: fx.Node, dimensions: int) -> tuple[float, bool] | None:
     layer = module_of(pool) if pool.op == "call_module" else None
     names = _ADAPTIVE if callee(pool) in ADAPTIVE else _SETTINGS
     given = {name: getattr(layer, name, None) for name in names} if layer else _DEFAULTS
-    given = given | dict(zip(names, pool.args, strict=False)) | pool.kwargs
+    given = given | named_arguments(pool, names)
     if callee(pool) in ADAPTIVE:
         size = _sizes(given["output_size"], dimensions)
         return (math.inf, True) if size == (1,) * dimensions else None

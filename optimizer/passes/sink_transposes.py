@@ -9,12 +9,12 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from optimizer.core.node import arg, callee
+from optimizer.core.ops import LAYOUTS
 from optimizer.facts.facts import Refused, aliases, is_pure, rank, tensor
 from optimizer.rewrite.contract import require, rewrite
 from optimizer.rewrite.edit import insert_copy
 from optimizer.rewrite.pattern import call
 
-LAYOUTS = (torch.permute, torch.transpose, torch.t, torch.movedim)
 # Not GELU: on the CPU its kernel, and with it the last bit, depends on the layout.
 ELEMENTWISE = {
     operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, torch.add, torch.sub,

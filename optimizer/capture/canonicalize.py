@@ -109,7 +109,7 @@ def _call_module(node: fx.Node, module: nn.Module, source: Any, **tensors: Any) 
         else:
             module._parameters[name] = nn.Parameter(held, requires_grad=False)
     path = str(tensors["weight"].target) if tensors["weight"] else node.name
-    stem = path.rpartition(".")[0].replace(".", "_") or node.name
+    stem = path.rpartition(".")[0] or node.name
     name = fresh_name(root, stem)
     root.add_submodule(name, module)
     node.op, node.target, node.args, node.kwargs = "call_module", name, (source,), {}

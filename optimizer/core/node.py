@@ -133,13 +133,13 @@ def source_of(node: fx.Node) -> str:
 
 
 def fresh_name(root: nn.Module, stem: str) -> str:
-    """An attribute name, close to `stem`, that `root` does not have yet.
+    """An attribute name without dots, close to `stem`, that `root` does not have yet.
 
     The number is found by bisection: a layer may be called, and replaced, ten thousand times.
     """
+    stem, most = stem.replace(".", "_"), 1
     if not hasattr(root, stem):
         return stem
-    most = 1
     while hasattr(root, f"{stem}_{most}"):
         most *= 2
     free = bisect_left(

@@ -50,9 +50,7 @@ def fold_padding(pad: fx.Node, conv: fx.Node) -> fx.Node | None:
     require(is_unchanged(source, pad, end), "what is padded is written later")
 
     padded = _padding(layer, sizes[::-2])
-    return insert_module(
-        conv, padded, (source,), f"{conv.target}_padded".replace(".", "_"), like=conv
-    )
+    return insert_module(conv, padded, (source,), f"{conv.target}_padded", like=conv)
 
 
 def _zeros(pad: fx.Node) -> tuple[int, ...]:

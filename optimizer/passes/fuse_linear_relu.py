@@ -50,7 +50,7 @@ def fuse_linear_relu(linear: fx.Node, relu: fx.Node) -> fx.Node:
     require(not has_plain_tensors(layer), "the layer has tensors that no cast of it reaches")
 
     fused = LinearReLU.of(layer)
-    return insert_module(linear, fused, linear.args, f"{linear.target}_relu".replace(".", "_"))
+    return insert_module(linear, fused, linear.args, f"{linear.target}_relu")
 
 
 def example(width: int = 8) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

@@ -49,8 +49,7 @@ def recognize_linear(product: fx.Node) -> fx.Node | None:
     linear.weight = _parameter(weight, attribute_of(matrix))
     if bias is not None:
         linear.bias = _parameter(attribute_of(bias), attribute_of(bias))
-    stem = str(matrix.target).replace(".", "_")
-    return insert_module(product, linear, (source,), f"{stem}_linear", like=product)
+    return insert_module(product, linear, (source,), f"{matrix.target}_linear", like=product)
 
 
 def _is_transpose(node: Any) -> bool:

@@ -84,9 +84,9 @@ def _module(activation: fx.Node) -> fx.Node:
     module = module_of(activation)
     if type(module) is nn.GELU:
         return _gelu(activation, approximate=module.approximate)
-    module, stem = copy.copy(module), str(activation.target).replace(".", "_")
+    module = copy.copy(module)
     module.inplace = True
-    return insert_module(activation, module, activation.args, stem)
+    return insert_module(activation, module, activation.args, str(activation.target))
 
 
 def _gelu(activation: fx.Node, **settings: Any) -> fx.Node:

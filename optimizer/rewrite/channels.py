@@ -181,8 +181,7 @@ def call_folded(
     key = (absorb.__name__, layer.target, absorbed.target, *map(_identity, absorbed.args))
     if key not in done:
         folded = absorb(module_of(layer), transform)
-        stem = f"{layer.target}_folded".replace(".", "_")
-        node = insert_module(before, folded, args, stem, like=layer)
+        node = insert_module(before, folded, args, f"{layer.target}_folded", like=layer)
         done[key] = node.target
         return node
     return insert_call(before, done[key], args, like=layer)

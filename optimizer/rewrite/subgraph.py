@@ -112,7 +112,7 @@ def inline(
 
 def _add(before: fx.Node, part: fx.GraphModule, path: str) -> str:
     root, held = owner(before), attribute(part, path)
-    name = fresh_name(root, path.replace(".", "_"))
+    name = fresh_name(root, path)
     if isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter):
         root.register_buffer(name, held)
     else:

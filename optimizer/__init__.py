@@ -3,8 +3,6 @@
 from optimizer._optimize import optimize
 from optimizer.analysis.draw import draw
 from optimizer.analysis.measure import Comparison, Measurement, compare, measure
-from optimizer.capture.module import OptimizedModule
-from optimizer.capture.symbolic import capture
 from optimizer.core.errors import (
     CaptureError,
     DeviceError,
@@ -16,6 +14,8 @@ from optimizer.core.errors import (
 )
 from optimizer.core.report import Report
 from optimizer.facts.facts import Refused
+from optimizer.frontend.module import OptimizedModule
+from optimizer.frontend.symbolic import capture
 from optimizer.passes import all_passes, explain
 from optimizer.rewrite.contract import Pass
 from optimizer.verify.bisect import Culprit, bisect

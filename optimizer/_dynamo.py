@@ -20,9 +20,6 @@ import torch
 from torch import fx, nn
 
 from optimizer._optimize import Run
-from optimizer.capture.front_ends import FrontEnds
-from optimizer.capture.module import OptimizedModule
-from optimizer.capture.symbolic import adopt, observe
 from optimizer.core.context import undisturbed
 from optimizer.core.copy import structural_copy
 from optimizer.core.errors import InputError, OptimizerWarning, require
@@ -30,6 +27,9 @@ from optimizer.core.inputs import Call
 from optimizer.core.node import line_in
 from optimizer.core.ops import FACTORIES
 from optimizer.facts.propagation import Facts
+from optimizer.frontend.choose import FrontEnds
+from optimizer.frontend.module import OptimizedModule
+from optimizer.frontend.symbolic import adopt, observe
 from optimizer.passes import select
 
 _torch: Any = torch._C  # whose stubs lack what tells of copies on write

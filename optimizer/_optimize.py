@@ -12,9 +12,6 @@ from typing import Literal, TypeAlias
 import torch
 from torch import fx, nn
 
-from optimizer.capture.front_ends import FRONT_ENDS, FrontEnds, choose, record
-from optimizer.capture.module import OptimizedModule, Recipe, Unchanged
-from optimizer.capture.symbolic import has_unknown_facts, may_draw, writes_nothing_lasting
 from optimizer.core.context import undisturbed
 from optimizer.core.copy import snapshot
 from optimizer.core.errors import CaptureError, InputError, OptimizerWarning
@@ -22,6 +19,9 @@ from optimizer.core.inputs import Call, ExampleInputs, as_call, require_flags, r
 from optimizer.core.report import Line, Report, Size, listing
 from optimizer.facts.effects import called_as_they_are
 from optimizer.facts.facts import obstacle
+from optimizer.frontend.choose import FRONT_ENDS, FrontEnds, choose, record
+from optimizer.frontend.module import OptimizedModule, Recipe, Unchanged
+from optimizer.frontend.symbolic import has_unknown_facts, may_draw, writes_nothing_lasting
 from optimizer.lowering.engines import Engines
 from optimizer.lowering.module import LoweredModule
 from optimizer.lowering.tuning import Tuning, lower

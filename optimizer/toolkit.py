@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 
 from torch import fx, nn
 
-from optimizer.capture.canonicalize import spelled
 from optimizer.core.errors import InputError
 from optimizer.core.inputs import require_graph
 from optimizer.core.node import arg, callee, clean, describe, module_of, owner, shape_text
 from optimizer.core.report import columns
 from optimizer.facts.facts import Refused, dtype, is_read_only, is_returned, is_unchanged, rank
+from optimizer.frontend.canonicalize import spelled
 from optimizer.rewrite.calls import insert_call, is_module_class, operands, take_place
 from optimizer.rewrite.contract import Pass, require, rewrite, whole_graph
 from optimizer.rewrite.edit import insert_function, insert_module

@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 import optimizer
 from optimizer import EquivalenceError, InputError
-from optimizer.capture.symbolic import capture_call
 from optimizer.core.inputs import Call
+from optimizer.frontend.symbolic import capture_call
 from optimizer.rewrite.pipeline import Pipeline
 
 X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)

@@ -37,7 +37,7 @@ SUBJECTS = importlib.import_module("benchmarks._subjects")
 OF_A_FORWARD = ["Latency.time_forward", "Memory.track_peak_memory", "Paired.track_relative_latency"]
 OF_A_GRAPH = [name for name in BENCHMARKS if name.startswith("graph.")]
 SMALL = "tiny_convnet"
-TABLES = ("summary", "figures", "census")  # commands, and no benchmarks
+TABLES = ("summary", "figures", "census", "zoo")  # commands, and no benchmarks
 
 # What is measured, by version. When this hash changes and numbers can change with it, raise
 # `version` in benchmarks/_forward.py, so that no series mixes two meanings; then record it here.

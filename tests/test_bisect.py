@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import optimizer
 from optimizer import CaptureError, InputError
 from optimizer.__main__ import main
-from optimizer.capture.symbolic import capture_call
 from optimizer.core.inputs import as_call
+from optimizer.frontend.symbolic import capture_call
 from optimizer.passes import select
 from optimizer.rewrite.pipeline import Pipeline
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-from optimizer.capture.type_tests import tests_for_none
 from optimizer.core.guards import GUARDS
+from optimizer.frontend.type_tests import tests_for_none
 
 tests_for_none.__test__ = False  # type: ignore[attr-defined]
 

@@ -22,7 +22,7 @@ SHIPPED = [path for name in ("optimizer", "models") for path in sorted((ROOT / n
 OWN = [path for path in SHIPPED if PACKAGE in path.parents and "testing" not in path.parts]
 
 # A room may import those before it; what stands at the top of the package, all of them.
-ROOMS = ("core", "facts", "capture", "rewrite", "passes", "verify", "analysis", "lowering")
+ROOMS = ("core", "facts", "frontend", "rewrite", "passes", "verify", "analysis", "lowering")
 FOR_PASSES = {
     *("core.guards", "core.node", "core.ops", "facts.facts"),
     *("rewrite.affine", "rewrite.channels", "rewrite.contract", "rewrite.edit"),
@@ -82,7 +82,7 @@ def room(name: str) -> int:
 
 def test_the_package_does_not_grow() -> None:
     """Its lines, without the testing kit. Lower the number with each change that allows it."""
-    assert sum(len(path.read_text().splitlines()) for path in OWN) <= 13970
+    assert sum(len(path.read_text().splitlines()) for path in OWN) <= 13676
 
 
 @pytest.mark.parametrize("path", PASSES, ids=named)
@@ -167,6 +167,7 @@ def test_the_folders_show_the_architecture() -> None:
     entries = {path.name for path in PACKAGE.iterdir() if path.name[:2] != "__"} - {"py.typed"}
 
     assert {"testing", *ROOMS} < entries
+    assert entries.isdisjoint(optimizer.__all__), "a public name hides a room"
     assert len(entries) <= 13
     assert not any(path.stem[0] == "_" and path.stem != "__init__"
                    for path in OWN if path.parent != PACKAGE)  # fmt: skip

@@ -157,10 +157,6 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[OptimizerError], str]] = {
         InputError,
         "static_shapes is 'no': pass True or False",
     ),
-    "a text for a promise": (
-        InputError,
-        "finite is 'no': pass True or False",
-    ),
     "a text for a flag of level 2": (
         lambda: optimizer.optimize(a_model(), X, cuda_graph="no"),
         InputError,
@@ -237,7 +233,7 @@ def test_bad_input_is_an_error_before_any_work(case: str, monkeypatch: pytest.Mo
     def work(*args: object, **kwargs: object) -> None:
         raise AssertionError("the model was copied, captured or called")
 
-    for place in ("core.copy", "verify.equivalence", "capture.symbolic", "capture.module"):
+    for place in ("core.copy", "verify.equivalence", "frontend.symbolic", "frontend.module"):
         monkeypatch.setattr(f"optimizer.{place}.structural_copy", work)
     for place in ("check", "equivalence"):
         monkeypatch.setattr(f"optimizer.verify.{place}.answer", work)

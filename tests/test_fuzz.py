@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import optimizer
-from optimizer.capture.module import Unchanged
+from optimizer.frontend.module import Unchanged
 from optimizer.testing import MOTIFS, Optimize, Spec, assert_equivalent, check_spec, models
 from optimizer.testing._examples import NOT_RECORDED
 from tests.conftest import shared

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer import InputError
-from optimizer.capture.front_ends import FRONT_ENDS
+from optimizer.frontend.choose import FRONT_ENDS
 from tests.conftest import address
 
 X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)

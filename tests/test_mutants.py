@@ -54,7 +54,7 @@ def test_a_mistake_concerns_its_pass_or_those_that_import_it() -> None:
     assert concerned("expression:") == ["recognize_activations", "recognize_attention"]
     assert concerned("canonicalize:") == ["capture"]
     assert concerned("effects:") == list(MOTIFS)
-    assert _mutants.concerned(replace(A_PASS, file="capture/tracer.py")) == ["capture"]
+    assert _mutants.concerned(replace(A_PASS, file="frontend/tracer.py")) == ["capture"]
 
 
 def test_a_mistake_is_planted_in_a_copy_only() -> None:

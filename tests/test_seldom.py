@@ -21,12 +21,11 @@ from optimizer import CaptureError, InputError, toolkit
 from optimizer._dynamo import backend
 from optimizer._optimize import Run
 from optimizer.analysis import roofline
-from optimizer.analysis.draw import _labels
-from optimizer.capture.aten import from_aten
-from optimizer.capture.canonicalize import affine_as_module
 from optimizer.core import device as _device
 from optimizer.core.inputs import as_call
 from optimizer.core.random import ProcessState, undrawn
+from optimizer.frontend.aten import from_aten
+from optimizer.frontend.canonicalize import affine_as_module
 from optimizer.lowering.candidates import varied
 from optimizer.lowering.signature import Signature
 from optimizer.lowering.tuning import _judged
@@ -302,10 +301,6 @@ def test_of_a_model_that_is_not_recorded_no_first_divergence_is_told() -> None:
     assert "first value" not in str(raised.value)
 
 
-def a_function_whose_name_is_longer_than_any_box_of_a_picture_is_wide_at_all(x: Tensor) -> Tensor:
-    return x
-
-
 def open_ended(*values: Tensor, scale: float = 1.0) -> Tensor:
     return values[0] * scale
 
@@ -315,14 +310,6 @@ def hand_made(function: Callable[..., Any], **kwargs: Any) -> fx.Node:
     node = graph.call_function(function, (graph.placeholder("x"),), kwargs)
     graph.output(node)
     return node
-
-
-def test_a_long_name_is_cut_in_a_picture() -> None:
-    call, _ = _labels(
-        hand_made(a_function_whose_name_is_longer_than_any_box_of_a_picture_is_wide_at_all)
-    )
-
-    assert call.endswith("…")
 
 
 def test_of_a_function_that_takes_anything_all_arguments_are_kept() -> None:

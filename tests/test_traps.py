@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import optimizer
-from optimizer.capture.module import Unchanged
+from optimizer.frontend.module import Unchanged
 from tests.trap_models import Trap
 from tests.trap_models_capture import TRAPS
 

@@ -12,14 +12,14 @@ import torch
 from torch import fx, nn
 from torch.utils.flop_counter import flop_registry
 
-from optimizer.capture.front_ends import FRONT_ENDS, record
-from optimizer.capture.symbolic import observe
 from optimizer.core.inputs import ExampleInputs, as_call, require_module, storages_in, tensors_in
 from optimizer.core.node import describe, module_of, shape_text
 from optimizer.core.report import columns
 from optimizer.facts.effects import Effects
 from optimizer.facts.propagation import Facts
 from optimizer.facts.shape_rules import EVERY_MASK_IS_FULL
+from optimizer.frontend.choose import FRONT_ENDS, record
+from optimizer.frontend.symbolic import observe
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import nn
 
-from optimizer.capture.module import OptimizedModule
-from optimizer.capture.symbolic import capture_call
 from optimizer.core.context import undisturbed
 from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.inputs import Call, ExampleInputs, as_call
 from optimizer.core.node import tensors_of
 from optimizer.core.report import Choice
 from optimizer.facts.facts import obstacle
+from optimizer.frontend.module import OptimizedModule
+from optimizer.frontend.symbolic import capture_call
 from optimizer.lowering.autotune import Chooser, Times
 from optimizer.lowering.plan import Judge, Plan, make_plan
 from optimizer.lowering.policies import require_one_device

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer.capture.canonicalize import spell
-from optimizer.capture.tracer import Tracer
 from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.node import attribute, callee, fresh_name, module_of, owner
+from optimizer.frontend.canonicalize import spell
+from optimizer.frontend.tracer import Tracer
 from optimizer.rewrite.calls import insert_call, may_write, overwrites, signatures, take_place
 
 

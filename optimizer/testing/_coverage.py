@@ -10,9 +10,9 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
-from optimizer.capture.symbolic import capture
 from optimizer.core.errors import CaptureError
 from optimizer.core.node import describe
+from optimizer.frontend.symbolic import capture
 from optimizer.testing._assemble import Spec
 from optimizer.testing._strategies import SHAPES, models, on_each
 from optimizer.testing._tokens import TOKENS

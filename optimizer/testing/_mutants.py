@@ -108,7 +108,7 @@ def concerned(mutant: Mutant) -> list[str]:
 
 def of_capture() -> set[str]:
     """The modules that only the capture is made of."""
-    of_it = ("capture/symbolic", "capture/tracer")
+    of_it = ("frontend/symbolic", "frontend/tracer")
     return {of_it[0], *imports(of_it[0]), *imports(of_it[1])} - BELOW.keys()
 
 

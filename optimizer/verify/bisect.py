@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from optimizer.capture.symbolic import capture_call
 from optimizer.core.context import undisturbed
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
 from optimizer.core.node import clean
 from optimizer.core.report import Rewrite
+from optimizer.frontend.symbolic import capture_call
 from optimizer.passes import select
 from optimizer.rewrite.contract import Pass
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from optimizer.capture.symbolic import capture
 from optimizer.core.context import undisturbed
 from optimizer.core.errors import CaptureError, EquivalenceError
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
+from optimizer.frontend.symbolic import capture
 from optimizer.verify.divergence import first_divergence, values
 from optimizer.verify.equivalence import answer, compare_answers, reference
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from optimizer.capture.state import Outside
 from optimizer.core.copy import structural_copy
 from optimizer.core.errors import CaptureError, DeviceError, InputError
 from optimizer.core.inputs import Call, opened
 from optimizer.core.random import Again, Drawn, Own, Recorded, undrawn
+from optimizer.frontend.state import Outside
 
 # Largest difference, relative to the largest value of the output, that passes without a
 # second look. Rounding in a deep network stays a hundredfold below; a wrong formula does not.

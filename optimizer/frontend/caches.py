@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from optimizer.capture.state import OF_EVERY_MODULE
 from optimizer.facts.facts import computation, is_pure, is_read_only, is_returned, value_of
+from optimizer.frontend.state import OF_EVERY_MODULE
 
 Place: TypeAlias = tuple[str, str, Any]  # the module, its attribute that is a dict, the key
 

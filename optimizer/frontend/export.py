@@ -22,10 +22,6 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from optimizer.capture.arguments import inputs_as_called, sees_how_it_is_called
-from optimizer.capture.aten import from_aten
-from optimizer.capture.state import Outside, python_state
-from optimizer.capture.symbolic import adopt
 from optimizer.core.context import ignoring, put_back
 from optimizer.core.copy import structural_copy
 from optimizer.core.errors import CaptureError, require
@@ -34,6 +30,10 @@ from optimizer.core.inputs import Call, storages_in
 from optimizer.core.node import attribute, is_plain, line_in
 from optimizer.core.random import DRAWS, ProcessState
 from optimizer.facts.propagation import Facts
+from optimizer.frontend.arguments import inputs_as_called, sees_how_it_is_called
+from optimizer.frontend.aten import from_aten
+from optimizer.frontend.state import Outside, python_state
+from optimizer.frontend.symbolic import adopt
 
 # Their own errors, which they catch themselves, are not the model's.
 _NOT_THE_MODELS = sys.stdlib_module_names | {"torch", "sympy", "mpmath", "numpy", "optimizer"}

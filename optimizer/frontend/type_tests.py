@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import fx, nn, overrides
 
-from optimizer.capture.proxy import Attribute, Value
-from optimizer.capture.state import Outside, codes
 from optimizer.core.node import NOT_USER_CODE
+from optimizer.frontend.proxy import Attribute, Value
+from optimizer.frontend.state import Outside, codes
 
 _A_TENSOR = torch.empty(0)
 

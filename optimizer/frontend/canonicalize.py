@@ -19,7 +19,6 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer.capture.state import is_of_torch
 from optimizer.core.node import (
     attribute_of,
     callee,
@@ -30,6 +29,7 @@ from optimizer.core.node import (
     owner,
 )
 from optimizer.facts.facts import Refused, is_read_only, rank, rely_on_asked
+from optimizer.frontend.state import is_of_torch
 
 Function: TypeAlias = Callable[..., Any]
 

@@ -12,12 +12,6 @@ import torch
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from optimizer.capture.arguments import sees_how_it_is_called
-from optimizer.capture.caches import are_constants, listing, put_entries, take_entries
-from optimizer.capture.canonicalize import spell
-from optimizer.capture.state import Outside, python_state
-from optimizer.capture.tracer import Tracer
-from optimizer.capture.type_tests import tests_for_none
 from optimizer.core.context import put_back, undisturbed
 from optimizer.core.copy import part, structural_copy
 from optimizer.core.errors import CaptureError, require
@@ -26,6 +20,12 @@ from optimizer.core.node import attribute, clean, is_plain, line_of, reason_of
 from optimizer.core.random import DRAWS, ProcessState, undrawn
 from optimizer.facts.effects import is_users_module
 from optimizer.facts.propagation import Fact, Facts
+from optimizer.frontend.arguments import sees_how_it_is_called
+from optimizer.frontend.caches import are_constants, listing, put_entries, take_entries
+from optimizer.frontend.canonicalize import spell
+from optimizer.frontend.state import Outside, python_state
+from optimizer.frontend.tracer import Tracer
+from optimizer.frontend.type_tests import tests_for_none
 
 
 def recorded(tracer: Tracer, model: nn.Module) -> tuple[fx.Graph, set[str]]:

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from optimizer.capture.export import capture_exported, capture_program
-from optimizer.capture.symbolic import capture_call
 from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.inputs import Call
+from optimizer.frontend.export import capture_exported, capture_program
+from optimizer.frontend.symbolic import capture_call
 
 FrontEnds: TypeAlias = dict[str, Callable[[nn.Module, Any], fx.GraphModule]]
 FRONT_ENDS: FrontEnds = {"symbolic": capture_call, "export": capture_exported}

@@ -20,12 +20,12 @@ from torch.fx._symbolic_trace import _patch_function
 from torch.fx.graph_module import reduce_graph_module
 from torch.utils import _pytree as pytree
 
-from optimizer.capture.arguments import STARS
-from optimizer.capture.tracer import Tracer
 from optimizer.core.copy import ModuleType, Storages, held_tensors, on_storage, structural_copy
 from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.inputs import Call, ExampleInputs
 from optimizer.core.report import Report, Size, listing
+from optimizer.frontend.arguments import STARS
+from optimizer.frontend.tracer import Tracer
 
 _OPTIMIZE_AGAIN = (
     "the original model is not known here: load the checkpoint into it and optimize it again"

@@ -23,10 +23,6 @@ from torch.fx.immutable_collections import immutable_dict
 from torch.overrides import TorchFunctionMode, _get_tensor_methods
 from torch.utils._pytree import tree_leaves
 
-from optimizer.capture.arguments import Arguments
-from optimizer.capture.proxy import Attribute, Value
-from optimizer.capture.state import Outside, held
-from optimizer.capture.type_tests import answer_isinstance, tests_for_none
 from optimizer.core.context import alone_and_unpatched
 from optimizer.core.errors import CaptureError
 from optimizer.core.inputs import Call
@@ -41,6 +37,10 @@ from optimizer.core.ops import (
     RETURN_A_TENSOR,
 )
 from optimizer.core.random import DRAWS, ProcessState
+from optimizer.frontend.arguments import Arguments
+from optimizer.frontend.proxy import Attribute, Value
+from optimizer.frontend.state import Outside, held
+from optimizer.frontend.type_tests import answer_isinstance, tests_for_none
 
 
 class RecordConstants(TorchFunctionMode):

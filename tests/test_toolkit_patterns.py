@@ -258,7 +258,7 @@ def steered(x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
-    "no graph": (lambda g: toolkit.find(nn.ReLU(), nn.ReLU), InputError, "optimizer.frontend"),
+    "no graph": (lambda g: toolkit.find(nn.ReLU(), nn.ReLU), InputError, "optimizer.capture"),
     "a module to find": (lambda g: toolkit.find(g, nn.ReLU()), InputError, "a module's class"),
     "a function with other arguments": (
         lambda g: toolkit.replace_op(g, nn.ReLU, F.nll_loss), InputError, "does not take (conv)",

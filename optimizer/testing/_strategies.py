@@ -185,8 +185,7 @@ def swarm(focus: str | None, number: int) -> list[str]:
         held = " ".join(random.choices(HELD, k=random.choice((1, 2)))).split()
         return random.choice(
             [
-                [*before, word, *program[start:]],
-                another(program),
+                *[[*before, word, *program[start:]], another(program)] * 2,
                 [*before, "dup", *part, "swap", *deed, "swap", *after],
                 [*before, "dup", *part, "swap", *deed, *second, join, *after],
                 [*before, "dup", *part, "swap", *second, join, *after],

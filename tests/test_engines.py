@@ -489,6 +489,25 @@ def test_rows_that_a_list_chooses(engine: str) -> None:
     assert compiled(fast, x)
 
 
+class Grouped(nn.Module):
+    """What OpenVINO 2025.4.1 ends the process at: a sum behind a GroupNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 64, 1)
+        self.norm, self.other = nn.GroupNorm(8, 64), nn.GroupNorm(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return self.other(self.last(y)) + F.silu(self.norm(y))
+
+
+def test_a_sum_of_group_norms(engine: str) -> None:
+    model, x = Grouped().eval(), image(1, 3, 16, 16)
+
+    torch.testing.assert_close(lowered(model, x, engine)(x), model(x))
+
+
 class Unbound(nn.Module):
     """Heads that a region ends with, since what reads them may make NaN."""
 

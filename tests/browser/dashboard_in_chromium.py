@@ -105,7 +105,7 @@ def _note_error(complaints: list[str], message: ConsoleMessage) -> None:
 
 
 def _copy_suite(project: Path) -> None:
-    commands = shutil.ignore_patterns("census.py", "figures.py")  # which import torch
+    commands = shutil.ignore_patterns("census.py", "figures.py", "zoo.py")  # which import torch
     shutil.copytree(ROOT / "benchmarks", project / "benchmarks", ignore=commands)
     shutil.copy(ROOT / "asv.conf.json", project)
     subprocess.run(["git", "init", "--quiet"], cwd=project, check=True)

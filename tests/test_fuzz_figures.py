@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+import optimizer
 from optimizer.testing import (
     MOTIFS,
     _figures,
@@ -200,6 +202,18 @@ def test_the_commit_has_a_mark_where_files_differ(
 
     assert len(clean) == 7
     assert _record.commit() == f"{clean}+"
+
+
+@pytest.mark.parametrize(("named", "given"), [("none", ()), ("auto", "auto")])
+def test_a_soak_goes_without_engines_where_it_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch, named: str, given: Any
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(_soak, "soak", lambda subject, *rest, **more: seen.append(subject) or [])
+    main(["soak", "--level", "2", "--engines", named])
+
+    monkeypatch.setattr(optimizer, "optimize", lambda *rest, **options: options["engines"])
+    assert seen[0](nn.ReLU(), ()) == given
 
 
 def test_each_command_records_what_the_table_tells(

@@ -1,6 +1,6 @@
 """What is known of torch's functions by name: which write in place, and as what.
 
-`operator.iadd` will not do: fx prints it as the statement `a += b`, which rebinds the
+For `x += y` `operator.iadd` will not do: fx prints it as the statement `a += b`, which rebinds the
 variable `a`, and a later reader of `a` would see the new value also where `a` is an integer.
 """
 

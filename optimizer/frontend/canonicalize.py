@@ -3,8 +3,7 @@
 Affine and norm layers become calls of plain `torch.nn` modules, also where a forward calls
 `F.linear`, `F.conv2d` or `F.batch_norm` on the model's own tensors. ReLU, the Dropouts and
 the transposes become calls of one function each, with every argument positional; sums and
-products become operators. No value
-changes, so each node keeps the facts of the one it replaces.
+products become operators. No value changes, so each node keeps the facts of the one it replaces.
 """
 
 from __future__ import annotations

@@ -706,6 +706,20 @@ class TestACandidateThatIsNoGood:
         assert reason in str(fast.report)
         torch.testing.assert_close(fast(x), model(x))
 
+    def test_nan_in_the_input_is_not_taken_for_a_write(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """NaN is unequal to itself: a right candidate was rejected as one that writes."""
+        name = "packed weights, channels_last"
+        monkeypatch.setitem(CANDIDATES, name, lambda region, inputs: copy.deepcopy(region))
+        x = image()
+        x[0, 0, 0, 0] = math.nan
+        report = lowered(net(), x).report
+        (choice,) = report.choices or report.tried
+
+        assert name in choice.seconds
+        assert not choice.rejected
+
     def test_it_is_told_also_where_the_call_is_not_lowered(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -1,7 +1,8 @@
 """`python -m benchmarks`: measure the current commit, publish, and say where the dashboard is.
 
-`--smoke` instead tries the suite out on one small model and keeps nothing. Results are filed under
-the name of the machine: BENCHMARK_MACHINE, or its architecture and number of cores.
+`compare BASE NEW` tells what one version changed against another. `--smoke` tries the suite out on
+one small model and keeps nothing. Results are filed under the name of the machine:
+BENCHMARK_MACHINE, or its architecture and number of cores.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ _SMOKE_MODEL = "tiny_convnet"
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["compare"]:
+        from .compare.command import main as compare
+
+        return compare(arguments[1:])
     machine = machine_name()
     _register(machine)
     if arguments == ["--smoke"]:

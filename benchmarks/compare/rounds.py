@@ -1,0 +1,99 @@
+"""Rounds: each cell in three new processes, of the base, of the base again, and of the new version.
+
+The order is drawn anew for each cell and round, so that what the machine does meets all three
+alike. The base against itself tells how much two runs of the same code differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .cells import Cell, NotObservedError, observe
+from .trees import Tree
+
+BASE, AGAIN, NEW = "base", "base again", "new"
+_ROLES = (BASE, AGAIN, NEW)
+_EXACT_ROUNDS = 2  # the second shows whether a number that changed is exact at all
+
+
+@dataclass
+class Series:
+    """What all rounds found of one cell.
+
+    Attributes:
+        rounds: for each, the number of each role.
+        exact: whether the numbers are the same in every process.
+        missing: why a role has no number.
+        failed: the roles whose benchmark failed.
+    """
+
+    cell: Cell
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    exact: bool = False
+    missing: dict[str, str] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a further round would tell nothing new."""
+        settled = self.exact and (self.is_unchanged or len(self.rounds) >= _EXACT_ROUNDS)
+        return bool(self.missing) or settled
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether all numbers so far are one."""
+        return len({value for each in self.rounds for value in each.values()}) <= 1
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The base and the new version, checked out."""
+
+    base: Tree
+    new: Tree
+
+    def of(self, role: str) -> Tree:
+        """The version that plays a role."""
+        return self.new if role == NEW else self.base
+
+    @contextlib.contextmanager
+    def servers(self) -> Iterator[dict[str, Any]]:
+        """A server of new processes for each role, started for one round."""
+        with contextlib.ExitStack() as stack:
+            yield {role: stack.enter_context(self.of(role).server()) for role in _ROLES}
+
+    def close(self) -> None:
+        """Remove what both left."""
+        for tree in (self.base, self.new):
+            tree.close()
+
+
+def run_round(
+    several: Iterable[Series], sides: Sides, draw: random.Random, tell: Callable[[Series], None]
+) -> None:
+    """Measure once more what is not settled; `tell` hears of each cell before it begins."""
+    waiting = [series for series in several if not series.is_done]
+    if not waiting:
+        return
+    with sides.servers() as servers:
+        for series in waiting:
+            tell(series)
+            _measure(series, sides, servers, draw)
+
+
+def _measure(series: Series, sides: Sides, servers: dict[str, Any], draw: random.Random) -> None:
+    found: dict[str, float] = {}
+    for role in draw.sample(_ROLES, len(_ROLES)):
+        try:
+            observed = observe(series.cell, sides.of(role), servers[role])
+        except NotObservedError as error:
+            series.missing[role] = str(error)
+            series.failed |= {role} if error.failed else set()
+        else:
+            found[role], series.exact = observed.value, observed.exact
+    if not series.missing:
+        series.rounds.append(found)

@@ -1,0 +1,440 @@
+"""`python -m benchmarks compare`: what it says of changes that are planted in a small repository.
+
+The suite there has samples that are drawn and not timed, so that no verdict depends on the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from benchmarks.compare import command
+from benchmarks.compare.cells import Cell
+from benchmarks.compare.command import Progress, main
+from benchmarks.compare.rounds import AGAIN, BASE, NEW, Series
+from benchmarks.compare.tables import markdown, text
+from benchmarks.compare.verdicts import (
+    FAILED,
+    IMPROVED,
+    INCONCLUSIVE,
+    NOT_COMPARED,
+    REGRESSED,
+    SAME,
+    Change,
+    flagged,
+    verdict,
+)
+
+ROOT = Path(__file__).parents[1]
+SUITE = '''
+import os, random
+
+
+def measured(name):
+    from optimizer import MEASURED
+    return MEASURED[name]
+
+
+class Toy:
+    """Ten samples a process; processes differ by 0.4 %."""
+
+    params = [["steady", "cold"]]
+    param_names = ["kind"]
+    unit = "seconds"
+
+    def track_latency(self, kind):
+        centre = measured(kind) * (1 + 0.004 * random.Random(os.urandom(8)).gauss(0, 1))
+        samples = [centre * (1 + 0.001 * place) for place in range(10)]
+        if kind == "cold":
+            samples[0] *= 30
+        return {"samples": samples, "number": 1}
+
+
+def track_memory():
+    return measured("memory")
+
+
+def track_fired():
+    return measured("fired")
+
+
+track_fired.less_is_better = False
+
+
+class Elsewhere:
+    def setup(self):
+        raise NotImplementedError("no such device")
+
+    def track_speed(self):
+        return 1
+'''
+CACHED = """
+def setup_cache():
+    from optimizer import MEASURED
+    return MEASURED
+
+
+def track_nodes(cache):
+    return cache["nodes"]
+"""
+BEFORE = {"steady": 0.01, "cold": 0.01, "memory": 4096, "fired": 3, "nodes": 7}
+
+
+def git(*arguments: str, folder: Path) -> str:
+    who = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
+    return subprocess.check_output(["git", *who, *arguments], cwd=folder, text=True).strip()
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with the suite above, our configuration of asv, and our command."""
+    folder = tmp_path_factory.mktemp("project")
+    suite = folder / "benchmarks"
+    for part in ("compare", "plugins/hostoverlay.py", "_machine.py"):
+        source, target = ROOT / "benchmarks" / part, suite / part
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+    (suite / "__init__.py").touch()
+    (suite / "toy.py").write_text(SUITE)
+    (suite / "toy_graph.py").write_text(CACHED)
+    settings = (ROOT / "asv.conf.json").read_text()
+    (folder / "asv.conf.json").write_text(settings.replace(', ".benchmarks.plugins.dashboard"', ""))
+    for package in ("optimizer", "models"):
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").touch()
+    (folder / ".gitignore").write_text(".asv\n__pycache__\n")
+    git("init", "-q", folder=folder)
+    commit(folder, "before")
+    return folder
+
+
+def commit(folder: Path, name: str, code: str = "", **changes: float) -> str:
+    """A version of the project in which some numbers are others."""
+    module = folder / "optimizer" / "__init__.py"
+    module.write_text(f"MEASURED = {BEFORE | changes}\n{code}")
+    git("add", "--all", folder=folder)
+    git("commit", "-q", "--allow-empty", "-m", name, folder=folder)
+    return git("rev-parse", "HEAD", folder=folder)
+
+
+def compared(folder: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]], str]:
+    """The exit code, the verdicts by cell, and all that was printed."""
+    file = folder / ".asv" / "verdicts.json"
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.compare.command", *arguments, "--rounds", "5"]
+    done = subprocess.run(
+        [*command, "--json", str(file)],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    found = json.loads(file.read_text())["verdicts"] if file.exists() else []
+    return done.returncode, {each["name"]: each for each in found}, done.stdout
+
+
+class TestPlantedChanges:
+    @pytest.mark.parametrize(
+        ("changes", "code", "expected"),
+        [
+            ({}, "# a comment", {}),
+            ({"steady": 0.0105}, "", {"toy.Toy.track_latency(steady)": REGRESSED}),
+            ({"steady": 0.0095}, "", {"toy.Toy.track_latency(steady)": IMPROVED}),
+            ({"cold": 0.0147}, "", {"toy.Toy.track_latency(cold)": REGRESSED}),
+            ({"memory": 8192}, "", {"toy.track_memory": REGRESSED}),
+            ({"nodes": 8}, "", {"toy_graph.track_nodes": REGRESSED}),
+            ({"fired": 4}, "", {"toy.track_fired": IMPROVED}),
+            ({}, "del MEASURED['memory']", {"toy.track_memory": FAILED}),
+        ],
+        ids=["none", "5 %", "-5 %", "47 %, cold", "memory", "graph", "more", "fails"],
+    )
+    def test_each_is_told_and_nothing_else(
+        self, repository: Path, changes: dict[str, float], code: str, expected: dict[str, str]
+    ) -> None:
+        before, after = commit(repository, "before"), commit(repository, "after", code, **changes)
+        status, found, output = compared(repository, before, after, "-b", "toy")
+        usual = dict.fromkeys(found, SAME) | {"toy.Elsewhere.track_speed": NOT_COMPARED}
+
+        assert {name: each["verdict"] for name, each in found.items()} == usual | expected, output
+        assert len(found) == 6
+        assert status == bool({REGRESSED, FAILED} & set(expected.values()))
+        assert found["toy.Elsewhere.track_speed"]["reason"].endswith("no such device')")
+
+    def test_the_working_tree_is_compared_with_its_changes(self, repository: Path) -> None:
+        commit(repository, "before")
+        module = repository / "optimizer" / "__init__.py"
+        module.write_text("from optimizer.more import MEASURED\n")
+        (repository / "optimizer" / "more.py").write_text(f"MEASURED = {BEFORE | {'nodes': 9}}\n")
+        try:
+            status, found, _ = compared(repository, "HEAD", ".", "-b", "nodes|memory")
+            told = git("status", "--short", folder=repository)
+        finally:
+            (repository / "optimizer" / "more.py").unlink()
+
+        assert status == 1
+        assert found["toy_graph.track_nodes"]["verdict"] == REGRESSED
+        assert found["toy.track_memory"]["verdict"] == SAME
+        assert told == "M optimizer/__init__.py\n?? optimizer/more.py"
+
+    def test_a_version_that_does_not_import_fails_in_each_cell(self, repository: Path) -> None:
+        before, after = commit(repository, "before"), commit(repository, "after", "import nowhere")
+        status, found, _ = compared(repository, before, after, "-b", "memory|latency")
+
+        assert status == 1
+        assert {each["verdict"] for each in found.values()} == {FAILED}
+        assert "No module named 'nowhere'" in found["toy.track_memory"]["reason"]
+
+    def test_where_nothing_can_be_compared_it_says_so(self, repository: Path) -> None:
+        status, found, output = compared(repository, "HEAD", "HEAD", "-b", "Elsewhere")
+
+        assert status == 2
+        assert [each["verdict"] for each in found.values()] == [NOT_COMPARED]
+        assert "nothing could be compared" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["HEAD", "no-such-branch"], "there is no commit 'no-such-branch' here"),
+        (["HEAD", "HEAD", "-b", "nothing"], "no benchmark matches 'nothing'"),
+    ],
+)
+def test_what_cannot_be_compared_is_told_in_a_sentence(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: Any, said: str
+) -> None:
+    status, _, output = compared(repository, *arguments)
+
+    assert status == 2
+    assert said in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["HEAD", "HEAD", "--rounds", "3"], "fewer than 4 tell nothing"),
+        (["HEAD", "HEAD", "--json", "no/such/folder.json"], "there is no folder"),
+    ],
+)
+def test_wrong_arguments_are_told_before_any_work(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def rounds(
+    draw: random.Random, *, change: float = 0.0, spread: float = 0.01, count: int = 8
+) -> list[dict[str, float]]:
+    """Numbers of one cell: processes differ by `spread`, and the machine drifts by 3 %."""
+
+    def one(drift: float, factor: float = 1.0) -> float:
+        return factor * math.exp(drift + draw.gauss(0, spread))
+
+    drifts = [draw.gauss(0, 0.03) for _ in range(count)]
+    return [{BASE: one(d), AGAIN: one(d), NEW: one(d, 1 + change)} for d in drifts]
+
+
+def series(found: list[dict[str, float]], **options: Any) -> Series:
+    cell = Cell("toy", less_is_better=True, unit="seconds", index=None, benchmark={})
+    return Series(cell, found, **options)
+
+
+def told(draw: random.Random, **options: Any) -> str:
+    """The verdict of the two stages, for one cell by itself."""
+    first = series(rounds(draw, **options))
+    again = series(rounds(draw, **options)) if flagged([first]) else None
+    return verdict(first, again).verdict
+
+
+class TestTheStatistics:
+    def test_nothing_is_rarely_taken_for_a_change(self) -> None:
+        draw = random.Random(0)
+        alarms = [told(draw) not in (SAME, INCONCLUSIVE) for _ in range(400)]
+
+        assert sum(alarms) <= 2  # 0.5 %
+
+    @pytest.mark.parametrize(("change", "power"), [(0.05, 0.95), (0.10, 0.99), (-0.10, 0.99)])
+    def test_a_change_is_nearly_always_seen(self, change: float, power: float) -> None:
+        draw = random.Random(1)
+        wanted = REGRESSED if change > 0 else IMPROVED
+        seen = [told(draw, change=change) == wanted for _ in range(200)]
+
+        assert sum(seen) >= power * 200
+
+    def test_what_is_too_noisy_is_inconclusive(self) -> None:
+        draw = random.Random(2)
+        assert [told(draw, spread=0.3) for _ in range(20)] == [INCONCLUSIVE] * 20
+
+    def test_the_interval_holds_the_truth_as_often_as_it_says(self) -> None:
+        draw = random.Random(3)
+        found = [Change.of(rounds(draw, change=0.04)) for _ in range(1000)]
+        inside = sum(change.low <= 1.04 <= change.high for change in found)
+
+        assert 920 <= inside <= 975
+
+    def test_the_smallest_visible_change_is_seen_in_four_of_five(self) -> None:
+        draw = random.Random(4)
+        visible = median(Change.of(rounds(draw)).visible for _ in range(200))
+        seen = [bool(flagged([series(rounds(draw, change=visible))])) for _ in range(200)]
+
+        assert 0.02 <= visible <= 0.06
+        assert 140 <= sum(seen) <= 185
+
+    def test_a_change_that_does_not_show_again_is_none(self) -> None:
+        draw = random.Random(5)
+        first, again = series(rounds(draw, change=0.2)), series(rounds(draw))
+
+        told = verdict(first, again)
+
+        assert flagged([first]) == [first]
+        assert told.verdict == INCONCLUSIVE
+        assert told.change == Change.of([*first.rounds, *again.rounds])
+
+    def test_of_many_cells_few_are_measured_again_for_nothing(self) -> None:
+        """At one in a hundred for each, ten of these thousand would be."""
+        draw = random.Random(9)
+        assert len(flagged([series(rounds(draw, spread=0.05)) for _ in range(1000)])) <= 2
+
+    @pytest.mark.parametrize("second", [-0.2, 0.01], ids=["the other way", "too small"])
+    def test_what_shows_again_is_the_same_change(self, second: float) -> None:
+        draw = random.Random(10)
+        first = series(rounds(draw, change=0.2, spread=0.001))
+
+        assert flagged([first])
+        again = series(rounds(draw, change=second, spread=0.001))
+        assert verdict(first, again).verdict == INCONCLUSIVE
+
+    def test_one_large_round_is_no_change(self) -> None:
+        still = dict.fromkeys((BASE, AGAIN, NEW), 1.0)
+        again = series([still | {NEW: 1.6 if place % 2 else 0.8} for place in range(8)])
+        first = series(rounds(random.Random(11), change=0.2))
+
+        assert Change.of(again.rounds).counts
+        assert verdict(first, again).verdict == INCONCLUSIVE
+
+    def test_what_the_base_shows_against_itself_is_no_change(self) -> None:
+        up, down = math.exp(0.2), math.exp(-0.2)
+        found = [
+            {BASE: first, AGAIN: second, NEW: 1.05}
+            for first, second in ((up, down), (down, up)) * 4
+        ]
+        change = Change.of(found)
+
+        assert not flagged([series(found)])
+        assert change.floor == pytest.approx(2 * 0.4 / math.sqrt(8))
+        assert (change.low, change.high) == pytest.approx((1.05, 1.05))
+
+    def test_the_change_that_is_told_is_of_the_second_rounds(self) -> None:
+        """The first were chosen for being large."""
+        draw = random.Random(6)
+        found = verdict(series(rounds(draw, change=0.3)), series(rounds(draw, change=0.1)))
+
+        assert found.verdict == REGRESSED
+        assert found.change is not None
+        assert found.change.ratio == pytest.approx(1.1, abs=0.03)
+
+
+class TestWhatIsExact:
+    def same(self, value: float) -> dict[str, float]:
+        return dict.fromkeys((BASE, AGAIN, NEW), value)
+
+    @pytest.mark.parametrize("unstable", [{AGAIN: 6, NEW: 5}, {NEW: 6}])
+    def test_a_number_that_differs_from_process_to_process_is_no_alarm(
+        self, unstable: dict[str, float]
+    ) -> None:
+        found = [self.same(4) | {NEW: 5}, self.same(4) | unstable]
+        told = verdict(series(found, exact=True))
+
+        assert told.verdict == INCONCLUSIVE
+        assert told.reason == "it differs from process to process"
+
+    def test_one_round_is_enough_where_nothing_changed_and_two_where_something_did(self) -> None:
+        changed = self.same(4) | {NEW: 5}
+
+        assert series([self.same(4)], exact=True).is_done
+        assert not series([changed], exact=True).is_done
+        assert series([changed, changed], exact=True).is_done
+        assert not series([self.same(4)]).is_done
+
+
+def test_what_fails_in_the_base_too_is_not_compared() -> None:
+    both = series([], missing={BASE: "it broke", AGAIN: "it broke", NEW: "it broke"}, failed={NEW})
+
+    assert verdict(both).verdict == NOT_COMPARED
+    assert verdict(both).reason == "it broke"
+
+
+def test_a_number_without_a_logarithm_is_not_compared() -> None:
+    found = verdict(series([dict.fromkeys((BASE, AGAIN, NEW), 0.0)] * 4))
+
+    assert found.verdict == NOT_COMPARED
+
+
+def test_what_was_interrupted_too_early_is_not_compared() -> None:
+    assert verdict(series(rounds(random.Random(0), count=3))).reason == "it was interrupted"
+
+
+@pytest.mark.parametrize("write", [text, lambda verdicts: markdown(verdicts, "title")])
+def test_the_tables_begin_with_what_matters(write: Callable[..., str]) -> None:
+    draw = random.Random(7)
+    slow = verdict(series(rounds(draw, change=0.2)), series(rounds(draw, change=0.2)))
+    lines = write([verdict(series(rounds(draw))), slow]).splitlines()[1:]
+    table = [line.split()[:2] for line in lines]
+    places = {
+        kind: next(place for place, words in enumerate(table) if kind in words)
+        for kind in (REGRESSED, SAME)
+    }
+
+    assert places[REGRESSED] < places[SAME]
+
+
+def test_a_line_comes_while_a_cell_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(4, silence=0.02) as progress:
+        progress.tell(series([]))
+        time.sleep(0.3)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 3
+    assert lines[0].startswith("1 of 4: toy, at most ")
+
+
+def test_an_interruption_keeps_the_rounds_that_are_whole(
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    draw, count = random.Random(8), 5
+
+    def run_round(several: list[Series], *_: Any) -> None:
+        if several and len(several[0].rounds) == count:
+            raise KeyboardInterrupt
+        for each in several:
+            each.rounds += rounds(draw, count=1)
+
+    monkeypatch.chdir(repository)
+    monkeypatch.setattr(command, "run_round", run_round)
+    monkeypatch.setattr(command, "cells", lambda *_: [series([]).cell])
+    file = tmp_path / "verdicts.json"
+    status = command.main(["HEAD", "HEAD", "--json", str(file)])
+    (found,) = json.loads(file.read_text())["verdicts"]
+
+    assert status == 2
+    assert found["verdict"] in (SAME, INCONCLUSIVE)
+    assert "interrupted" in capsys.readouterr().err

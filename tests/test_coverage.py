@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optimizer.testing import Spec, _coverage
-from optimizer.testing.__main__ import main
+from optimizer.testing import Spec
+from tests.quality import coverage as _coverage
+from tests.quality.__main__ import main
 
 
 def covered(*tokens: str, dtype: torch.dtype = torch.float64) -> _coverage.Coverage:

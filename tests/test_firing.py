@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from optimizer.testing import MOTIFS, _firing
-from optimizer.testing.__main__ import main
+from optimizer.testing import MOTIFS
+from tests.quality import firing as _firing
+from tests.quality.__main__ import main
 
 
 def test_a_pass_fires_in_a_fifth_of_its_own_fuzz() -> None:

@@ -13,16 +13,16 @@ from torch import nn
 import optimizer
 from optimizer.testing import (
     MOTIFS,
-    _figures,
-    _firing,
-    _generic,
-    _hunt,
-    _mutants,
-    _record,
-    _score,
-    _soak,
 )
-from optimizer.testing.__main__ import main
+from tests.quality import figures as _figures
+from tests.quality import firing as _firing
+from tests.quality import generic as _generic
+from tests.quality import hunt as _hunt
+from tests.quality import mutants as _mutants
+from tests.quality import record as _record
+from tests.quality import score as _score
+from tests.quality import soak as _soak
+from tests.quality.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 STAMP = {"commit": "abc1234", "machine": "abacus, 2 cores", "command": "count"}
@@ -46,7 +46,7 @@ def test_the_table_of_the_page_is_what_was_recorded() -> None:
     table = "\n".join(_figures.table(ROOT / "docs" / "fuzzing"))
 
     assert f"{_figures.START}\n{table}\n\n{_figures.END}" in (ROOT / _figures.PAGE).read_text(), (
-        "run `python -m optimizer.testing figures`"
+        "run `python -m tests.quality figures`"
     )
 
 
@@ -187,7 +187,7 @@ def test_an_entry_replaces_its_own_name_only(tmp_path: Path) -> None:
 def test_the_commit_has_a_mark_where_files_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "optimizer" / "testing" / "_record.py"
+    file = tmp_path / "tests" / "quality" / "record.py"
     file.parent.mkdir(parents=True)
     file.write_text("")
     monkeypatch.setattr(_record, "__file__", str(file))

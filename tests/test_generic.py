@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from optimizer.testing import _generic, _mutants, _record, _score
-from optimizer.testing.__main__ import main
-from optimizer.testing._mutants import Mutant
-from optimizer.testing._score import Verdict
+from tests.quality import generic as _generic
+from tests.quality import mutants as _mutants
+from tests.quality import record as _record
+from tests.quality import score as _score
+from tests.quality.__main__ import main
+from tests.quality.mutants import Mutant
+from tests.quality.score import Verdict
 
 FILE = "passes/fuse_linear_relu.py"
 TEXT = (_generic.PACKAGE / FILE).read_text()

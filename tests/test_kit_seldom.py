@@ -23,25 +23,25 @@ from optimizer.lowering.engines import engines_here
 from optimizer.testing import (
     Optimize,
     Spec,
-    _coverage,
-    _figures,
-    _generic,
-    _mutants,
     _on_disk,
-    _score,
-    _shrink,
-    _soak,
     assert_equivalent,
     check_spec,
     modules,
     randomize,
     smallest,
 )
-from optimizer.testing import __main__ as command_line
 from optimizer.testing import _lowering as _level_two
-from optimizer.testing.__main__ import main
 from optimizer.testing._observe import same_bits
 from optimizer.testing._rounding import AsPrecise
+from tests.quality import __main__ as command_line
+from tests.quality import coverage as _coverage
+from tests.quality import figures as _figures
+from tests.quality import generic as _generic
+from tests.quality import mutants as _mutants
+from tests.quality import score as _score
+from tests.quality import shrink as _shrink
+from tests.quality import soak as _soak
+from tests.quality.__main__ import main
 
 A_PASS = _mutants.catalogue()["fuse_linear_relu: the bias lost"]
 SURVIVES = _score.Verdict(A_PASS, "models", killed=False, examples=9, seconds=1.0, evidence="")

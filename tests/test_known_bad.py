@@ -16,9 +16,11 @@ import torch
 from torch import fx, nn
 from torch.torch_version import TorchVersion
 
-from optimizer.testing import MOTIFS, Counterexample, Spec, _compilers, _hunt, check_pass
-from optimizer.testing.__main__ import main
+from optimizer.testing import MOTIFS, Counterexample, Spec, check_pass
 from optimizer.testing._check import check_spec
+from tests.quality import compilers as _compilers
+from tests.quality import hunt as _hunt
+from tests.quality.__main__ import main
 
 with warnings.catch_warnings():
     # The module itself uses something that torch deprecates.
@@ -133,7 +135,7 @@ def test_the_hunt_lists_distinct_defects_each_with_a_test() -> None:
     assert "wrong answer · mask_fill" in signatures
     page = "\n".join(_hunt.listing("dead_code", found["dead_code"]))
     assert page.count("def test_counterexample") == len(found["dead_code"])
-    assert "from optimizer.testing._hunt import dead_code" in page
+    assert "from tests.quality.hunt import dead_code" in page
 
 
 def test_a_hunt_without_a_target_is_a_hunt_on_all_that_are_installed(

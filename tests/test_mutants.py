@@ -12,8 +12,11 @@ import pytest
 from torch import nn
 
 import optimizer
-from optimizer.testing import MOTIFS, Spec, _examples, _mutants, _score
-from optimizer.testing.__main__ import main
+from optimizer.testing import MOTIFS, Spec
+from tests.quality import examples as _examples
+from tests.quality import mutants as _mutants
+from tests.quality import score as _score
+from tests.quality.__main__ import main
 
 CATALOGUE = _mutants.catalogue()
 A_PASS = CATALOGUE["fuse_linear_relu: the bias lost"]
@@ -65,7 +68,7 @@ def test_a_mistake_is_planted_in_a_copy_only() -> None:
         assert "self.bias" not in Path(planted.__file__ or "").read_text().partition("F.linear(")[0]
         assert planted.fuse_linear_relu is not None
     assert sys.modules["optimizer"] is optimizer
-    assert sys.modules["optimizer.testing._score"] is _score
+    assert sys.modules["tests.quality.score"] is _score
 
 
 @pytest.mark.parametrize("name", [*MOTIFS, "capture", "lowering"])
@@ -128,8 +131,8 @@ def test_a_pass_that_many_models_leave_idle_is_found(monkeypatch: pytest.MonkeyP
 
 def test_every_change_plants_some_others(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (Path(__file__).parent.parent / ".ci" / "run").read_text().replace("\\\n", "")
-    (command,) = (line for line in lines.splitlines() if "optimizer.testing score" in line)
-    *given, count = shlex.split(command.partition("optimizer.testing ")[2])
+    (command,) = (line for line in lines.splitlines() if "tests.quality score" in line)
+    *given, count = shlex.split(command.partition("tests.quality ")[2])
     planted: list[set[str]] = []
 
     def tried(mutants: Any, by: list[str], *_: int) -> Any:

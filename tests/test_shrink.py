@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from optimizer.testing import SHAPES, Spec, _mutants, _shrink, smallest
-from optimizer.testing.__main__ import main
+from optimizer.testing import SHAPES, Spec, smallest
+from tests.quality import mutants as _mutants
+from tests.quality import shrink as _shrink
+from tests.quality.__main__ import main
 
 CATALOGUE = _mutants.catalogue()
 A_PASS = CATALOGUE["fuse_linear_relu: another activation taken for ReLU"]

@@ -1,4 +1,4 @@
-"""The command line of the kit: `python -m optimizer.testing score | hunt | soak | firing | …`."""
+"""The command line of the kit: `python -m tests.quality score | hunt | soak | firing | …`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ from typing import Any, TypeAlias
 
 import torch
 
-from optimizer.testing import _coverage, _figures, _firing, _generic, _hunt, _score, _shrink, _soak
-from optimizer.testing._mutants import Mutant, catalogue, sample
-from optimizer.testing._record import FOLDER, Recorder, read
 from optimizer.testing._subject import Optimize
 from optimizer.testing.motifs import MOTIFS
+from tests.quality import coverage as _coverage
+from tests.quality import figures as _figures
+from tests.quality import firing as _firing
+from tests.quality import generic as _generic
+from tests.quality import hunt as _hunt
+from tests.quality import score as _score
+from tests.quality import shrink as _shrink
+from tests.quality import soak as _soak
+from tests.quality.mutants import Mutant, catalogue, sample
+from tests.quality.record import FOLDER, Recorder, read
 
 Record: TypeAlias = Callable[..., None]
 
@@ -27,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and print what it finds."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(given)
-    command = shlex.join(["python", "-m", "optimizer.testing", *given])
+    command = shlex.join(["python", "-m", "tests.quality", *given])
     record = Recorder.of(FOLDER, _figure(options), command) if options.record else _forget
     return int(options.run(options, record))
 
@@ -42,7 +49,7 @@ def _forget(name: str, **measured: Any) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m optimizer.testing", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.quality", description=__doc__)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--record", action="store_true", help=f"keep the figures in {FOLDER}")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")

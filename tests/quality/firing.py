@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from optimizer.testing._assemble import Spec
-from optimizer.testing._mutants import PACKAGE
 from optimizer.testing._strategies import models, on_each
 from optimizer.testing._subject import Optimize
+from tests.quality.mutants import PACKAGE
 
 
 @dataclass

@@ -18,7 +18,7 @@ Entries: TypeAlias = dict[str, dict[str, Any]]
 
 FOLDER = Path("docs", "fuzzing")
 # What a figure speaks of, below the root, if not of the whole package.
-_SPEAKS_OF = {"hunt": ("optimizer/testing",), "quick": ("optimizer", "tests")}
+_SPEAKS_OF = {"hunt": ("optimizer/testing", "tests/quality"), "quick": ("optimizer", "tests")}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def code_of(figure: str) -> str:
     Commits do not: they are rebased, and most of them change something else.
     """
     root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for folder in _SPEAKS_OF.get(figure, ("optimizer",)):
+    for folder in _SPEAKS_OF.get(figure, ("optimizer", "tests/quality")):
         for file in sorted((root / folder).rglob("*.*")):
             if file.suffix in (".py", ".txt"):
                 digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
@@ -73,11 +73,11 @@ def code_of(figure: str) -> str:
 
 
 def commit() -> str:
-    """The commit of the package, with a + where files differ from it; empty where unknown."""
-    package = Path(__file__).parents[1]
+    """The commit, with a + where the package or its tests differ from it; empty where unknown."""
+    root = Path(__file__).parents[2]
     try:
-        head = _git("rev-parse", "--short=7", "HEAD", folder=package)
-        return head + "+" * bool(_git("status", "--porcelain", ".", folder=package))
+        head = _git("rev-parse", "--short=7", "HEAD", folder=root)
+        return head + "+" * bool(_git("status", "--porcelain", "optimizer", "tests", folder=root))
     except (OSError, subprocess.CalledProcessError):
         return ""
 

@@ -28,9 +28,10 @@ from random import Random
 from types import CodeType, ModuleType
 from typing import Any
 
+import optimizer
 from optimizer.testing.motifs import MOTIFS
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(optimizer.__file__).parent
 # What passes rest on without importing it, and where its tests are.
 BELOW = {"facts/propagation": "facts", "facts/effects": "facts"}
 
@@ -134,7 +135,9 @@ def planted(mutant: Mutant, module: str) -> Iterator[ModuleType]:
 
 
 def _forget_the_package() -> dict[str, ModuleType]:
-    names = [name for name in sys.modules if name.partition(".")[0] == PACKAGE.name]
+    """Take it out of what is imported, with what measures it; return both."""
+    ours = (PACKAGE.name, __package__)
+    names = [n for n in sys.modules if any(n == each or n.startswith(f"{each}.") for each in ours)]
     return {name: sys.modules.pop(name) for name in names}
 
 

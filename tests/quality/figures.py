@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optimizer.testing._generic import equivalent
-from optimizer.testing._mutants import catalogue
-from optimizer.testing._record import Entries, code_of, read
-from optimizer.testing._score import FINDERS, spread
 from optimizer.testing.motifs import MOTIFS
+from tests.quality.generic import equivalent
+from tests.quality.mutants import catalogue
+from tests.quality.record import Entries, code_of, read
+from tests.quality.score import FINDERS, spread
 
 START, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
 PAGE = Path("docs", "fuzzing.md")

@@ -13,9 +13,9 @@ from torch import fx, nn
 
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import Subject, check_spec
-from optimizer.testing._compilers import inductor, onnx_runtime
 from optimizer.testing._report import Counterexample
 from optimizer.testing._strategies import models, on_each
+from tests.quality.compilers import inductor, onnx_runtime
 
 Inputs = tuple[torch.Tensor, ...]
 

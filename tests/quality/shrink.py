@@ -10,11 +10,11 @@ from itertools import combinations
 import torch
 
 from optimizer.testing._assemble import Spec
-from optimizer.testing._examples import any_of, examine
-from optimizer.testing._mutants import Mutant, catalogue, concerned, planted
 from optimizer.testing._reduce import SIMPLEST
 from optimizer.testing._report import Counterexample
 from optimizer.testing._strategies import on_each
+from tests.quality.examples import any_of, examine
+from tests.quality.mutants import Mutant, catalogue, concerned, planted
 
 MOST_WORDS = 10  # more are not minimal without being tried
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from optimizer.testing import _examples
-from optimizer.testing._mutants import BELOW, Mutant, concerned, planted
+from tests.quality import examples as _examples
+from tests.quality.mutants import BELOW, Mutant, concerned, planted
 
 BUDGET = 400
 _SECONDS = 600  # a mistake may make a loop endless

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from optimizer.testing._mutants import BELOW, PACKAGE, Mutant, imports, of_capture
 from optimizer.testing.motifs import MOTIFS
+from tests.quality.mutants import BELOW, PACKAGE, Mutant, imports, of_capture
 
 _OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn,

@@ -1,4 +1,4 @@
-"""The command line of the kit: `python -m tests.quality score | hunt | soak | firing | …`."""
+"""How good the fuzz is: `python -m tests.quality score | hunt | soak | firing | …`."""
 
 from __future__ import annotations
 

@@ -2,15 +2,16 @@
 
 Every benchmark is prepared once a process and called before it is measured: asv runs `setup`
 before each sample, and one cold sample can hide a slow-down of half.
-Raise `version` when what is measured changes, here or in `_subjects`: asv then starts a new series.
+Raise `version` when what is measured changes, here, in `_workloads` or in `subjects`: asv then
+starts a new series.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from ._subjects import MODELS, REWRITTEN, VARIANTS, forward, load, offered, subject
 from ._unit import counts
+from ._workloads import MODELS, REWRITTEN, VARIANTS, forward, load, offered, subject
 
 
 class _Forward:

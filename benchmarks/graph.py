@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from ._subjects import EAGER, MODELS, PORTABLE, built, offered, rewriter
 from ._unit import counts
+from ._workloads import MODELS, PORTABLE, built, offered, rewriter
+from .subjects import EAGER
 
 OPTIMIZED = "optimized-1"
 

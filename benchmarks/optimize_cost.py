@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ._memory import give_freed_memory_back
-from ._subjects import MODELS, PORTABLE, REWRITTEN, chain, load, rewriting
+from ._workloads import MODELS, PORTABLE, REWRITTEN, chain, load, rewriting
 
 NODES_PER_LAYER = 3  # Linear, BatchNorm, ReLU
 

@@ -16,9 +16,9 @@ import torch
 from torch import fx, nn
 from torch.torch_version import TorchVersion
 
+from benchmarks import subjects
 from optimizer.testing import MOTIFS, Counterexample, Spec, check_pass
 from optimizer.testing._check import check_spec
-from tests.quality import compilers as _compilers
 from tests.quality import hunt as _hunt
 from tests.quality.__main__ import main
 
@@ -127,7 +127,7 @@ def test_the_motifs_alone_find_torch_fuse_wrong_at_once() -> None:
 
 
 def test_the_hunt_lists_distinct_defects_each_with_a_test() -> None:
-    found = {target: _hunt.hunt(target, examples=40) for target in ("torch.fx.fuse", "dead_code")}
+    found = {target: _hunt.hunt(target, examples=40) for target in ("fx_fuse", "dead_code")}
     signatures = [each.signature for defects in found.values() for each in defects]
 
     assert len(signatures) == len(set(signatures)) >= 9
@@ -135,24 +135,24 @@ def test_the_hunt_lists_distinct_defects_each_with_a_test() -> None:
     assert "wrong answer · mask_fill" in signatures
     page = "\n".join(_hunt.listing("dead_code", found["dead_code"]))
     assert page.count("def test_counterexample") == len(found["dead_code"])
-    assert "from tests.quality.hunt import dead_code" in page
+    assert "from tests.quality.hunt import Hunted" in page
 
 
 def test_a_hunt_without_a_target_is_a_hunt_on_all_that_are_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(_hunt, "hunt", lambda name, examples: [])
-    monkeypatch.setattr(_hunt, "find_spec", lambda package: package == "torch")
-    of_torch = [name for name in _hunt.TARGETS if name != "onnxruntime"]
+    monkeypatch.setattr(subjects, "find_spec", lambda package: False)
+    of_torch = [name for name in _hunt.targets() if name != "onnxruntime"]
 
     assert main(["hunt"]) == 0
     assert capsys.readouterr().out.split("\n")[:-1] == [f"{name}: 0 defects" for name in of_torch]
 
 
-@pytest.mark.parametrize("target", _hunt.TARGETS)
+@pytest.mark.parametrize("target", _hunt.targets())
 def test_a_target_of_the_hunt_passes_where_it_is_right(target: str) -> None:
-    subject, count = _hunt.TARGETS[target].subject, _hunt.TARGETS[target].examples // 6
-    motif = {"torch.fx.fuse": "conv bn", "dead_code": DEAD}.get(target, "dup tanh swap tanh add")
+    subject, count = _hunt.Hunted(target), subjects.named(target).hunt.examples // 6
+    motif = {"fx_fuse": "conv bn", "dead_code": DEAD}.get(target, "dup tanh swap tanh add")
     alphabet = ("relu", "shift", "add", motif)
 
     assert check_pass(subject, motif, alphabet=alphabet, max_examples=count) is None
@@ -163,10 +163,10 @@ def test_inductor_loses_what_is_written_through_an_idle_dropout() -> None:
     spec = Spec(("dropout", "idouble_statement"), shape=(2, 3), regime="random")
 
     if TorchVersion(torch.__version__) >= (2, 15):
-        assert check_spec(spec, _compilers.inductor, dtype=torch.float32) is not None
+        assert check_spec(spec, _hunt.Hunted("inductor"), dtype=torch.float32) is not None
         return
     with pytest.raises(Counterexample) as caught:
-        check_spec(spec, _compilers.inductor, dtype=torch.float32)
+        check_spec(spec, _hunt.Hunted("inductor"), dtype=torch.float32)
     assert "input 0 after the call" in str(caught.value)
 
 
@@ -183,4 +183,4 @@ def test_a_wrong_answer_of_onnx_runtime_is_seen(
     monkeypatch.setattr(onnxruntime.InferenceSession, "run", spoiled)
 
     with pytest.raises(Counterexample):
-        check_spec(Spec(("relu",), shape=(2, 3)), _compilers.onnx_runtime, dtype=torch.float32)
+        check_spec(Spec(("relu",), shape=(2, 3)), _hunt.Hunted("onnxruntime"), dtype=torch.float32)

@@ -16,9 +16,10 @@ import torch
 
 import benchmarks.peers as suite
 import models
-from benchmarks._subjects import TORCHVISION
+from benchmarks import subjects
+from benchmarks._workloads import TORCHVISION
 from benchmarks.peers import __main__ as command
-from benchmarks.peers import _preparations, _process, _worker
+from benchmarks.peers import _process, _worker
 from benchmarks.peers._process import PeerError, Worker, worker
 from benchmarks.peers._rounds import Plan, measured
 from benchmarks.peers._store import Store
@@ -403,7 +404,7 @@ def test_generations_of_a_processor_are_told_apart(information: str, name: str) 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_ours_and_eager_are_among_the_usual_peers(device):
-    usual = _preparations.usual(device)
+    usual = subjects.names(subjects.PEER, device)
 
     assert {"eager", "optimized-2", "compile-freezing"} <= set(usual)
     assert ("openvino" in usual) == (device == "cpu")
@@ -413,9 +414,9 @@ def test_ours_and_eager_are_among_the_usual_peers(device):
 def test_freezing_is_asked_of_inductor_itself(tmp_path):
     """As an option of torch.compile it changes nothing."""
     config = importlib.import_module("torch._inductor.config")
-    task = _preparations.Task(torch.nn.Identity(), (torch.ones(1),), 1, tmp_path)
+    task = subjects.Task(torch.nn.Identity(), (torch.ones(1),), 1, tmp_path)
     with config.patch(freezing=False):  # what monkeypatch undoes is gone
-        _preparations.PREPARATIONS["compile-freezing"](task)
+        subjects.named("compile-freezing").prepare(task)
 
         assert config.freezing
 

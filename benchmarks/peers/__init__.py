@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 from typing import Any, ClassVar
 
-from benchmarks._subjects import EAGER, TORCHVISION
 from benchmarks._unit import counts
+from benchmarks._workloads import TORCHVISION
+from benchmarks.subjects import EAGER, PEER, names
 
-from ._preparations import usual
 from ._process import worker
 from ._rounds import Cell, Plan, measured
 
 ASKED = "BENCHMARK_PEERS"
-_PEERS = [peer for peer in usual("cpu") if peer != EAGER]
+_PEERS = [peer for peer in names(PEER) if peer != EAGER]
 _PLACE = {"device": "cpu", "dtype": "float32", "batch": 1, "threads": 1}
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._machine import machine_name
-from benchmarks._subjects import EAGER, TORCHVISION
+from benchmarks._workloads import TORCHVISION
+from benchmarks.subjects import EAGER, PEER, all_subjects, names
 
-from ._preparations import PREPARATIONS, usual
 from ._process import worker
 from ._rounds import Plan, measured
 from ._store import Store
@@ -64,7 +64,7 @@ def _latest() -> Store:
 def _options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("--models", type=_names, help="all of torchvision's, if not given")
-    parser.add_argument("--peers", type=_names, help=f"of {', '.join(PREPARATIONS)}")
+    parser.add_argument("--peers", type=_names, help=f"of {', '.join(all_subjects())}")
     parser.add_argument("--threads", type=_numbers, default=[1], help="such as 1,2")
     parser.add_argument("--batch", type=_numbers, default=[1], help="such as 1,16")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -73,7 +73,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few and short rounds; keeps nothing")
     parser.add_argument("--table", action="store_true", help="only print the latest that is kept")
     options = parser.parse_args(arguments)
-    unknown = set(options.peers or []) - set(PREPARATIONS)
+    unknown = set(options.peers or []) - set(all_subjects())
     if unknown or options.rounds < 6:
         parser.error(f"no such peers: {unknown}" if unknown else "too few rounds for an interval")
     return options
@@ -89,7 +89,7 @@ def _numbers(text: str) -> list[int]:
 
 def _measure(options: argparse.Namespace, store: Store) -> None:
     models = options.models or TORCHVISION
-    peers = [EAGER, *(options.peers or usual(options.device))]
+    peers = [EAGER, *(options.peers or names(PEER, options.device))]
     plan = _QUICK if options.quick else Plan(rounds=options.rounds)
     tasks = list(itertools.product(options.threads, options.batch, models))
     guess = _seconds(peers, plan) * len(tasks) / 60

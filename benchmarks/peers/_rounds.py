@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks._subjects import EAGER
+from benchmarks.subjects import EAGER
 
 from ._process import PeerError, Worker
 
@@ -97,6 +97,7 @@ class _Race:
             "prepared": prepared["preparing"] + max(0, beyond),
             "peak_memory": None if None in peaks else max(peaks),
             "difference": prepared["difference"],
+            "budget": prepared.get("budget", 0),
         }
 
     def _seconds(self, peer: str) -> list[float]:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
-from benchmarks._subjects import EAGER
+from benchmarks.subjects import EAGER, ordered
 
-from ._preparations import PREPARATIONS
 from ._rounds import Cell
 from ._store import Key
 
@@ -57,8 +56,7 @@ class _Group:
     def __init__(self, cells: dict[tuple[str, str], Cell], furthest: float) -> None:
         self.cells, self.furthest = cells, furthest
         self.models = list(dict.fromkeys(model for model, _ in cells))
-        measured = {peer for _, peer in cells}
-        self.peers = [peer for peer in PREPARATIONS if peer in measured - {EAGER}]
+        self.peers = ordered({peer for _, peer in cells} - {EAGER})
         self.notes: dict[str, int] = {}
 
     def lines(self) -> Iterator[str]:
@@ -112,7 +110,7 @@ class _Group:
         return "" if peak is None else f"{peak / 2**20:.0f}"
 
     def _wrong(self, cell: Cell) -> bool:
-        return bool(cell["difference"] > self.furthest)
+        return bool(cell["difference"] > max(self.furthest, cell.get("budget", 0)))
 
     def _speedups(self, model: str, peer: str) -> list[float]:
         """Of each round; none where the peer failed."""

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._memory import give_freed_memory_back
-
-from ._preparations import PREPARATIONS, Task
+from benchmarks.subjects import Task, named
 
 FIRST_CALLS = 3  # what compiles when it is called does so in these
 _SEED = 0
@@ -51,14 +50,16 @@ def _answers() -> Any:
 def _served(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     memory, task = _built(asked)
     expected = _leaves(task.module(*_copies(task.inputs)))
+    subject = named(asked["peer"])
     started = time.perf_counter()
-    call = PREPARATIONS[asked["peer"]](task)
+    call = subject.prepare(task)
     preparing = time.perf_counter() - started
     inputs = task.inputs
     del task  # and with it the module, unless the peer needs it
     first = [_timed(call, inputs) for _ in range(FIRST_CALLS)]
     difference = _difference(_leaves(call(*_copies(inputs))), expected)
-    yield {"preparing": preparing, "first": first, "difference": difference}
+    budget = subject.promise if isinstance(subject.promise, float) else 0
+    yield {"preparing": preparing, "first": first, "difference": difference, "budget": budget}
     for line in sys.stdin:
         yield _block(call, inputs, memory, **json.loads(line))
 

@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--budget", type=int, default=_score.BUDGET, help="models for each")
     score.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     hunt = command("hunt", _run_hunt, "the defects of other tools")
-    hunt.add_argument("--target", choices=_hunt.TARGETS, help="one of them; all if not given")
+    hunt.add_argument("--target", choices=_hunt.targets(), help="one of them; all if not given")
     hunt.add_argument("--examples", type=int, help="so many; else as many as each target has")
     firing = command("firing", _run_firing, "how often each pass fires, what it refuses")
     firing.add_argument("passes", nargs="*", help="their names; all if none are given")

@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterator
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
+from torch.utils import _pytree as pytree
 
+from benchmarks.subjects import HUNTED, Task, all_subjects, named
 from optimizer.testing._assemble import Spec
-from optimizer.testing._check import Subject, check_spec
+from optimizer.testing._check import check_spec
 from optimizer.testing._report import Counterexample
 from optimizer.testing._strategies import models, on_each
-from tests.quality.compilers import inductor, onnx_runtime
 
 Inputs = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A tool, and the words that make models which it is meant for.
-
-    Attributes:
-        subject: the tool.
-        alphabet: the words.
-        dtype: of parameters and inputs.
-        examples: how many models, unless told otherwise.
-        max_size: the most programs in one; a compiler takes long to reduce them.
-        needs: the package that it is of, where that is not torch.
-    """
-
-    subject: Subject
-    alphabet: tuple[str, ...]
-    dtype: torch.dtype = torch.float64
-    examples: int = 120
-    max_size: int = 12
-    needs: str = "torch"
 
 
 @dataclass(frozen=True)
@@ -49,97 +32,88 @@ class Defect:
     counterexample: Counterexample
 
 
-def fuse(model: nn.Module, inputs: Inputs) -> nn.Module:
-    """`torch.fx.experimental.optimization.fuse`, on a copy."""
-    with warnings.catch_warnings():  # the module uses what torch has deprecated
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from torch.fx.experimental import optimization
-    return optimization.fuse(copy.deepcopy(model))
+@dataclass(frozen=True)
+class Hunted:
+    """A subject of the suite, as the fuzz takes one: from a copy of a model to a module."""
+
+    name: str
+
+    preamble = "from tests.quality.hunt import Hunted"
+
+    @property
+    def call(self) -> str:
+        """The expression that a test writes for this."""
+        return f"{self}(model, inputs)"
+
+    def __call__(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+        subject = named(self.name)
+        with tempfile.TemporaryDirectory() as folder, _quiet():
+            task = Task(copy.deepcopy(model), inputs, 1, Path(folder))
+            made = subject.prepare(task)
+        if subject.values_only:
+            return _ValuesOnly(model, made)
+        return made if isinstance(made, nn.Module) else _AsModule(made)
 
 
-def dead_code(model: nn.Module, inputs: Inputs) -> nn.Module:
-    """`torch.fx.Graph.eliminate_dead_code`, on a trace."""
-    traced = fx.symbolic_trace(model)
-    traced.graph.eliminate_dead_code()
-    traced.recompile()
-    return traced
+class _AsModule(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(*inputs)
 
 
-def freeze(model: nn.Module, inputs: Inputs) -> nn.Module:
-    """`torch.jit.freeze`, on a trace, with the optimizations that it runs by default."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        traced = torch.jit.trace(copy.deepcopy(model), inputs, check_trace=False)  # type: ignore[no-untyped-call]
-        return torch.jit.freeze(traced)  # type: ignore[no-any-return]
+class _ValuesOnly(nn.Module):
+    """A runtime's values, in the memory of the model's own answer.
+
+    It knows neither strides nor aliases, and writes no input.
+    """
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.function = copy.deepcopy(model), function
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        values = self.function(*inputs)
+        answer = self.model(*inputs)
+        leaves, structure = pytree.tree_flatten(answer)
+        for leaf, value in zip(leaves, values, strict=True):
+            assert leaf.shape == value.shape, f"expected {leaf.shape}, got {value.shape}"
+            leaf.copy_(value)
+        return pytree.tree_unflatten(leaves, structure)
 
 
-def common_subexpressions(model: nn.Module, inputs: Inputs) -> nn.Module:
-    """`torch.fx.passes.dialect.common.cse_pass.CSEPass`, on a trace."""
-    from torch.fx.passes.dialect.common import cse_pass
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
-    result = cse_pass.CSEPass()(fx.symbolic_trace(model))
-    assert result is not None
-    return result.graph_module  # type: ignore[no-any-return]
 
-
-_LAYERS = ("relu", "linear", "conv", "bn", "add", "dup", "swap", "again", "block", "out")
-TARGETS: dict[str, Target] = {
-    "torch.fx.fuse": Target(
-        fuse,
-        (*_LAYERS, "hook", "tie", "linear4", "bn_plain", "bn_train", "bn_nostats", "linear bn",
-         "linear bn hook", "block again"),
-    ),
-    "dead_code": Target(
-        dead_code,
-        ("relu", "shift", "add", "dup", "idouble_statement", "mask_fill", "iview_statement",
-         "relu_statement", "dropout_train", "bn_train", "dup dropout_train drop",
-         "dup bn_train drop", "dup idouble drop"),
-    ),
-    "cse": Target(
-        common_subexpressions,
-        ("relu", "shift", "dup", "swap", "add", "idouble_statement", "mask_fill", "out",
-         "dropout_F_train", "dup relu swap relu", "dup double swap double",
-         "dup dropout_F_train swap dropout_F_train add", "linear"),
-    ),
-    "jit.freeze": Target(
-        freeze,
-        (*_LAYERS, "bn_train", "dropout_train", "constant_counter", "hook", "merge", "add_size"),
-    ),
-    "inductor": Target(
-        inductor,
-        ("relu", "linear", "conv", "bn", "add", "dup", "block", "bn_train", "t01",
-         "dropout idouble_statement"),
-        torch.float32,
-        examples=40,
-        max_size=3,
-    ),
-    "onnxruntime": Target(
-        onnx_runtime,
-        (*_LAYERS, "linear_matmul", "permute_same", "offset", "t01", "pad_kw", "avg_pool_padded",
-         "permute_same linear_matmul offset"),
-        torch.float32,
-        examples=60,
-        max_size=3,
-        needs="onnxruntime",
-    ),
-}  # fmt: skip
+def targets() -> list[str]:
+    """The subjects that are hunted."""
+    return [name for name, subject in all_subjects().items() if HUNTED in subject.roles]
 
 
 def installed() -> list[str]:
-    """The targets that can be hunted on here."""
-    return [name for name, target in TARGETS.items() if find_spec(target.needs)]
+    """Those of them that can be here: not one that promises an error and no answer."""
+    found = map(named, targets())
+    return [s.name for s in found if s.is_installed and not isinstance(s.promise, float)]
 
 
 def hunt(name: str, examples: int | None = None) -> list[Defect]:
     """The distinct defects of a target that so many generated models show, smallest first."""
-    target, found, seen = TARGETS[name], dict[str, Counterexample](), set[str]()
+    chosen, found, seen = named(name).hunt, dict[str, Counterexample](), set[str]()
     torch.set_num_threads(1)
 
-    @on_each(
-        models(alphabet=target.alphabet, max_size=target.max_size), examples or target.examples
-    )
+    @on_each(models(alphabet=chosen.words, max_size=chosen.size), examples or chosen.examples)
     def collect(spec: Spec) -> None:
-        failure = _failure(spec, target)
+        failure = _failure(spec, name)
         if failure and (_kind(failure) not in seen or len(spec.tokens) <= 3):
             seen.add(_kind(failure))
             smallest = failure.reduced()
@@ -148,10 +122,12 @@ def hunt(name: str, examples: int | None = None) -> list[Defect]:
     return [Defect(key, found[key]) for key in sorted(found, key=lambda k: (len(k), k))]
 
 
-def _failure(spec: Spec, target: Target) -> Counterexample | None:
+def _failure(spec: Spec, name: str) -> Counterexample | None:
     """What is wrong on a model, out of the handling of it: Dynamo prints what is handled."""
+    subject = named(name)
+    exact, dtype = subject.promise == "same bits", getattr(torch, subject.hunt.dtype)
     try:
-        check_spec(spec, target.subject, dtype=target.dtype)
+        check_spec(spec, Hunted(name), exact=exact, dtype=dtype)
     except Counterexample as failure:
         return failure
     return None

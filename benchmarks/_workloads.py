@@ -1,4 +1,4 @@
-"""What is benchmarked: models by name, and the variants of them that are compared.
+"""What is benchmarked: models by name, and variants of them as the subjects make them.
 
 Names are static strings, because asv files each result under the text of its parameters. Only
 append to these tuples. Nothing here imports torch before it is needed: asv reads this module to
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from .subjects import EAGER, OURS, VARIANT, Task, named, names
 
 TORCHVISION = [
     "resnet18",
@@ -46,10 +48,9 @@ MODELS = [
     "masked_postprocess_4096",
     *TORCHVISION,
 ]
-EAGER = "eager"
-PORTABLE = ["optimized-1", "fx_fuse"]
-REWRITTEN = [*PORTABLE, "optimized-2", "optimized-2-openvino"]
-VARIANTS = [EAGER, *REWRITTEN]
+VARIANTS = names(VARIANT)
+REWRITTEN = [name for name in VARIANTS if name != EAGER]
+PORTABLE = ["optimized-1", "fx_fuse"]  # whose graphs are counted
 _WARM_UP_CALLS = 2
 
 Subject = tuple[Any, tuple[Any, ...]]
@@ -130,39 +131,22 @@ def rewriting(build: Callable[..., Subject], arguments: tuple[Any, ...], tool: s
 
 
 def rewriter(variant: str) -> Callable[[Any, Any], Any]:
-    """What makes a variant of (module, inputs)."""
-    if variant == "fx_fuse":
-        return _fx_fuse
-    if variant == EAGER:
-        return lambda module, inputs: module
-    _, level, *engines = variant.split("-")
-    return functools.partial(_optimize, int(level), tuple(engines))
+    """What makes a variant of (module, inputs); ours without the check of its answer."""
+    subject, folder = named(variant), Path(tempfile.gettempdir())
 
-
-def _optimize(level: int, engines: tuple[str, ...], module: Any, inputs: Any) -> Any:
-    """At each level without engines, unless the variant names one."""
-    optimize = offered("optimizer", "optimize")
-    known = "engines" in inspect.signature(optimize).parameters
-    if engines and not known:
-        raise NotImplementedError("this commit has no engines")
-    options = {"engines": engines} if known else {}
-    try:
-        return optimize(module, inputs, level=level, check=None, **options)
-    except ValueError as error:
-        if "level" not in str(error) and "engine" not in str(error):
+    def rewrite(module: Any, inputs: Any) -> Any:
+        if variant.startswith(OURS):
+            offered("optimizer", "optimize")
+        try:
+            return subject.prepare(Task(module, inputs, 1, folder, check=False))
+        except NotImplementedError:
             raise
-        raise NotImplementedError(
-            f"this commit has no {level=}, or {engines=} is not here"
-        ) from error
+        except Exception as error:  # others have many ways to fail on a model they do not know
+            if variant.startswith(OURS):
+                raise
+            raise NotImplementedError(f"{variant}: {error}") from error
 
-
-def _fx_fuse(module: Any, inputs: Any) -> Any:
-    from torch.fx.experimental.optimization import fuse
-
-    try:
-        return fuse(module)
-    except Exception as error:  # it has many ways to fail on a model that it does not know
-        raise NotImplementedError(f"fuse: {error}") from error
+    return rewrite
 
 
 def _require_hardware(device: str) -> None:

@@ -77,26 +77,21 @@ class Pass:
 
 
 def rewrite(
-    pattern: Pattern, *, numerics: Numerics, phase: Phase, opt_in: bool = False
-) -> Callable[[Callable[..., fx.Node | None]], Pass]:
+    pattern: Pattern | None, *, numerics: Numerics, phase: Phase, opt_in: bool = False
+) -> Callable[[Callable[..., Any]], Pass]:
     """Make a pass of a function that replaces one match of `pattern`."""
-    return lambda function: _declared(function, pattern, numerics, phase, opt_in)
+
+    def declared(function: Callable[..., Any]) -> Pass:
+        name = function.__name__
+        if not function.__doc__:
+            raise PassError(f"pass {name} has no docstring: state its safety argument.")
+        return Pass(name, pattern, function, numerics, phase, opt_in)
+
+    return declared
 
 
 def whole_graph(
     *, numerics: Numerics, phase: Phase, opt_in: bool = False
 ) -> Callable[[Callable[[fx.Graph], list[fx.Node]]], Pass]:
     """Make a pass of a function that edits a graph and returns the nodes it removed."""
-    return lambda function: _declared(function, None, numerics, phase, opt_in)
-
-
-def _declared(
-    function: Callable[..., Any],
-    pattern: Pattern | None,
-    numerics: Numerics,
-    phase: Phase,
-    opt_in: bool = False,
-) -> Pass:
-    if not function.__doc__:
-        raise PassError(f"pass {function.__name__} has no docstring: state its safety argument.")
-    return Pass(function.__name__, pattern, function, numerics, phase, opt_in)
+    return rewrite(None, numerics=numerics, phase=phase, opt_in=opt_in)

@@ -26,6 +26,7 @@ from optimizer.core.node import (
     tensors_of,
 )
 from optimizer.core.ops import INPLACE_OPERATORS, add_over, mul_over
+from optimizer.facts.effects import home_of
 from optimizer.facts.propagation import Fact, Facts
 
 
@@ -230,9 +231,10 @@ _PURE_BY_DEFINITION = (
 _EFFECTS_OF_PYTHON = (expect_structure, *INPLACE_OPERATORS)
 
 
-def is_trusted(code: Any) -> bool:
-    """Whether it is known to have no effect but those that ATen operators have."""
-    return str(getattr(code, "__module__", "")).split(".")[0] in _TRUSTED
+def _calls_trusted_code(node: fx.Node) -> bool:
+    """Whether a call is known to have no effect but those that ATen operators have."""
+    known = node.op == "call_method" or node.target is getattr
+    return known or home_of(node) in _TRUSTED
 
 
 def _on_a_tensor(node: fx.Node) -> bool:
@@ -249,12 +251,10 @@ def is_pure(node: fx.Node) -> bool:
     nothing = known.value is None  # a guard, for one; what is not known may write all it is given
     if known.writes or known.random or nothing:
         return False
-    if node.op == "call_module":
-        return is_trusted(type(module_of(node)))
-    if node.op == "call_function":
-        trusted = is_trusted(node.target) or node.target is getattr
-        return trusted and node.target not in _EFFECTS_OF_PYTHON
-    return node.op == "get_attr" or (node.op == "call_method" and _on_a_tensor(node))
+    if node.op == "call_method":
+        return _on_a_tensor(node)
+    trusted = node.op in ("call_module", "call_function") and _calls_trusted_code(node)
+    return node.op == "get_attr" or (trusted and node.target not in _EFFECTS_OF_PYTHON)
 
 
 def computation(last: fx.Node, accepts: Callable[[fx.Node], bool]) -> list[fx.Node]:
@@ -334,12 +334,9 @@ def _obstacles(node: fx.Node, facts: Facts) -> Iterator[str]:
         yield f"'{node.name}' draws random numbers"
     elif not facts.external.isdisjoint(known.writes):
         yield f"'{node.name}' writes an input or an attribute"
-    elif not _is_known_code(node):
+    elif not (_calls_trusted_code(node) and _is_plain(node)):
         yield f"'{node.name}' runs code that may do more ({describe(node)})"
 
 
-def _is_known_code(node: fx.Node) -> bool:
-    if node.op == "call_module":
-        module = module_of(node)
-        return is_trusted(type(module)) and all(map(is_plain, module.modules()))
-    return node.op == "call_method" or node.target is getattr or is_trusted(node.target)
+def _is_plain(node: fx.Node) -> bool:
+    return node.op != "call_module" or all(map(is_plain, module_of(node).modules()))

@@ -83,11 +83,8 @@ class Facts:
         return map_tensors(self._to_meta, value)
 
     def _to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._meta:
-            self._remember(tensor)
-        return self._meta[id(tensor)]  # type: ignore[no-any-return]
-
-    def _remember(self, tensor: torch.Tensor) -> None:
+        if id(tensor) in self._meta:
+            return self._meta[id(tensor)]  # type: ignore[no-any-return]
         real = tensor.untyped_storage()
         if real._cdata not in self._storages:
             empty = torch.UntypedStorage(real.nbytes(), device="meta")  # type: ignore[no-untyped-call]
@@ -99,6 +96,7 @@ class Facts:
         self._meta[id(tensor)] = meta
         self._alive.append(tensor)
         self.devices.add(tensor.device)
+        return meta
 
     def input(self, node: fx.Node, example: Any) -> None:
         """Record the example that a placeholder is given."""

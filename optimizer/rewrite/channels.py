@@ -65,7 +65,8 @@ def affine_over(node: fx.Node, layer: Layer, channels: int) -> Affine:
 def _of_batchnorm(node: fx.Node, layer: Layer, channels: int) -> Affine:
     bn = module_of(node)
     require(not bn.training, "BatchNorm is in training mode and uses batch statistics")
-    require(_has_statistics(bn), "BatchNorm tracks no running statistics and uses the batch's")
+    tracks = bn.running_mean is not None and bn.running_var is not None
+    require(tracks, "BatchNorm tracks no running statistics and uses the batch's")
     known_rank = _RANK.get(type(bn)) or rank(node.all_input_nodes[0])
     require(known_rank == layer.weight.ndim, "BatchNorm normalizes another axis than the layer's")
     require(channels == bn.num_features, "the number of features differs")
@@ -101,10 +102,6 @@ def _constant_of(node: fx.Node, mapped: Any, layer: Layer, channels: int) -> tor
     return value
 
 
-def _has_statistics(bn: Any) -> bool:
-    return bn.running_mean is not None and bn.running_var is not None
-
-
 def _fits(weight: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether a value of the weight's dtype and device keeps them, combined with another."""
     floating = weight.is_floating_point() and other.is_floating_point()
@@ -131,25 +128,17 @@ def require_only_reader(node: fx.Node, reader: fx.Node) -> None:
         Refused: someone does.
     """
     others = [user for user in node.users if user is not reader]
-    require(
-        all(_reads_shape(user, node) for user in others), "the layer's output is read elsewhere"
-    )
-
-
-_SHAPE_ATTRIBUTES = ("shape", "ndim", "dtype", "device")
-_SHAPE_METHODS = ("size", "dim", "numel")
-_SHAPE_OF_SECOND = ("reshape_as", "view_as", "expand_as")
+    of_shape = all(_reads_shape(user, node) for user in others)
+    require(of_shape, "the layer's output is read elsewhere")
 
 
 def _reads_shape(user: fx.Node, node: fx.Node) -> bool:
     """Whether a node asks another one for its shape or dtype only."""
     if user.target is getattr:
-        return user.args[1] in _SHAPE_ATTRIBUTES
-    if user.op != "call_method":
-        return False
-    return user.target in _SHAPE_METHODS or (
-        user.target in _SHAPE_OF_SECOND and user.args[0] is not node
-    )
+        return user.args[1] in ("shape", "ndim", "dtype", "device")
+    if user.op == "call_method" and user.target in ("reshape_as", "view_as", "expand_as"):
+        return user.args[0] is not node
+    return user.op == "call_method" and user.target in ("size", "dim", "numel")
 
 
 def may_keep_odd_strides(layer: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.node import attribute, callee, fresh_name, module_of, owner
+from optimizer.facts.facts import computation
 from optimizer.frontend.canonicalize import spell
 from optimizer.frontend.tracer import Tracer
 from optimizer.rewrite.calls import insert_call, may_write, overwrites, signatures, take_place
@@ -237,9 +238,7 @@ def _in_mode(pattern: Any, module: fx.GraphModule) -> Any:
 def _pattern(pattern: Any) -> fx.GraphModule:
     part = record(pattern)
     result = result_of(part)
-    needed = {result} if isinstance(result, fx.Node) else set()
-    for node in reversed(part.graph.nodes):
-        needed |= set(node.all_input_nodes) if node in needed else set()
+    needed = computation(result, lambda _: True) if isinstance(result, fx.Node) else []
     if len(needed) + 1 != len(part.graph.nodes) or result.op == "placeholder":
         raise InputError("a pattern returns one value, and does nothing that this does not need.")
     return part

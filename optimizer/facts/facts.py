@@ -40,11 +40,7 @@ def facts_of(graph: fx.Graph) -> Facts | None:
 
 
 def fact(node: fx.Node) -> Fact:
-    """All that is known of a node.
-
-    Raises:
-        Refused: nothing is known of it.
-    """
+    """All that is known of a node."""
     known = node.meta.get("fact")
     if known is None:
         raise Refused("the graph was captured without example inputs")
@@ -54,11 +50,7 @@ def fact(node: fx.Node) -> Fact:
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
-    """A meta tensor with the shape, dtype and strides of a node's value.
-
-    Raises:
-        Refused: they are not known, or the value is not a tensor.
-    """
+    """A meta tensor with the shape, dtype and strides of a node's value."""
     value = fact(node).value
     if not isinstance(value, torch.Tensor):
         raise Refused(f"'{node.name}' is not a tensor")
@@ -90,11 +82,7 @@ def dtype(node: fx.Node) -> torch.dtype:
 
 
 def number_from_sizes(node: fx.Node) -> bool | int | float:
-    """A number that was computed from sizes; a rewrite that asks is guarded by them.
-
-    Raises:
-        Refused: it is something else, or rests on an argument that is no tensor.
-    """
+    """A number that was computed from sizes; a rewrite that asks is guarded by them."""
     known = fact(node)
     if not isinstance(known.value, bool | int | float):
         raise Refused("it is no number")
@@ -118,14 +106,14 @@ def _use(node: fx.Node, kind: str) -> None:
 
 
 def forget_asked(graph: fx.Graph) -> None:
-    """A rewrite begins, or was refused: what was asked of the facts binds nobody."""
+    """Discard the guards that were requested since the last rewrite that fired."""
     facts = facts_of(graph)
     if facts is not None:
         facts.asked.clear()
 
 
 def rely_on_asked(graph: fx.Graph) -> None:
-    """A rewrite fired: later calls are held to what it asked of the facts."""
+    """Keep the guards that were requested: a rewrite that fired rests on them."""
     facts = facts_of(graph)
     if facts is not None:
         facts.relied |= facts.asked
@@ -156,7 +144,7 @@ def is_fresh(node: fx.Node) -> bool:
 
 
 def is_private(node: fx.Node, write: fx.Node) -> bool:
-    """Whether nobody sees it if `write` makes a new tensor, which later readers then read.
+    """Whether `write` may make a new tensor instead, which later readers then read.
 
     A view that is taken later is taken of the new tensor; an earlier one must not be read after.
     """

@@ -183,12 +183,23 @@ class Facts:
         held = node.meta["fact"].storages
         both: frozenset[int] = held | replaced.meta["fact"].storages
         if not self.any_written(both):
-            self.rename([node], held, both)
+            self._rename([node], held, both)
             return
-        known = (table.get(n, ()) for n in both for table in (self.holders, self.writers))
-        self.rename(list({each: None for nodes in known for each in nodes}), both, both)
+        self._rename(self._users_of(both), both, both)
 
-    def rename(self, nodes: list[fx.Node], was: frozenset[int], now: frozenset[int]) -> None:
+    def rename_after(self, node: fx.Node, replaced: fx.Node) -> None:
+        """Record that what holds or writes a value after `node` does so to that one's."""
+        was, now = (each.meta["fact"].storages for each in (replaced, node))
+        *_, output = node.graph.nodes
+        known = dict.fromkeys([*self._users_of(was), output])
+        self._rename([each for each in known if not each._erased and node < each], was, now)
+
+    def _users_of(self, storages: frozenset[int]) -> list[fx.Node]:
+        """The nodes that hold or write some storages."""
+        known = (table.get(n, ()) for n in storages for table in (self.holders, self.writers))
+        return list({each: None for nodes in known for each in nodes})
+
+    def _rename(self, nodes: list[fx.Node], was: frozenset[int], now: frozenset[int]) -> None:
         """Record that nodes that hold, or write, some storages do so to others instead."""
         gone = set(nodes)
         for storage, table in product(was, (self.holders, self.writers)):

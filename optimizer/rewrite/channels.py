@@ -47,12 +47,9 @@ def _is_constant(value: Any) -> bool:
 
 
 def affine_over(node: fx.Node, layer: Layer, channels: int) -> Affine:
-    """What an affine node does to the channels that a layer writes or reads.
+    """What an affine node with an `operand` does to the channels that a layer writes or reads.
 
-    Args:
-        node: one with an `operand`.
-        layer: says the dtype, and that the channels are dimension `1 - layer.weight.ndim`.
-        channels: how many there are.
+    They are dimension `1 - layer.weight.ndim` of its value, in the layer's dtype.
 
     Raises:
         Refused: it does something else, or may do so in another call.
@@ -110,23 +107,13 @@ def _fits(weight: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def require_moderate_shift(affine: Affine) -> None:
-    """Refuse where values were centred by a shift far beyond their size.
-
-    A layer that absorbs it rounds before the two cancel, and eager rounds after.
-
-    Raises:
-        Refused: the root mean square of the shift is too large.
-    """
+    """Refuse a shift of which rms(shift) > 4: W x and the new bias would cancel after rounding."""
     moderate = bool(affine.shift.square().mean().sqrt() <= _LARGEST_SHIFT)
     require(moderate, "the shift is so large that it would cancel after the layer only")
 
 
 def require_only_reader(node: fx.Node, reader: fx.Node) -> None:
-    """Refuse where anyone but `reader` reads more of a value than its shape.
-
-    Raises:
-        Refused: someone does.
-    """
+    """Refuse if a node other than `reader` reads more of a value than its shape."""
     others = [user for user in node.users if user is not reader]
     of_shape = all(_reads_shape(user, node) for user in others)
     require(of_shape, "the layer's output is read elsewhere")
@@ -156,14 +143,9 @@ def call_folded(
     absorb: Callable[[Layer, Absorbed], Layer],
     transform: Absorbed,
 ) -> fx.Node:
-    """Call a layer that absorbed another node, just before a node; a pair is folded only once.
+    """Call `absorb(layer, transform)` before a node; a pair of calls is folded only once.
 
-    Args:
-        before: where to insert the call.
-        pair: the calls of the layer and of what it absorbs.
-        args: the arguments of the call.
-        absorb: what makes the new layer.
-        transform: what the second of the pair does.
+    The pair is the call of the layer and the call that computes `transform`.
     """
     layer, absorbed = pair
     done = owner(layer).meta.setdefault("folded_pairs", {})

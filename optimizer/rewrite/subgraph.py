@@ -23,12 +23,10 @@ def record(
     names: Sequence[str] | None = None,
     held: Mapping[str, nn.Module] | None = None,
 ) -> fx.GraphModule:
-    """The graph of a module's or a function's values, in the one spelling of each operation.
+    """The canonical graph of a function, or of a module, whose tensors it shares.
 
-    Args:
-        function: what to record. A module is not copied: its tensors are those of the graph.
-        names: of its parameters; else of those that have no default.
-        held: modules that a function uses, by the names that they get in the graph.
+    The inputs are the parameters `names`, or those that have no default. The modules that a
+    function uses, `held`, get their names in the graph.
 
     Raises:
         CaptureError: it cannot be recorded; the message says why.
@@ -84,16 +82,9 @@ def paths_of(part: fx.GraphModule) -> set[str]:
 def inline(
     before: fx.Node, part: fx.GraphModule, operands: Sequence[Any], paths: Mapping[str, str]
 ) -> tuple[Any, list[fx.Node]]:
-    """Compute just before a node what `part` computes.
+    """Compute just before a node what `part` computes; returns the result and the new nodes.
 
-    Args:
-        before: where to insert; the new nodes are attributed to its source line.
-        part: a recorded graph.
-        operands: for its inputs.
-        paths: where the owner has a module or tensor of `part`. Others are added to it.
-
-    Returns:
-        The result, and the new nodes.
+    `paths` names the owner's modules and tensors that stand for those of `part`; others are added.
     """
     values: dict[fx.Node, Any] = dict(zip(inputs_of(part), operands, strict=True))
     known = dict(paths)
@@ -122,16 +113,11 @@ def _add(before: fx.Node, part: fx.GraphModule, path: str) -> str:
 
 
 class Match:
-    """Nodes that compute what a pattern computes.
-
-    Attributes:
-        values: what each node of the pattern stands for.
-        paths: the module or tensor that each one of the pattern's stands for.
-    """
+    """Nodes that compute what a pattern computes."""
 
     def __init__(self, bound: Collection[str]) -> None:
-        self.values: dict[fx.Node, Any] = {}
-        self.paths: dict[str, str] = {}
+        self.values: dict[fx.Node, Any] = {}  # for each node of the pattern
+        self.paths: dict[str, str] = {}  # of the owner, for each path of the pattern
         self._bound = bound
 
     @classmethod
@@ -225,7 +211,7 @@ def replace_matches(module: fx.GraphModule, pattern: Any, replacement: Any) -> N
         value = build(node, match) if match else None
         if match and value is not None:
             take_place(node, value)
-            _erase_unread(match)
+            _erase_unread(match.nodes)
 
 
 def _in_mode(pattern: Any, module: fx.GraphModule) -> Any:
@@ -298,7 +284,7 @@ def _by_function(module: fx.GraphModule, wanted: fx.GraphModule, function: Any) 
     return build
 
 
-def _erase_unread(match: Match) -> None:
-    for node in reversed(match.nodes):
+def _erase_unread(nodes: list[fx.Node]) -> None:
+    for node in reversed(nodes):
         if not node._erased and not node.users:
             node.graph.erase_node(node)

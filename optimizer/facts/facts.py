@@ -157,26 +157,30 @@ def shares(node: fx.Node, other: fx.Node) -> bool:
     return not fact(node).storages.isdisjoint(fact(other).storages)
 
 
-def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node) -> bool:
-    """Whether nothing between two nodes writes a value; two inputs may be one tensor."""
+def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node | None = None) -> bool:
+    """Whether nothing writes a value between two nodes, or to the end if `until` is None.
+
+    Two inputs may be one tensor.
+    """
+    end = until or node.graph.output_node()
     facts, held = facts_of(node.graph), fact(node).storages
     assert facts is not None
     if is_external(node):
         held |= facts.external & facts.writers.keys()
     writers = (each for storage in held for each in facts.writers.get(storage, ()))
-    return not any(since < each < until and not each._erased for each in writers)
+    return not any(since < each < end and not each._erased for each in writers)
 
 
 def _exposed(graph: fx.Graph, facts: Facts) -> set[int]:
     """The storages that outlive a call which a node writes, or a caller may: it gets them."""
-    output: Fact = next(iter(reversed(graph.nodes))).meta["fact"]
+    output: Fact = graph.output_node().meta["fact"]
     written = facts.external & facts.writers.keys()
     return facts.external & output.storages | {n for n in written if facts.any_written((n,))}
 
 
 def is_returned(node: fx.Node) -> bool:
     """Whether a call returns a node's value, or a view of it."""
-    output: Fact = next(iter(reversed(node.graph.nodes))).meta["fact"]
+    output: Fact = node.graph.output_node().meta["fact"]
     return not fact(node).storages.isdisjoint(output.storages | output.writes)
 
 

@@ -190,8 +190,7 @@ class Facts:
     def rename_after(self, node: fx.Node, replaced: fx.Node) -> None:
         """Record that what holds or writes a value after `node` does so to that one's."""
         was, now = (each.meta["fact"].storages for each in (replaced, node))
-        *_, output = node.graph.nodes
-        known = dict.fromkeys([*self._users_of(was), output])
+        known = dict.fromkeys([*self._users_of(was), node.graph.output_node()])
         self._rename([each for each in known if not each._erased and node < each], was, now)
 
     def _users_of(self, storages: frozenset[int]) -> list[fx.Node]:

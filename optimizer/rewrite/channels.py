@@ -56,7 +56,15 @@ def affine_over(node: fx.Node, layer: Layer, channels: int) -> Affine:
     """
     if node.op == "call_module":
         return _of_batchnorm(node, layer, channels)
-    return _of_constant(node, layer, channels)
+    comes_first = _is_constant(node.args[0])
+    constant: Any = node.args[0 if comes_first else 1]
+    if isinstance(constant, fx.Node):
+        value = _constant_of(constant, operand(node), layer, channels)
+    else:
+        require(layer.weight.is_floating_point(), "dtype or device differ")
+        value = torch.full((), constant, dtype=torch.float64, device=device_of_float64(layer))
+    name = node.target.__name__  # type: ignore[union-attr]
+    return Affine.of_constant(name, value, comes_first=comes_first)
 
 
 def _of_batchnorm(node: fx.Node, layer: Layer, channels: int) -> Affine:
@@ -70,18 +78,6 @@ def _of_batchnorm(node: fx.Node, layer: Layer, channels: int) -> Affine:
     require(_fits(layer.weight, bn.running_var), "dtype or device differ")
     require(not is_written(node), "the forward writes their tensors")
     return Affine.of_batchnorm(bn)
-
-
-def _of_constant(node: fx.Node, layer: Layer, channels: int) -> Affine:
-    comes_first = _is_constant(node.args[0])
-    constant: Any = node.args[0 if comes_first else 1]
-    if isinstance(constant, fx.Node):
-        value = _constant_of(constant, operand(node), layer, channels)
-    else:
-        require(layer.weight.is_floating_point(), "dtype or device differ")
-        value = torch.full((), constant, dtype=torch.float64, device=device_of_float64(layer))
-    name = node.target.__name__  # type: ignore[union-attr]
-    return Affine.of_constant(name, value, comes_first=comes_first)
 
 
 def _constant_of(node: fx.Node, mapped: Any, layer: Layer, channels: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from torch import fx, nn
+from torch import fx
 
 from optimizer.core.errors import PassError
 from optimizer.facts.facts import Refused
@@ -25,7 +25,6 @@ from optimizer.rewrite.pattern import Pattern
 
 Numerics: TypeAlias = Literal["exact", "rounding"]
 Phase: TypeAlias = Literal["simplify", "fold", "fuse", "memory"]
-Example: TypeAlias = Callable[..., tuple[nn.Module, tuple[Any, ...]]]
 
 PHASES: tuple[Phase, ...] = ("simplify", "fold", "fuse", "memory")
 LEVELS: dict[int, frozenset[Numerics]] = {

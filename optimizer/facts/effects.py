@@ -53,11 +53,6 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def is_empty(value: Any) -> bool:
-    """Whether it is a tensor without elements, of which torch draws nothing."""
-    return isinstance(value, torch.Tensor) and value.numel() == 0
-
-
 def may_draw(name: str, training: bool) -> bool:
     """Whether what has this name may draw numbers where there are elements."""
     return training or "dropout" in name or "attention" in name

@@ -158,10 +158,7 @@ def shares(node: fx.Node, other: fx.Node) -> bool:
 
 
 def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node | None = None) -> bool:
-    """Whether nothing writes a value between two nodes, or to the end if `until` is None.
-
-    Two inputs may be one tensor.
-    """
+    """Whether no node between two, or until the end, writes a value; inputs may be one tensor."""
     end = until or node.graph.output_node()
     facts, held = facts_of(node.graph), fact(node).storages
     assert facts is not None

@@ -25,7 +25,6 @@ from optimizer.facts.effects import (
     Effect,
     Effects,
     devices_named_by,
-    is_empty,
     is_users_module,
     may_do_anything,
     may_draw,
@@ -126,7 +125,8 @@ class Facts:
         self._shared |= dict.fromkeys(storages - sources, sources) if sources else {}
         storages, writes = self._with_shared(storages), self._with_shared(lasting_writes)
         training = node.op == "call_module" and module_of(node).training
-        hides = any(is_empty(each.value) for each in given)
+        values = (each.value for each in given)  # torch draws nothing for no elements
+        hides = any(isinstance(each, torch.Tensor) and not each.numel() for each in values)
         drawn = effect.random or (hides and may_draw(name_of_call(node), training))
         self._record(node, Fact(kept, storages, writes, drawn, varies, counted, inputs))
 

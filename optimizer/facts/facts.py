@@ -25,7 +25,7 @@ from optimizer.core.node import (
     module_of,
     tensors_of,
 )
-from optimizer.core.ops import INPLACE_OPERATORS, add_over, mul_over
+from optimizer.core.ops import CONVOLUTIONS, INPLACE_OPERATORS, LAYOUTS, add_over, mul_over
 from optimizer.facts.effects import home_of
 from optimizer.facts.propagation import Fact, Facts
 
@@ -213,10 +213,7 @@ def is_read_only(node: fx.Node) -> bool:
 
 _ONLY_READ = (F.linear, F.conv1d, F.conv2d, F.conv3d)
 _TRUSTED = frozenset(("torch", "torchvision", "_operator", "math", "collections", "optimizer"))
-_PURE_BY_DEFINITION = (
-    torch.permute, torch.transpose, torch.t, torch.movedim, nn.Linear, nn.Conv1d, nn.Conv2d,
-    nn.Conv3d, nn.Identity,
-)  # fmt: skip
+_PURE_BY_DEFINITION = (*LAYOUTS, nn.Linear, *CONVOLUTIONS, nn.Identity)
 _EFFECTS_OF_PYTHON = (expect_structure, *INPLACE_OPERATORS)
 
 
@@ -285,10 +282,10 @@ def value_of(nodes: list[fx.Node], given: Callable[[Any], Any]) -> Any:
 
 # They always make a tensor, a dense one, and do not keep it for a backward pass.
 _MAKERS = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
-    nn.ConvTranspose3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm,
-    nn.GroupNorm, operator.matmul, torch.matmul, torch.bmm, torch.cat, operator.add, operator.mul,
-    torch.add, torch.mul, add_over, mul_over,
+    nn.Linear, *CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, operator.matmul,
+    torch.matmul, torch.bmm, torch.cat, operator.add, operator.mul, torch.add, torch.mul, add_over,
+    mul_over,
 )  # fmt: skip
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import fx, nn
 
 from optimizer.core.node import arg, attribute_of, is_attribute, module_of, owner
+from optimizer.core.ops import CONVOLUTIONS
 from optimizer.facts.facts import is_read_only, is_written, rank, tensor
 from optimizer.rewrite.affine import Affine, Layer, device_of_float64
 from optimizer.rewrite.contract import require
 from optimizer.rewrite.edit import insert_call, insert_module
 
 LAYERS = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
-    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.Linear, *CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 AFFINES = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,

@@ -211,7 +211,7 @@ def replace_matches(module: fx.GraphModule, pattern: Any, replacement: Any) -> N
         value = build(node, match) if match else None
         if match and value is not None:
             take_place(node, value)
-            _erase_unread(match.nodes)
+            _erase_unread(match)
 
 
 def _in_mode(pattern: Any, module: fx.GraphModule) -> Any:
@@ -284,7 +284,7 @@ def _by_function(module: fx.GraphModule, wanted: fx.GraphModule, function: Any) 
     return build
 
 
-def _erase_unread(nodes: list[fx.Node]) -> None:
-    for node in reversed(nodes):
+def _erase_unread(match: Match) -> None:
+    for node in reversed(match.nodes):
         if not node._erased and not node.users:
             node.graph.erase_node(node)

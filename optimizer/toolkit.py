@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import fx, nn
 
 from optimizer.core.errors import InputError
 from optimizer.core.inputs import require_graph
-from optimizer.core.node import arg, callee, clean, describe, module_of, owner, shape_text
+from optimizer.core.node import arg, clean, describe, module_of, owner, shape_text
 from optimizer.core.report import columns
 from optimizer.facts.facts import Refused, dtype, is_read_only, is_returned, is_unchanged, rank
 from optimizer.frontend.canonicalize import spelled
 from optimizer.rewrite.calls import insert_call, is_module_class, operands, take_place
 from optimizer.rewrite.contract import Pass, require, rewrite, whole_graph
 from optimizer.rewrite.edit import insert_function, insert_module
-from optimizer.rewrite.pattern import call
+from optimizer.rewrite.pattern import Target, call, called
 from optimizer.rewrite.subgraph import inline, paths_of, record, replace_matches
 
 __all__ = [
@@ -31,8 +31,6 @@ __all__ = [
     "module_of", "rank", "remove_node", "replace_op",
     "replace_pattern", "require", "rewrite", "table", "whole_graph",
 ]  # fmt: skip
-
-Target: TypeAlias = Callable[..., Any] | str  # a function, a module's class, a method's name
 
 
 def find(module: fx.GraphModule, target: Target | tuple[Target, ...]) -> list[fx.Node]:
@@ -49,7 +47,7 @@ def find(module: fx.GraphModule, target: Target | tuple[Target, ...]) -> list[fx
                 " of a method."
             )
     wanted = {spelled(each) for each in named}
-    return [node for node in require_graph(module).nodes if _operation(node) in wanted]
+    return [node for node in require_graph(module).nodes if called(node) in wanted]
 
 
 def table(nodes: fx.GraphModule | Iterable[fx.Node]) -> str:
@@ -160,7 +158,7 @@ def decompose(module: fx.GraphModule, rules: Mapping[Target, Callable[..., Any]]
     pending = [(node, inside) for node in edited.graph.nodes]
     while pending:
         node, inside = pending.pop()
-        operation = _operation(node)
+        operation = called(node)
         if operation not in named:
             continue
         if operation in inside:
@@ -192,10 +190,6 @@ def replace_pattern(
     edited = _copy(module)
     replace_matches(edited, pattern, replacement)
     return _rebuilt(edited)
-
-
-def _operation(node: fx.Node) -> Any:
-    return str(node.target) if node.op == "call_method" else callee(node)
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:

@@ -31,7 +31,7 @@ from optimizer.lowering.signature import Signature
 from optimizer.lowering.tuning import _judged
 from optimizer.passes import specialize_shapes
 from optimizer.rewrite.calls import _require_takes, operands, overwrites
-from optimizer.rewrite.edit import _rename, supersede
+from optimizer.rewrite.edit import replace_later_uses, supersede
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
 from optimizer.testing import Optimize, assert_equivalent
 from optimizer.verify.equivalence import answer, compare_answers
@@ -525,7 +525,7 @@ def test_a_node_gives_way_where_nothing_is_known_of_the_graph() -> None:
     graph = fx.symbolic_trace(Rows(lambda m, x: x.relu().abs())).graph
     relu, absolute = (node for node in graph.nodes if node.op == "call_method")
 
-    _rename(absolute, relu)
+    replace_later_uses(absolute, relu, after=relu)
     supersede(absolute, relu)
     assert absolute not in graph.nodes
     assert next(iter(reversed(graph.nodes))).args == (relu,)

@@ -53,11 +53,6 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def is_empty(value: Any) -> bool:
-    """Whether it is a tensor without elements, of which torch draws nothing."""
-    return isinstance(value, torch.Tensor) and value.numel() == 0
-
-
 def may_draw(name: str, training: bool) -> bool:
     """Whether what has this name may draw numbers where there are elements."""
     return training or "dropout" in name or "attention" in name
@@ -78,10 +73,15 @@ def name_of_call(node: fx.Node) -> str:
     return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
 
 
+def home_of(node: fx.Node) -> str:
+    """The package whose code a node calls; empty where a function or a method does not tell."""
+    code = type(module_of(node)) if node.op == "call_module" else node.target
+    return str(getattr(code, "__module__", None) or "").partition(".")[0]
+
+
 def is_users_module(node: fx.Node) -> bool:
     """Whether it calls a module of a class that is not torch's."""
-    torchs = ("torch.", "optimizer.")
-    return node.op == "call_module" and not type(module_of(node)).__module__.startswith(torchs)
+    return node.op == "call_module" and home_of(node) not in ("torch", "optimizer")
 
 
 def may_vary_rank(node: fx.Node) -> bool:
@@ -91,16 +91,13 @@ def may_vary_rank(node: fx.Node) -> bool:
 
 def is_users_code(node: fx.Node) -> bool:
     """Whether it runs code that is neither torch's nor Python's."""
-    if is_users_module(node):
-        return True
-    home = str(getattr(node.target, "__module__", None) or "torch")
-    ours = home.split(".")[0] in ("torch", "_operator", "builtins", "math", "optimizer")
-    return node.op == "call_function" and not ours
+    ours = ("", "torch", "_operator", "builtins", "math", "optimizer")
+    return is_users_module(node) or (node.op == "call_function" and home_of(node) not in ours)
 
 
 def may_do_anything(node: fx.Node) -> bool:
     """Whether it runs a user's code. No function of torchvision keeps what it is given."""
-    torchvisions = str(getattr(node.target, "__module__", "")).startswith("torchvision.")
+    torchvisions = node.op == "call_function" and home_of(node) == "torchvision"
     return is_users_code(node) and not torchvisions
 
 

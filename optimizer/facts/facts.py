@@ -25,7 +25,8 @@ from optimizer.core.node import (
     module_of,
     tensors_of,
 )
-from optimizer.core.ops import INPLACE_OPERATORS, add_over, mul_over
+from optimizer.core.ops import CONVOLUTIONS, INPLACE_OPERATORS, LAYOUTS, add_over, mul_over
+from optimizer.facts.effects import home_of
 from optimizer.facts.propagation import Fact, Facts
 
 
@@ -39,11 +40,7 @@ def facts_of(graph: fx.Graph) -> Facts | None:
 
 
 def fact(node: fx.Node) -> Fact:
-    """All that is known of a node.
-
-    Raises:
-        Refused: nothing is known of it.
-    """
+    """All that is known of a node."""
     known = node.meta.get("fact")
     if known is None:
         raise Refused("the graph was captured without example inputs")
@@ -53,11 +50,7 @@ def fact(node: fx.Node) -> Fact:
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
-    """A meta tensor with the shape, dtype and strides of a node's value.
-
-    Raises:
-        Refused: they are not known, or the value is not a tensor.
-    """
+    """A meta tensor with the shape, dtype and strides of a node's value."""
     value = fact(node).value
     if not isinstance(value, torch.Tensor):
         raise Refused(f"'{node.name}' is not a tensor")
@@ -89,11 +82,7 @@ def dtype(node: fx.Node) -> torch.dtype:
 
 
 def number_from_sizes(node: fx.Node) -> bool | int | float:
-    """A number that was computed from sizes; a rewrite that asks is guarded by them.
-
-    Raises:
-        Refused: it is something else, or rests on an argument that is no tensor.
-    """
+    """A number that was computed from sizes; a rewrite that asks is guarded by them."""
     known = fact(node)
     if not isinstance(known.value, bool | int | float):
         raise Refused("it is no number")
@@ -117,14 +106,14 @@ def _use(node: fx.Node, kind: str) -> None:
 
 
 def forget_asked(graph: fx.Graph) -> None:
-    """A rewrite begins, or was refused: what was asked of the facts binds nobody."""
+    """Discard the guards that were requested since the last rewrite that fired."""
     facts = facts_of(graph)
     if facts is not None:
         facts.asked.clear()
 
 
 def rely_on_asked(graph: fx.Graph) -> None:
-    """A rewrite fired: later calls are held to what it asked of the facts."""
+    """Keep the guards that were requested: a rewrite that fired rests on them."""
     facts = facts_of(graph)
     if facts is not None:
         facts.relied |= facts.asked
@@ -155,7 +144,7 @@ def is_fresh(node: fx.Node) -> bool:
 
 
 def is_private(node: fx.Node, write: fx.Node) -> bool:
-    """Whether nobody sees it if `write` makes a new tensor, which later readers then read.
+    """Whether `write` may make a new tensor instead, which later readers then read.
 
     A view that is taken later is taken of the new tensor; an earlier one must not be read after.
     """
@@ -168,26 +157,27 @@ def shares(node: fx.Node, other: fx.Node) -> bool:
     return not fact(node).storages.isdisjoint(fact(other).storages)
 
 
-def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node) -> bool:
-    """Whether nothing between two nodes writes a value; two inputs may be one tensor."""
+def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node | None = None) -> bool:
+    """Whether no node between two, or until the end, writes a value; inputs may be one tensor."""
+    end = until or node.graph.output_node()
     facts, held = facts_of(node.graph), fact(node).storages
     assert facts is not None
     if is_external(node):
         held |= facts.external & facts.writers.keys()
     writers = (each for storage in held for each in facts.writers.get(storage, ()))
-    return not any(since < each < until and not each._erased for each in writers)
+    return not any(since < each < end and not each._erased for each in writers)
 
 
 def _exposed(graph: fx.Graph, facts: Facts) -> set[int]:
     """The storages that outlive a call which a node writes, or a caller may: it gets them."""
-    output: Fact = next(iter(reversed(graph.nodes))).meta["fact"]
+    output: Fact = graph.output_node().meta["fact"]
     written = facts.external & facts.writers.keys()
     return facts.external & output.storages | {n for n in written if facts.any_written((n,))}
 
 
 def is_returned(node: fx.Node) -> bool:
     """Whether a call returns a node's value, or a view of it."""
-    output: Fact = next(iter(reversed(node.graph.nodes))).meta["fact"]
+    output: Fact = node.graph.output_node().meta["fact"]
     return not fact(node).storages.isdisjoint(output.storages | output.writes)
 
 
@@ -223,16 +213,14 @@ def is_read_only(node: fx.Node) -> bool:
 
 _ONLY_READ = (F.linear, F.conv1d, F.conv2d, F.conv3d)
 _TRUSTED = frozenset(("torch", "torchvision", "_operator", "math", "collections", "optimizer"))
-_PURE_BY_DEFINITION = (
-    torch.permute, torch.transpose, torch.t, torch.movedim, nn.Linear, nn.Conv1d, nn.Conv2d,
-    nn.Conv3d, nn.Identity,
-)  # fmt: skip
+_PURE_BY_DEFINITION = (*LAYOUTS, nn.Linear, *CONVOLUTIONS, nn.Identity)
 _EFFECTS_OF_PYTHON = (expect_structure, *INPLACE_OPERATORS)
 
 
-def is_trusted(code: Any) -> bool:
-    """Whether it is known to have no effect but those that ATen operators have."""
-    return str(getattr(code, "__module__", "")).split(".")[0] in _TRUSTED
+def _calls_trusted_code(node: fx.Node) -> bool:
+    """Whether a call is known to have no effect but those that ATen operators have."""
+    known = node.op == "call_method" or node.target is getattr
+    return known or home_of(node) in _TRUSTED
 
 
 def _on_a_tensor(node: fx.Node) -> bool:
@@ -249,12 +237,10 @@ def is_pure(node: fx.Node) -> bool:
     nothing = known.value is None  # a guard, for one; what is not known may write all it is given
     if known.writes or known.random or nothing:
         return False
-    if node.op == "call_module":
-        return is_trusted(type(module_of(node)))
-    if node.op == "call_function":
-        trusted = is_trusted(node.target) or node.target is getattr
-        return trusted and node.target not in _EFFECTS_OF_PYTHON
-    return node.op == "get_attr" or (node.op == "call_method" and _on_a_tensor(node))
+    if node.op == "call_method":
+        return _on_a_tensor(node)
+    trusted = node.op in ("call_module", "call_function") and _calls_trusted_code(node)
+    return node.op == "get_attr" or (trusted and node.target not in _EFFECTS_OF_PYTHON)
 
 
 def computation(last: fx.Node, accepts: Callable[[fx.Node], bool]) -> list[fx.Node]:
@@ -296,10 +282,10 @@ def value_of(nodes: list[fx.Node], given: Callable[[Any], Any]) -> Any:
 
 # They always make a tensor, a dense one, and do not keep it for a backward pass.
 _MAKERS = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
-    nn.ConvTranspose3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm,
-    nn.GroupNorm, operator.matmul, torch.matmul, torch.bmm, torch.cat, operator.add, operator.mul,
-    torch.add, torch.mul, add_over, mul_over,
+    nn.Linear, *CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, operator.matmul,
+    torch.matmul, torch.bmm, torch.cat, operator.add, operator.mul, torch.add, torch.mul, add_over,
+    mul_over,
 )  # fmt: skip
 
 
@@ -334,12 +320,9 @@ def _obstacles(node: fx.Node, facts: Facts) -> Iterator[str]:
         yield f"'{node.name}' draws random numbers"
     elif not facts.external.isdisjoint(known.writes):
         yield f"'{node.name}' writes an input or an attribute"
-    elif not _is_known_code(node):
+    elif not (_calls_trusted_code(node) and _is_plain(node)):
         yield f"'{node.name}' runs code that may do more ({describe(node)})"
 
 
-def _is_known_code(node: fx.Node) -> bool:
-    if node.op == "call_module":
-        module = module_of(node)
-        return is_trusted(type(module)) and all(map(is_plain, module.modules()))
-    return node.op == "call_method" or node.target is getattr or is_trusted(node.target)
+def _is_plain(node: fx.Node) -> bool:
+    return node.op != "call_module" or all(map(is_plain, module_of(node).modules()))

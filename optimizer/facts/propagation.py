@@ -25,7 +25,6 @@ from optimizer.facts.effects import (
     Effect,
     Effects,
     devices_named_by,
-    is_empty,
     is_users_module,
     may_do_anything,
     may_draw,
@@ -83,11 +82,8 @@ class Facts:
         return map_tensors(self._to_meta, value)
 
     def _to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._meta:
-            self._remember(tensor)
-        return self._meta[id(tensor)]  # type: ignore[no-any-return]
-
-    def _remember(self, tensor: torch.Tensor) -> None:
+        if id(tensor) in self._meta:
+            return self._meta[id(tensor)]  # type: ignore[no-any-return]
         real = tensor.untyped_storage()
         if real._cdata not in self._storages:
             empty = torch.UntypedStorage(real.nbytes(), device="meta")  # type: ignore[no-untyped-call]
@@ -99,6 +95,7 @@ class Facts:
         self._meta[id(tensor)] = meta
         self._alive.append(tensor)
         self.devices.add(tensor.device)
+        return meta
 
     def input(self, node: fx.Node, example: Any) -> None:
         """Record the example that a placeholder is given."""
@@ -128,7 +125,8 @@ class Facts:
         self._shared |= dict.fromkeys(storages - sources, sources) if sources else {}
         storages, writes = self._with_shared(storages), self._with_shared(lasting_writes)
         training = node.op == "call_module" and module_of(node).training
-        hides = any(is_empty(each.value) for each in given)
+        values = (each.value for each in given)  # torch draws nothing for no elements
+        hides = any(isinstance(each, torch.Tensor) and not each.numel() for each in values)
         drawn = effect.random or (hides and may_draw(name_of_call(node), training))
         self._record(node, Fact(kept, storages, writes, drawn, varies, counted, inputs))
 
@@ -185,12 +183,22 @@ class Facts:
         held = node.meta["fact"].storages
         both: frozenset[int] = held | replaced.meta["fact"].storages
         if not self.any_written(both):
-            self.rename([node], held, both)
+            self._rename([node], held, both)
             return
-        known = (table.get(n, ()) for n in both for table in (self.holders, self.writers))
-        self.rename(list({each: None for nodes in known for each in nodes}), both, both)
+        self._rename(self._users_of(both), both, both)
 
-    def rename(self, nodes: list[fx.Node], was: frozenset[int], now: frozenset[int]) -> None:
+    def rename_after(self, node: fx.Node, replaced: fx.Node) -> None:
+        """Record that what holds or writes a value after `node` does so to that one's."""
+        was, now = (each.meta["fact"].storages for each in (replaced, node))
+        known = dict.fromkeys([*self._users_of(was), node.graph.output_node()])
+        self._rename([each for each in known if not each._erased and node < each], was, now)
+
+    def _users_of(self, storages: frozenset[int]) -> list[fx.Node]:
+        """The nodes that hold or write some storages."""
+        known = (table.get(n, ()) for n in storages for table in (self.holders, self.writers))
+        return list({each: None for nodes in known for each in nodes})
+
+    def _rename(self, nodes: list[fx.Node], was: frozenset[int], now: frozenset[int]) -> None:
         """Record that nodes that hold, or write, some storages do so to others instead."""
         gone = set(nodes)
         for storage, table in product(was, (self.holders, self.writers)):

@@ -82,19 +82,13 @@ def select(
             " (with kernels of the device) or 3 (in a lower precision)."
         )
     named = _listed("only", [] if only is None else only)
-    given = {each.name: each for each in named if isinstance(each, Pass)}
-    known = {each.name: each for each in all_passes()} | given
-    wanted = (
-        None if only is None else _names(n for n in named if not isinstance(n, Pass)) | {*given}
-    )
-    unwanted, included = _names(_listed("disable", disable)), _names(include)
-    return tuple(
-        each
-        for each in _in_order(known.values())
-        if each.numerics in LEVELS[level]
-        and (not each.opt_in if wanted is None else each.name in wanted) | (each.name in included)
-        and each.name not in unwanted
-    )
+    given = [each if isinstance(each, Pass) else _by_name(each) for each in named]
+    known = {each.name: each for each in (*all_passes(), *given)}
+    standard = [each for each in known.values() if not each.opt_in]
+    wanted = {each.name for each in (standard if only is None else given)}
+    wanted = (wanted | _names(include)) - _names(_listed("disable", disable))
+    permitted = (each for each in known.values() if each.numerics in LEVELS[level])
+    return _in_order(each for each in permitted if each.name in wanted)
 
 
 def _listed(argument: str, given: Any) -> list[Any]:

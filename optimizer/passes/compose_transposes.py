@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx, nn
 
@@ -28,35 +30,16 @@ def compose_transposes(outer: fx.Node) -> fx.Node | None:
         return _without_identity(outer)
     require(_has_constant_axes(inner) and _has_constant_axes(outer), "its axes are computed")
     dimensions = _dimensions(inner, outer)
-    outer_order, inner_order = order_of(outer, dimensions), order_of(inner, dimensions)
-    order = [inner_order[axis] for axis in outer_order]
-    if order == sorted(order):
+    order = _permuted(outer, _permuted(inner, tuple(range(dimensions))))
+    if order == tuple(sorted(order)):
         return _source(inner)
-    return insert_function(outer, torch.permute, (_source(inner), tuple(order)))
+    return insert_function(outer, torch.permute, (_source(inner), order))
 
 
-def order_of(node: fx.Node, dimensions: int) -> list[int]:
-    """Which axis of its input each axis of a layout change is."""
-    if node.target is torch.permute:
-        return [axis % dimensions for axis in arg(node, 1)]
-    if node.target is torch.t:
-        return list(reversed(range(dimensions)))
-    order = list(range(dimensions))
-    if node.target is torch.transpose:
-        first, second = arg(node, 1), arg(node, 2)
-        order[first], order[second] = order[second], order[first]
-        return order
-    return _moved(order, _axes(arg(node, 1), dimensions), _axes(arg(node, 2), dimensions))
-
-
-def _axes(axes: int | tuple[int, ...], dimensions: int) -> list[int]:
-    return [axis % dimensions for axis in ((axes,) if isinstance(axes, int) else axes)]
-
-
-def _moved(order: list[int], source: list[int], destination: list[int]) -> list[int]:
-    rest = iter([axis for axis in order if axis not in source])
-    placed = dict(zip(destination, source, strict=True))
-    return [placed[axis] if axis in placed else next(rest) for axis in order]
+def _permuted(node: fx.Node, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Axes in the order in which a layout change puts them: those of a tensor of such sizes."""
+    change: Any = node.target
+    return tuple(change(torch.empty(axes, device="meta"), *node.args[1:]).shape)
 
 
 def _swap(node: fx.Node) -> frozenset[int] | None:
@@ -70,8 +53,8 @@ def _without_identity(node: fx.Node) -> fx.Node | None:
         return _source(node) if len(swap) == 1 else None
     if node.target is not torch.permute or not _has_constant_axes(node):
         return None
-    order = order_of(node, len(arg(node, 1)))
-    return _source(node) if order == sorted(order) else None
+    identity = tuple(range(len(arg(node, 1))))
+    return _source(node) if _permuted(node, identity) == identity else None
 
 
 def _has_constant_axes(node: fx.Node) -> bool:

@@ -54,19 +54,17 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
     supersede(layer, folded)
     if laid_out_anew:
         return insert_function(affine, "contiguous", (folded,))
-    return folded if flat is None else _flattened(flat, folded)
+    if flat is None:
+        return folded
+    flattened = insert_function(flat, torch.flatten, (folded, *flat.args[1:]))
+    supersede(flat, flattened)
+    return flattened
 
 
 def _keeps_last_dimension(flat: fx.Node, layer: nn.Module) -> bool:
     dimensions, last = rank(flat.all_input_nodes[0]), arg(flat, 2)
     fixed = isinstance(layer, nn.Linear) and isinstance(last, int)
     return fixed and last % dimensions < dimensions - 1
-
-
-def _flattened(flat: fx.Node, folded: fx.Node) -> fx.Node:
-    new = insert_function(flat, torch.flatten, (folded, *flat.args[1:]))
-    supersede(flat, new)
-    return new
 
 
 def example(width: int = 8) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

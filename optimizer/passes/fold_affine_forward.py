@@ -49,8 +49,7 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     transform = affine_over(affine, linear, channels(linear)[1])
     require(not is_written(layer), "the forward writes their tensors")
     require_only_reader(affine, layer)
-    *_, end = layer.graph.nodes
-    kept = is_unchanged(source, affine, end)
+    kept = is_unchanged(source, affine)
     require(kept, "what the layer would keep for gradients is written later")
     require(dtype(source) == linear.weight.dtype, "dtype or device differ")
     require(_keeps_shape(affine, source), "the constant changes the shape")

@@ -46,8 +46,7 @@ def fold_padding(pad: fx.Node, conv: fx.Node) -> fx.Node | None:
     require(not has_plain_tensors(layer), "the layer has tensors that no cast of it reaches")
     require(0 not in tensor(source).shape, "it is empty, which a convolution may not read")
     require_only_reader(pad, conv)
-    *_, end = conv.graph.nodes
-    require(is_unchanged(source, pad, end), "what is padded is written later")
+    require(is_unchanged(source, pad), "what is padded is written later")
 
     padded = _padding(layer, sizes[::-2])
     return insert_module(conv, padded, (source,), f"{conv.target}_padded", like=conv)

@@ -34,7 +34,8 @@ def lower_masked_assignment(assignment: fx.Node) -> fx.Node | None:
     dtype. The mask has the first dimensions of y, or in a masked_fill_ any that broadcast to it.
     """
     target, mask, value = _operands(assignment)
-    if not (isinstance(target, fx.Node) and isinstance(mask, fx.Node) and _is_mask(mask)):
+    nodes = isinstance(target, fx.Node) and isinstance(mask, fx.Node)
+    if not nodes or tensor(mask).dtype != torch.bool:
         return None
     dtype(mask)  # later masks are held to be masks
     number = _number(value, dtype(target))
@@ -58,10 +59,6 @@ def _operands(assignment: fx.Node) -> tuple[Any, Any, Any]:
     if isinstance(index, list | tuple) and len(index) == 1:
         index = index[0]
     return target, None if more else index, value
-
-
-def _is_mask(index: fx.Node) -> bool:
-    return tensor(index).dtype == torch.bool
 
 
 def _number(value: Any, kind: torch.dtype) -> Any:

@@ -51,8 +51,7 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     require(all(rank(each) == 4 for each in read), "it has not four dimensions")
     require(_is_over_keys(weights), "its softmax is over another axis or dtype")
     require(is_closed(root, inner), "what it computes on the way is read elsewhere")
-    *_, end = root.graph.nodes
-    require(all(is_unchanged(each, min(inner), end) for each in read), "its input is written later")
+    require(all(is_unchanged(each, min(inner)) for each in read), "its input is written later")
     require(is_read_only(root), "its result is written")
     require(_has_kernel(*map(tensor, read)), "torch has no faster kernel for it")
 

@@ -9,12 +9,11 @@ import torch
 from torch import fx, nn
 
 from optimizer.core.node import arg, attribute_of, callee, is_attribute
+from optimizer.core.ops import LAYOUTS
 from optimizer.facts.facts import is_read_only
 from optimizer.rewrite.contract import require, rewrite
 from optimizer.rewrite.edit import insert_module
 from optimizer.rewrite.pattern import call
-
-TRANSPOSES = (torch.t, torch.transpose, torch.permute)
 
 
 @rewrite(
@@ -54,7 +53,7 @@ def recognize_linear(product: fx.Node) -> fx.Node | None:
 
 def _is_transpose(node: Any) -> bool:
     """Whether a node is a call of one with axes that are written out."""
-    called = isinstance(node, fx.Node) and callee(node) in TRANSPOSES
+    called = isinstance(node, fx.Node) and callee(node) in LAYOUTS
     return called and node.all_input_nodes == [arg(node, 0)]
 
 

@@ -24,11 +24,10 @@ def remove_identities(identity: fx.Node) -> fx.Node:
     """
     training = identity.op == "call_function" and arg(identity, 2) is not False
     require(not training, "it is in training mode and drops values")
-    source = arg(identity, 0)
+    source: fx.Node = arg(identity, 0)
     require(isinstance(source, fx.Node), "its input is a constant")
 
-    result: fx.Node = source
-    return result
+    return source
 
 
 def example(width: int = 8) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

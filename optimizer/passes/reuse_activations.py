@@ -36,35 +36,29 @@ def reuse_activations(activation: fx.Node) -> fx.Node | None:
     of the result depends on element i of the input alone, so that the kernel may write where it
     reads. The input is new at each call, and its only reader is the activation.
     """
-    if _is_in_place(activation):
+    if _settings(activation).get("inplace"):
         return None
     require(is_spare(arg(activation, 0)), "its input is needed elsewhere")
     require(_keeps_signs(activation), "a gradient needs the signs, which would not be kept")
 
+    function = callee(activation)
     if activation.op == "call_module":
         return _module(activation)
-    if callee(activation) is F.gelu:
+    if function is F.gelu:
         return _gelu(activation, **activation.kwargs)
-    if callee(activation) is F.relu:
-        return insert_function(activation, F.relu, (arg(activation, 0), True))
-    args, settings = activation.args[: _place(activation)], activation.kwargs | {"inplace": True}
-    return insert_function(activation, callee(activation), args, **settings)
+    place = list(inspect.signature(function).parameters).index("inplace")  # the last argument
+    settings = activation.kwargs | {"inplace": True}
+    return insert_function(activation, function, activation.args[:place], **settings)
 
 
-def _is_in_place(activation: fx.Node) -> bool:
+def _settings(activation: fx.Node) -> dict[str, Any]:
+    """The arguments of a function, or the attributes of a module, by name."""
     if activation.op == "call_module":
-        return bool(getattr(module_of(activation), "inplace", False))
-    if callee(activation) is F.relu:
-        return arg(activation, 1) is not False
+        return dict(vars(module_of(activation)))
     if callee(activation) is F.gelu:
-        return False
-    named = activation.kwargs.get("inplace", False)
-    return arg(activation, _place(activation), named) is not False
-
-
-def _place(activation: fx.Node) -> int:
-    """Where the function takes `inplace`, its last argument, which may be given without a name."""
-    return list(inspect.signature(callee(activation)).parameters).index("inplace")
+        return {}
+    signature = inspect.signature(callee(activation))
+    return signature.bind(*activation.args, **activation.kwargs).arguments
 
 
 def _keeps_signs(activation: fx.Node) -> bool:
@@ -74,9 +68,7 @@ def _keeps_signs(activation: fx.Node) -> bool:
     """
     if callee(activation) not in (F.leaky_relu, nn.LeakyReLU):
         return True
-    slope = arg(activation, 1, activation.kwargs.get("negative_slope", 0.0))
-    if activation.op == "call_module":
-        slope = getattr(module_of(activation), "negative_slope", 0.0)
+    slope = _settings(activation).get("negative_slope", 0.0)
     return isinstance(slope, int | float) and slope >= 0 and is_read_only(activation)
 
 

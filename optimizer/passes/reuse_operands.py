@@ -16,11 +16,8 @@ from optimizer.rewrite.edit import insert_function
 from optimizer.rewrite.pattern import call
 
 OVER: dict[Callable[..., object], Callable[..., object]] = {
-    operator.add: add_over,
-    torch.add: add_over,
-    operator.mul: mul_over,
-    torch.mul: mul_over,
-}
+    operator.add: add_over, torch.add: add_over, operator.mul: mul_over, torch.mul: mul_over,
+}  # fmt: skip
 WORTHWHILE = 1 << 17  # bytes: up to half of it, to look at the operands takes what it saves
 
 

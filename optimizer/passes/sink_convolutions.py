@@ -25,12 +25,11 @@ ADAPTIVE: dict[Any, int] = {
     nn.AdaptiveAvgPool1d: 1, nn.AdaptiveAvgPool2d: 2, nn.AdaptiveAvgPool3d: 3,
     F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3,
 }  # fmt: skip
-_ADAPTIVE = ("input", "output_size")
-_SETTINGS = (
-    "input", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad",
-    "divisor_override",
-)  # fmt: skip
-_DEFAULTS = {"stride": None, "padding": 0, "count_include_pad": True, "divisor_override": None}
+_ADAPTIVE = {"input": None, "output_size": None}
+_SETTINGS = {
+    "input": None, "kernel_size": None, "stride": None, "padding": 0, "ceil_mode": False,
+    "count_include_pad": True, "divisor_override": None,
+}  # fmt: skip
 # Products of a convolution in the time that averaging one value takes: 20 on images in
 # channels_last, and 70 on others (an AMD EPYC).
 _AVERAGE = 100
@@ -78,10 +77,9 @@ def _window(pool: fx.Node, dimensions: int) -> tuple[float, bool] | None:
 
     None where the size of the result is given and may be more than that.
     """
-    layer = module_of(pool) if pool.op == "call_module" else None
-    names = _ADAPTIVE if callee(pool) in ADAPTIVE else _SETTINGS
-    given = {name: getattr(layer, name, None) for name in names} if layer else _DEFAULTS
-    given = given | named_arguments(pool, names)
+    held = vars(module_of(pool)) if pool.op == "call_module" else {}
+    settings = _ADAPTIVE if callee(pool) in ADAPTIVE else _SETTINGS
+    given = named_arguments(pool, {name: held.get(name, settings[name]) for name in settings})
     if callee(pool) in ADAPTIVE:
         size = _sizes(given["output_size"], dimensions)
         return (math.inf, True) if size == (1,) * dimensions else None

@@ -114,12 +114,10 @@ def overwrites(node: fx.Node) -> bool:
         return False
     name = str(getattr(node.target, "__name__", node.target))
     by_name = name.endswith("_") and not name.endswith("__")
-    return by_name or writes(node.op, node.target) or _is_marked_inplace(node)
-
-
-def _is_marked_inplace(node: fx.Node) -> bool:
-    given = _named(node)
-    return "out" in node.kwargs or bool(given and given[1].get("inplace"))
+    if by_name or writes(node.op, node.target) or "out" in node.kwargs:
+        return True
+    named = _named(node)
+    return named is not None and bool(named[1].get("inplace"))
 
 
 def may_write(node: fx.Node) -> bool:

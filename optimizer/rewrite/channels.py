@@ -10,14 +10,14 @@ import torch
 from torch import fx, nn
 
 from optimizer.core.node import arg, attribute_of, is_attribute, module_of, owner
+from optimizer.core.ops import CONVOLUTIONS
 from optimizer.facts.facts import is_read_only, is_written, rank, tensor
 from optimizer.rewrite.affine import Affine, Layer, device_of_float64
 from optimizer.rewrite.contract import require
 from optimizer.rewrite.edit import insert_call, insert_module
 
 LAYERS = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
-    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.Linear, *CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 AFFINES = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
@@ -47,34 +47,15 @@ def _is_constant(value: Any) -> bool:
 
 
 def affine_over(node: fx.Node, layer: Layer, channels: int) -> Affine:
-    """What an affine node does to the channels that a layer writes or reads.
+    """What an affine node with an `operand` does to the channels that a layer writes or reads.
 
-    Args:
-        node: one with an `operand`.
-        layer: says the dtype, and that the channels are dimension `1 - layer.weight.ndim`.
-        channels: how many there are.
+    They are dimension `1 - layer.weight.ndim` of its value, in the layer's dtype.
 
     Raises:
         Refused: it does something else, or may do so in another call.
     """
     if node.op == "call_module":
         return _of_batchnorm(node, layer, channels)
-    return _of_constant(node, layer, channels)
-
-
-def _of_batchnorm(node: fx.Node, layer: Layer, channels: int) -> Affine:
-    bn = module_of(node)
-    require(not bn.training, "BatchNorm is in training mode and uses batch statistics")
-    require(_has_statistics(bn), "BatchNorm tracks no running statistics and uses the batch's")
-    known_rank = _RANK.get(type(bn)) or rank(node.all_input_nodes[0])
-    require(known_rank == layer.weight.ndim, "BatchNorm normalizes another axis than the layer's")
-    require(channels == bn.num_features, "the number of features differs")
-    require(_fits(layer.weight, bn.running_var), "dtype or device differ")
-    require(not is_written(node), "the forward writes their tensors")
-    return Affine.of_batchnorm(bn)
-
-
-def _of_constant(node: fx.Node, layer: Layer, channels: int) -> Affine:
     comes_first = _is_constant(node.args[0])
     constant: Any = node.args[0 if comes_first else 1]
     if isinstance(constant, fx.Node):
@@ -84,6 +65,19 @@ def _of_constant(node: fx.Node, layer: Layer, channels: int) -> Affine:
         value = torch.full((), constant, dtype=torch.float64, device=device_of_float64(layer))
     name = node.target.__name__  # type: ignore[union-attr]
     return Affine.of_constant(name, value, comes_first=comes_first)
+
+
+def _of_batchnorm(node: fx.Node, layer: Layer, channels: int) -> Affine:
+    bn = module_of(node)
+    require(not bn.training, "BatchNorm is in training mode and uses batch statistics")
+    tracks = bn.running_mean is not None and bn.running_var is not None
+    require(tracks, "BatchNorm tracks no running statistics and uses the batch's")
+    known_rank = _RANK.get(type(bn)) or rank(node.all_input_nodes[0])
+    require(known_rank == layer.weight.ndim, "BatchNorm normalizes another axis than the layer's")
+    require(channels == bn.num_features, "the number of features differs")
+    require(_fits(layer.weight, bn.running_var), "dtype or device differ")
+    require(not is_written(node), "the forward writes their tensors")
+    return Affine.of_batchnorm(bn)
 
 
 def _constant_of(node: fx.Node, mapped: Any, layer: Layer, channels: int) -> torch.Tensor:
@@ -101,10 +95,6 @@ def _constant_of(node: fx.Node, mapped: Any, layer: Layer, channels: int) -> tor
     return value
 
 
-def _has_statistics(bn: Any) -> bool:
-    return bn.running_mean is not None and bn.running_var is not None
-
-
 def _fits(weight: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether a value of the weight's dtype and device keeps them, combined with another."""
     floating = weight.is_floating_point() and other.is_floating_point()
@@ -113,43 +103,25 @@ def _fits(weight: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def require_moderate_shift(affine: Affine) -> None:
-    """Refuse where values were centred by a shift far beyond their size.
-
-    A layer that absorbs it rounds before the two cancel, and eager rounds after.
-
-    Raises:
-        Refused: the root mean square of the shift is too large.
-    """
+    """Refuse a shift of which rms(shift) > 4: W x and the new bias would cancel after rounding."""
     moderate = bool(affine.shift.square().mean().sqrt() <= _LARGEST_SHIFT)
     require(moderate, "the shift is so large that it would cancel after the layer only")
 
 
 def require_only_reader(node: fx.Node, reader: fx.Node) -> None:
-    """Refuse where anyone but `reader` reads more of a value than its shape.
-
-    Raises:
-        Refused: someone does.
-    """
+    """Refuse if a node other than `reader` reads more of a value than its shape."""
     others = [user for user in node.users if user is not reader]
-    require(
-        all(_reads_shape(user, node) for user in others), "the layer's output is read elsewhere"
-    )
-
-
-_SHAPE_ATTRIBUTES = ("shape", "ndim", "dtype", "device")
-_SHAPE_METHODS = ("size", "dim", "numel")
-_SHAPE_OF_SECOND = ("reshape_as", "view_as", "expand_as")
+    of_shape = all(_reads_shape(user, node) for user in others)
+    require(of_shape, "the layer's output is read elsewhere")
 
 
 def _reads_shape(user: fx.Node, node: fx.Node) -> bool:
     """Whether a node asks another one for its shape or dtype only."""
     if user.target is getattr:
-        return user.args[1] in _SHAPE_ATTRIBUTES
-    if user.op != "call_method":
-        return False
-    return user.target in _SHAPE_METHODS or (
-        user.target in _SHAPE_OF_SECOND and user.args[0] is not node
-    )
+        return user.args[1] in ("shape", "ndim", "dtype", "device")
+    if user.op == "call_method" and user.target in ("reshape_as", "view_as", "expand_as"):
+        return user.args[0] is not node
+    return user.op == "call_method" and user.target in ("size", "dim", "numel")
 
 
 def may_keep_odd_strides(layer: fx.Node) -> bool:
@@ -167,14 +139,9 @@ def call_folded(
     absorb: Callable[[Layer, Absorbed], Layer],
     transform: Absorbed,
 ) -> fx.Node:
-    """Call a layer that absorbed another node, just before a node; a pair is folded only once.
+    """Call `absorb(layer, transform)` before a node; a pair of calls is folded only once.
 
-    Args:
-        before: where to insert the call.
-        pair: the calls of the layer and of what it absorbs.
-        args: the arguments of the call.
-        absorb: what makes the new layer.
-        transform: what the second of the pair does.
+    The pair is the call of the layer and the call that computes `transform`.
     """
     layer, absorbed = pair
     done = owner(layer).meta.setdefault("folded_pairs", {})

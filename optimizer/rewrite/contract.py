@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from torch import fx, nn
+from torch import fx
 
 from optimizer.core.errors import PassError
 from optimizer.facts.facts import Refused
@@ -25,14 +25,11 @@ from optimizer.rewrite.pattern import Pattern
 
 Numerics: TypeAlias = Literal["exact", "rounding"]
 Phase: TypeAlias = Literal["simplify", "fold", "fuse", "memory"]
-Example: TypeAlias = Callable[..., tuple[nn.Module, tuple[Any, ...]]]
 
 PHASES: tuple[Phase, ...] = ("simplify", "fold", "fuse", "memory")
 LEVELS: dict[int, frozenset[Numerics]] = {
     0: frozenset({"exact"}),
-    1: frozenset({"exact", "rounding"}),
-    2: frozenset({"exact", "rounding"}),
-    3: frozenset({"exact", "rounding"}),
+    **dict.fromkeys((1, 2, 3), frozenset[Numerics]({"exact", "rounding"})),
 }
 LOWERED = 2  # the level from which on calls are lowered to kernels of their device
 REDUCED = 3  # the level at which they are computed in a lower precision
@@ -77,26 +74,21 @@ class Pass:
 
 
 def rewrite(
-    pattern: Pattern, *, numerics: Numerics, phase: Phase, opt_in: bool = False
-) -> Callable[[Callable[..., fx.Node | None]], Pass]:
+    pattern: Pattern | None, *, numerics: Numerics, phase: Phase, opt_in: bool = False
+) -> Callable[[Callable[..., Any]], Pass]:
     """Make a pass of a function that replaces one match of `pattern`."""
-    return lambda function: _declared(function, pattern, numerics, phase, opt_in)
+
+    def declared(function: Callable[..., Any]) -> Pass:
+        name = function.__name__
+        if not function.__doc__:
+            raise PassError(f"pass {name} has no docstring: state its safety argument.")
+        return Pass(name, pattern, function, numerics, phase, opt_in)
+
+    return declared
 
 
 def whole_graph(
     *, numerics: Numerics, phase: Phase, opt_in: bool = False
 ) -> Callable[[Callable[[fx.Graph], list[fx.Node]]], Pass]:
     """Make a pass of a function that edits a graph and returns the nodes it removed."""
-    return lambda function: _declared(function, None, numerics, phase, opt_in)
-
-
-def _declared(
-    function: Callable[..., Any],
-    pattern: Pattern | None,
-    numerics: Numerics,
-    phase: Phase,
-    opt_in: bool = False,
-) -> Pass:
-    if not function.__doc__:
-        raise PassError(f"pass {function.__name__} has no docstring: state its safety argument.")
-    return Pass(function.__name__, pattern, function, numerics, phase, opt_in)
+    return rewrite(None, numerics=numerics, phase=phase, opt_in=opt_in)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -98,22 +97,12 @@ def erase_run(root: fx.Node, inner: Iterable[fx.Node]) -> None:
 
 def replace_later_uses(node: fx.Node, replacement: fx.Node, after: fx.Node) -> None:
     """Let every reader of a private `node` that runs after `after` read `replacement` instead."""
-    _rename(node, replacement)
+    facts = facts_of(node.graph)
+    if facts is not None:
+        facts.rename_after(replacement, node)
     for user in list(node.users):
         if after < user:
             user.replace_input_with(node, replacement)
-
-
-def _rename(node: fx.Node, replacement: fx.Node) -> None:
-    """What holds or writes a node's value after `replacement` will do so to that one's."""
-    facts = facts_of(node.graph)
-    if facts is None:
-        return
-    was, now = (each.meta["fact"].storages for each in (node, replacement))
-    known = [table.get(each, ()) for table in (facts.holders, facts.writers) for each in was]
-    output = next(iter(reversed(node.graph.nodes)))
-    named = dict.fromkeys([*chain.from_iterable(known), output])
-    facts.rename([n for n in named if not n._erased and replacement < n], was, now)
 
 
 def supersede(node: fx.Node, replacement: fx.Node) -> None:

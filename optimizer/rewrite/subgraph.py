@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.node import attribute, callee, fresh_name, module_of, owner
+from optimizer.facts.facts import computation
 from optimizer.frontend.canonicalize import spell
 from optimizer.frontend.tracer import Tracer
 from optimizer.rewrite.calls import insert_call, may_write, overwrites, signatures, take_place
@@ -22,12 +23,10 @@ def record(
     names: Sequence[str] | None = None,
     held: Mapping[str, nn.Module] | None = None,
 ) -> fx.GraphModule:
-    """The graph of a module's or a function's values, in the one spelling of each operation.
+    """The canonical graph of a function, or of a module, whose tensors it shares.
 
-    Args:
-        function: what to record. A module is not copied: its tensors are those of the graph.
-        names: of its parameters; else of those that have no default.
-        held: modules that a function uses, by the names that they get in the graph.
+    The inputs are the parameters `names`, or those that have no default. The modules that a
+    function uses, `held`, get their names in the graph.
 
     Raises:
         CaptureError: it cannot be recorded; the message says why.
@@ -83,16 +82,9 @@ def paths_of(part: fx.GraphModule) -> set[str]:
 def inline(
     before: fx.Node, part: fx.GraphModule, operands: Sequence[Any], paths: Mapping[str, str]
 ) -> tuple[Any, list[fx.Node]]:
-    """Compute just before a node what `part` computes.
+    """Compute just before a node what `part` computes; returns the result and the new nodes.
 
-    Args:
-        before: where to insert; the new nodes are attributed to its source line.
-        part: a recorded graph.
-        operands: for its inputs.
-        paths: where the owner has a module or tensor of `part`. Others are added to it.
-
-    Returns:
-        The result, and the new nodes.
+    `paths` names the owner's modules and tensors that stand for those of `part`; others are added.
     """
     values: dict[fx.Node, Any] = dict(zip(inputs_of(part), operands, strict=True))
     known = dict(paths)
@@ -121,16 +113,11 @@ def _add(before: fx.Node, part: fx.GraphModule, path: str) -> str:
 
 
 class Match:
-    """Nodes that compute what a pattern computes.
-
-    Attributes:
-        values: what each node of the pattern stands for.
-        paths: the module or tensor that each one of the pattern's stands for.
-    """
+    """Nodes that compute what a pattern computes."""
 
     def __init__(self, bound: Collection[str]) -> None:
-        self.values: dict[fx.Node, Any] = {}
-        self.paths: dict[str, str] = {}
+        self.values: dict[fx.Node, Any] = {}  # for each node of the pattern
+        self.paths: dict[str, str] = {}  # of the owner, for each path of the pattern
         self._bound = bound
 
     @classmethod
@@ -237,9 +224,7 @@ def _in_mode(pattern: Any, module: fx.GraphModule) -> Any:
 def _pattern(pattern: Any) -> fx.GraphModule:
     part = record(pattern)
     result = result_of(part)
-    needed = {result} if isinstance(result, fx.Node) else set()
-    for node in reversed(part.graph.nodes):
-        needed |= set(node.all_input_nodes) if node in needed else set()
+    needed = computation(result, lambda _: True) if isinstance(result, fx.Node) else []
     if len(needed) + 1 != len(part.graph.nodes) or result.op == "placeholder":
         raise InputError("a pattern returns one value, and does nothing that this does not need.")
     return part

@@ -51,6 +51,7 @@ ANY_RANK: dict[str, Callable[[Any, Tensor], Any]] = {
     "@ mT": lambda m, x: x @ m.weight.mT,
     "@ transpose": lambda m, x: x @ m.weight.transpose(0, 1),
     "@ permute": lambda m, x: x @ m.weight.permute(-1, 0),
+    "@ movedim": lambda m, x: x @ m.weight.movedim(0, 1),
     "matmul": lambda m, x: torch.matmul(x, m.weight.t()),
     "matmul, a method": lambda m, x: x.matmul(m.weight.t()),
     "not transposed": lambda m, x: x @ m.untransposed,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
+import timeit
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,20 +40,11 @@ def ceilings() -> Ceilings:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        product = _fastest(lambda: matrix @ matrix)
-        copy = _fastest(lambda: target.copy_(source))
+        product = min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=4))
+        copy = min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=4))
     finally:
         torch.set_num_threads(threads)
     return Ceilings(2 * side**3 / product, 2 * source.nbytes / copy)
-
-
-def _fastest(run: Callable[[], object], times: int = 4) -> float:
-    def seconds() -> float:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-
-    return min(seconds() for _ in range(times))
 
 
 def observed(model: nn.Module, example_inputs: ExampleInputs) -> tuple[fx.GraphModule, Facts]:

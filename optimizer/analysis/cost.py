@@ -51,7 +51,7 @@ def observed(model: nn.Module, example_inputs: ExampleInputs) -> tuple[fx.GraphM
     """The graph that a model runs, or the one that an optimized module holds, and its facts.
 
     Raises:
-        InputError: the model or the inputs have no use.
+        InputError: the model or the inputs cannot be used.
         CaptureError: no front end can record the model; the message says why.
     """
     call = as_call(example_inputs)
@@ -188,7 +188,7 @@ def roofline(
     """What a model costs node by node, below the ceilings `at`, else those measured here.
 
     Raises:
-        InputError: the model or the inputs have no use.
+        InputError: the model or the inputs cannot be used.
         CaptureError: the model cannot be recorded; the message says why.
     """
     module, facts = observed(model, example_inputs)

@@ -76,7 +76,7 @@ def memory(model: nn.Module, example_inputs: ExampleInputs, *, workspaces: bool 
         workspaces: run each node, and measure what it takes besides what it makes.
 
     Raises:
-        InputError: the model or the inputs have no use.
+        InputError: the model or the inputs cannot be used.
         CaptureError: the model cannot be recorded; the message says why.
         DeviceError: workspaces are asked for on a device that cannot be measured.
     """

@@ -91,7 +91,7 @@ def bisect(
 
 @dataclass(frozen=True)
 class _Trial:
-    """What came of the first so many rewrites."""
+    """The result of running the pipeline up to some number of rewrites."""
 
     rewrites: tuple[Rewrite, ...]
     steps: int

@@ -105,9 +105,9 @@ class _Graph:
         return known.run(*args)
 
     def _unwritten(self, args: tuple[Any, ...]) -> list[int]:
-        graph, inputs = _copied(self.module, {})
+        graph = _copied(self.module, {})
         facts: Facts = observe(fx.GraphModule(self.module, graph), Call(args, {}))
-        stored = [node.meta["fact"].storages for node in inputs]
+        stored = [node.meta["fact"].storages for node in graph.find_nodes(op="placeholder")]
         return [i for i in self.held if not facts.any_written(stored[i])]
 
     def _optimized(self, args: tuple[Any, ...]) -> _Variant:
@@ -150,8 +150,7 @@ class _Graph:
         weights = {nodes[i]: snapshot.get_parameter(str(i)) for i in self.held}
         for node, weight in weights.items():
             _hold(root, node.name, weight)
-        graph, _ = _copied(self.module, weights)
-        module = fx.GraphModule(root, graph, "Dynamo")
+        module = fx.GraphModule(root, _copied(self.module, weights), "Dynamo")
         module.training = False  # what depends on it is in the graph already
         return module
 
@@ -176,7 +175,7 @@ def _addresses(tensors: list[torch.Tensor]) -> list[int]:
     return list(map(_torch._data_address, tensors))
 
 
-def _copied(module: fx.GraphModule, weights: Any) -> tuple[fx.Graph, list[fx.Node]]:
+def _copied(module: fx.GraphModule, weights: Any) -> fx.Graph:
     """A copy of a graph that reads `weights` off its owner."""
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
@@ -186,15 +185,14 @@ def _copied(module: fx.GraphModule, weights: Any) -> tuple[fx.Graph, list[fx.Nod
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta = {"source": line_in(node.meta.get("stack_trace") or "")}
-    return graph, list(graph.find_nodes(op="placeholder"))
+    return graph
 
 
 def _capture(model: nn.Module, call: Call | None) -> fx.GraphModule:
     assert isinstance(model, fx.GraphModule)
     assert call is not None
     require(not any(map(_changes_a_mode, model.graph.nodes)), "it enters a mode")
-    graph, _ = _copied(model, {})
-    return adopt(fx.GraphModule(model, graph, "Dynamo"), call)
+    return adopt(fx.GraphModule(model, _copied(model, {}), "Dynamo"), call)
 
 
 def _changes_a_mode(node: fx.Node) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -151,8 +152,10 @@ class Run:
         self.left = called_as_they_are(module)
         if self.check == "each":
             module.recompile()
-            self._require_same(module)
-        pipeline = Pipeline(module, self._verifier(module))
+            if found := self._difference(module):
+                raise CaptureError(f"the captured graph gives another answer ({found})")
+        verify = partial(self._verify, module) if self.check == "each" else None
+        pipeline = Pipeline(module, verify)
         pipeline.run(self.passes)
         ours = all_passes()
         names = tuple(each.name if each in ours else each for each in self.passes)
@@ -183,17 +186,10 @@ class Run:
         expected = Answer(self.expected.output, ())
         return compare_answers(self.model, self.call, expected, actual, exact=False)
 
-    def _verifier(self, module: fx.GraphModule) -> Callable[[Pass], None] | None:
-        if self.check != "each":
-            return None
-
-        def verify(each: Pass) -> None:
-            module.recompile()
-            found = self._difference(module)
-            if found:
-                raise FaultyPassError(each.name, f"changed the answer ({found})")
-
-        return verify
+    def _verify(self, module: fx.GraphModule, each: Pass) -> None:
+        module.recompile()
+        if found := self._difference(module):
+            raise FaultyPassError(each.name, f"changed the answer ({found})")
 
     def _reference(self) -> Answer | None:
         """The model's own answer; None where it cannot be copied, and so not be asked."""
@@ -202,11 +198,6 @@ class Run:
             return reference(self.model, self.call, share=self.share, draws=self.draws)
         except CaptureError:
             return None
-
-    def _require_same(self, module: nn.Module) -> None:
-        found = self._difference(module)
-        if found:
-            raise CaptureError(f"the captured graph gives another answer ({found})")
 
     def _difference(self, module: nn.Module) -> Difference | None:
         if self.check is None or self.expected is None or self.call is None:

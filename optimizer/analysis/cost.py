@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
+import timeit
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,27 +40,18 @@ def ceilings() -> Ceilings:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        product = _fastest(lambda: matrix @ matrix)
-        copy = _fastest(lambda: target.copy_(source))
+        product = min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=4))
+        copy = min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=4))
     finally:
         torch.set_num_threads(threads)
     return Ceilings(2 * side**3 / product, 2 * source.nbytes / copy)
-
-
-def _fastest(run: Callable[[], object], times: int = 4) -> float:
-    def seconds() -> float:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-
-    return min(seconds() for _ in range(times))
 
 
 def observed(model: nn.Module, example_inputs: ExampleInputs) -> tuple[fx.GraphModule, Facts]:
     """The graph that a model runs, or the one that an optimized module holds, and its facts.
 
     Raises:
-        InputError: the model or the inputs have no use.
+        InputError: the model or the inputs cannot be used.
         CaptureError: no front end can record the model; the message says why.
     """
     call = as_call(example_inputs)
@@ -198,7 +188,7 @@ def roofline(
     """What a model costs node by node, below the ceilings `at`, else those measured here.
 
     Raises:
-        InputError: the model or the inputs have no use.
+        InputError: the model or the inputs cannot be used.
         CaptureError: the model cannot be recorded; the message says why.
     """
     module, facts = observed(model, example_inputs)

@@ -17,6 +17,7 @@ _COLOURS = {
     "get_attr": "#fdf0c4",
 }  # fmt: skip
 _MARKS = ('style="filled,dashed" color="#cc2222" penwidth=2', 'color="#117711" penwidth=2')
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 _HEAD = 'node [shape=box style=filled fontname=monospace fontsize=10 color="#888888"]'
 
 
@@ -54,6 +55,4 @@ def _statements(graph: fx.Graph, place: int, others: Container[str]) -> Iterator
 
 
 def _quoted(text: str) -> str:
-    for character, escaped in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n")):
-        text = text.replace(character, escaped)
-    return f'"{text}"'
+    return f'"{text.translate(_ESCAPES)}"'

@@ -53,19 +53,14 @@ class Memory:
 
     def __str__(self) -> str:
         head = ("node", "calls", "shape", *(f"{name:>12}" for name in ("makes", "live", "besides")))
-        rows = [
-            (
-                r.node,
-                r.text,
-                r.unknown or r.shape,
-                *map("{:12,}".format, (r.made, r.live, r.workspace)),
-            )
-            for r in self.rows
-        ]
+        rows = [head]
+        for row in self.rows:
+            sizes = map("{:12,}".format, (row.made, row.live, row.workspace))
+            rows.append((row.node, row.text, row.unknown or row.shape, *sizes))
         most = self.highest
         besides = f"; with workspaces {most.live + most.workspace:,} at {most.node}"
         told = besides if any(row.workspace for row in self.rows) else ""
-        return f"{columns([head, *rows])}\n\npeak {self.peak:,} bytes at {self.at.node}{told}"
+        return f"{columns(rows)}\n\npeak {self.peak:,} bytes at {self.at.node}{told}"
 
 
 def memory(model: nn.Module, example_inputs: ExampleInputs, *, workspaces: bool = False) -> Memory:
@@ -81,7 +76,7 @@ def memory(model: nn.Module, example_inputs: ExampleInputs, *, workspaces: bool 
         workspaces: run each node, and measure what it takes besides what it makes.
 
     Raises:
-        InputError: the model or the inputs have no use.
+        InputError: the model or the inputs cannot be used.
         CaptureError: the model cannot be recorded; the message says why.
         DeviceError: workspaces are asked for on a device that cannot be measured.
     """

@@ -193,14 +193,11 @@ def _warm_up(module: nn.Module, call: Call, times: int) -> None:
         try:
             module(*args, **kwargs)
         except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise InputError(
-                f"the {type(module).__name__} rejects the example inputs ({_headline(error)}):"
+                f"the {type(module).__name__} rejects the example inputs ({reason}):"
                 " pass inputs that it can be called with."
             ) from error
-
-
-def _headline(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _timed(module: nn.Module, call: Call, device: Device) -> float:

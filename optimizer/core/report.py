@@ -26,12 +26,9 @@ class Rewrite:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Refusal(Rewrite):
     """One rewrite that matched and was refused, with the reason."""
 
-    name: str
-    node: str
-    source: str
     reason: str
 
 
@@ -156,10 +153,7 @@ class Report:
 
     def counts(self) -> dict[str, int]:
         """How often each pass fired."""
-        counts: dict[str, int] = {}
-        for rewrite in self.fired:
-            counts[rewrite.name] = counts.get(rewrite.name, 0) + 1
-        return counts
+        return dict(Counter(rewrite.name for rewrite in self.fired))
 
     def __str__(self) -> str:
         rewrites = [self._head(), self._fired(), self._refused(), self._lowered()]
@@ -205,10 +199,7 @@ class Report:
         return "\n".join(f"remark: {remark}" for remark in self.remarks)
 
     def _sizes(self) -> str:
-        before, after = asdict(self.before), asdict(self.after)
-        rows = [("", "before", "after")]
-        rows += [(name, f"{before[name]:,}", f"{after[name]:,}") for name in before]
-        return indent(columns(rows), "  ")
+        return indent(columns([("", "before", "after"), *_sizes(self)]), "  ")
 
 
 _CHECKED = {
@@ -310,9 +301,6 @@ def _node(line: Line | None, mark: str, stayed: bool, note: str) -> str:
         return "<td></td>" * 4
     if line.made_by:
         note = f"{line.made_by} of {', '.join(line.made_from)}"
-    shown = (f"{line.name} = {line.text}", line.shape, line.source, note)
     kind = f' class="{mark}"' if line.made_by or not stayed else ""
-    return "".join(
-        f"<td{kind}>{escape(cell)}</td>" if index == 0 else f'<td class="note">{escape(cell)}</td>'
-        for index, cell in enumerate(shown)
-    )
+    notes = [f'<td class="note">{escape(text)}</td>' for text in (line.shape, line.source, note)]
+    return "".join([f"<td{kind}>{escape(f'{line.name} = {line.text}')}</td>", *notes])

@@ -1,4 +1,4 @@
-"""Whether two modules give the same answer, where they part, and which rewrite is to blame.
+"""Compare two modules, find where they diverge, and which rewrite is to blame.
 
 It imports the rooms before it, down to `passes`.
 """

@@ -46,11 +46,11 @@ class Culprit:
     def __str__(self) -> str:
         head = "recording the model, before any rewrite"
         if self.number:
-            head = f"rewrite {self.number}: " + "\n  ".join(map(_told, self.rewrites))
+            head = f"rewrite {self.number}: " + "\n  ".join(map(_described, self.rewrites))
         return f"{head}\n  relative error {self.before:.2g} -> {self.after:.2g}; {self.reason}"
 
 
-def _told(rewrite: Rewrite) -> str:
+def _described(rewrite: Rewrite) -> str:
     node = f" at '{rewrite.node}'" if rewrite.node else ""
     source = f" ({rewrite.source})" if rewrite.source else ""
     return f"{rewrite.name}{node}{source}"
@@ -91,7 +91,7 @@ def bisect(
 
 @dataclass(frozen=True)
 class _Trial:
-    """What came of the first so many rewrites."""
+    """The result of running the pipeline up to some number of rewrites."""
 
     rewrites: tuple[Rewrite, ...]
     steps: int
@@ -131,14 +131,11 @@ class _Bisection:
             actual = answer(module, self.call, numbers=self.expected.numbers())
         except FaultyPassError as error:
             made = (*pipeline.fired, Rewrite(error.name, "", ""))
-            return _failed(made, pipeline.steps + 1, str(error))
+            failed = Difference("output", math.inf, str(error))
+            return _Trial(made, pipeline.steps + 1, math.inf, failed)
         except Exception as error:  # a broken graph may raise anything
-            reason = f"raised {type(error).__name__}: {error}"
-            return _failed(tuple(pipeline.fired), pipeline.steps, reason)
+            failed = Difference("output", math.inf, f"raised {type(error).__name__}: {error}")
+            return _Trial(tuple(pipeline.fired), pipeline.steps, math.inf, failed)
         found = compare_answers(self.model, self.call, self.expected, actual, exact=self.exact)
         worst = largest_error(self.expected, actual)
         return _Trial(tuple(pipeline.fired), pipeline.steps, worst, found)
-
-
-def _failed(rewrites: tuple[Rewrite, ...], steps: int, reason: str) -> _Trial:
-    return _Trial(rewrites, steps, math.inf, Difference("output", math.inf, reason))

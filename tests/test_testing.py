@@ -77,6 +77,10 @@ class TestGeneration:
 
             assert_equivalent(spec.build(), spec.build(), spec.inputs(), exact=True)
 
+    def test_no_word_hides_another(self) -> None:
+        """Four of one family stood in the place of those of another: nn.GELU() was never drawn."""
+        assert sum(map(len, FAMILIES.values())) == len(TOKENS)
+
     def test_a_buffer_is_not_tied_to_a_parameter(self) -> None:
         assert Spec(("linear_held", "linear", "tie")).build() is not None
 

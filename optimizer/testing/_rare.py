@@ -145,10 +145,9 @@ RARE: dict[str, Emit] = {
     ),
     "softmax_first": softmax(0),
     "softmax_last": softmax(-1),
-    "leaky_module": member("leaky", "nn.LeakyReLU(0.5)"),
+    "leaky_half_module": member("leaky", "nn.LeakyReLU(0.5)"),
     "leaky_negative": expression("F.leaky_relu({v}, -0.5)"),
-    "gelu_module": member("gelu", 'nn.GELU(approximate="tanh")'),
-    "gelu_F": expression('F.gelu({v}, approximate="tanh")'),
+    "gelu_tanh_module": member("gelu", 'nn.GELU(approximate="tanh")'),
     "rows": ranked(2, rows),
     "widen": widen,
     "t01_of_two_ranks": of_two_ranks,
@@ -169,7 +168,7 @@ RARE: dict[str, Emit] = {
     ),
     "addmm_number": addmm_other(1),
     "addmm_row": addmm_other(1, 0),
-    "bn_F_train": batchnorm(
+    "bn_F_train_bare": batchnorm(
         spelling="F.batch_norm({v}, self.{m}.running_mean, self.{m}.running_var, training=True)",
         training=True,
     ),

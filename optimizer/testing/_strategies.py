@@ -72,7 +72,7 @@ def models(
     regimes: Iterable[str] = FINITE,
     layouts: Iterable[str] = WRITABLE,
     entries: Iterable[Entry] = ("module", "graph"),
-    max_size: int = 8,
+    max_size: int = 16,
 ) -> st.SearchStrategy[Spec]:
     """Generated models, as `Spec`s: build the module in the body of the test.
 
@@ -101,7 +101,10 @@ def models(
     shape, regime, layout, entry = map(st.sampled_from, others)
 
     def programs(choices: list[str]) -> st.SearchStrategy[list[str]]:
-        return st.lists(st.sampled_from(choices), min_size=1, max_size=max_size)
+        """Two lists in a row: Hypothesis makes one of six on average, however long it may be."""
+        halves = (max_size - max_size // 2, max_size // 2)
+        two = [st.lists(st.sampled_from(choices), max_size=most) for most in halves]
+        return st.tuples(*two).map(lambda both: [*chain(*both)] or choices[:1])
 
     swarms = st.sampled_from(SWARMS).flatmap(lambda number: programs(swarm(focus, number)))
     drawn = swarms if pieces is None else programs(pieces)

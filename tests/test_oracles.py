@@ -227,3 +227,24 @@ def test_what_a_layer_keeps_in_python_is_put_back_and_compared() -> None:
     assert_equivalent(model, copy.deepcopy(model), spec.inputs(), exact=True)
     with pytest.raises(AssertionError, match="keeps in Python"), untouched(model):
         model(*spec.inputs())
+
+
+def test_a_model_that_names_its_dtype_is_judged_without_another_precision() -> None:
+    """Cast to half, it raised in the oracle itself, whatever the candidate was."""
+
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3).half()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear((x > 0).half())
+
+    model, x = Single(), torch.randn(2, 3).half()
+
+    assert_equivalent(model, copy.deepcopy(model), (x,), exact=False)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.linear.bias += 1
+    with pytest.raises(AssertionError, match="values differ"):
+        assert_equivalent(model, other, (x,), exact=False)

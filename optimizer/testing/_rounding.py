@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -167,7 +167,7 @@ def _as_precise(truth: Outcome, noisy: list[Outcome]) -> Callable[[str], Same]:
 def _observed_in(dtype: torch.dtype, model: nn.Module, inputs: Inputs) -> Outcome | None:
     """The outcome in another precision, of the same random numbers.
 
-    None where the inputs are lost in it.
+    None where the inputs are lost in it, or the model names the dtype that it computes in.
     """
     changed = _mapped(lambda tensor: tensor.to(dtype), inputs)
     pairs = zip(pytree.tree_leaves(changed), pytree.tree_leaves(inputs), strict=True)
@@ -176,8 +176,9 @@ def _observed_in(dtype: torch.dtype, model: nn.Module, inputs: Inputs) -> Outcom
         return None
     with Recorded() as numbers:
         observe(model, inputs)
-    with Again(numbers.drawn) if numbers.drawn else nullcontext():
+    with Again(numbers.drawn) if numbers.drawn else nullcontext(), suppress(RuntimeError):
         return observe(copy.deepcopy(model).to(dtype), changed)
+    return None
 
 
 def _otherwise_rounded(model: nn.Module, inputs: Inputs, seed: int) -> tuple[nn.Module, Inputs]:

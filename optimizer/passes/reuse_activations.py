@@ -46,6 +46,8 @@ def reuse_activations(activation: fx.Node) -> fx.Node | None:
         return _module(activation)
     if function is F.gelu:
         return _gelu(activation, **activation.kwargs)
+    if function is F.relu:  # which has one spelling
+        return insert_function(activation, F.relu, (arg(activation, 0), True))
     place = list(inspect.signature(function).parameters).index("inplace")  # the last argument
     settings = activation.kwargs | {"inplace": True}
     return insert_function(activation, function, activation.args[:place], **settings)

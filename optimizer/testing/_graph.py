@@ -159,6 +159,8 @@ class _Builder:
 
     def _compare(self, expression: ast.Compare) -> Any:
         operands = self.value(expression.left), self.value(expression.comparators[0])
+        if isinstance(expression.ops[0], ast.Is | ast.IsNot):
+            return OPERATORS[type(expression.ops[0])](*operands)  # a node stands for a tensor
         return self.apply(OPERATORS[type(expression.ops[0])], *operands)
 
     def _ifexp(self, expression: ast.IfExp) -> Any:

@@ -24,8 +24,8 @@ from optimizer.frontend.choose import FRONT_ENDS, FrontEnds, choose, record
 from optimizer.frontend.module import OptimizedModule, Recipe, Unchanged
 from optimizer.frontend.symbolic import has_unknown_facts, may_draw, writes_nothing_lasting
 from optimizer.lowering.engines import Engines
-from optimizer.lowering.module import LoweredModule
-from optimizer.lowering.tuning import Tuning, lower
+from optimizer.lowering.module import LoweredModule, lower
+from optimizer.lowering.tuning import Tuning
 from optimizer.passes import all_passes, select
 from optimizer.rewrite.contract import LOWERED, Pass
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
@@ -160,8 +160,9 @@ class Run:
         ours = all_passes()
         names = tuple(each.name if each in ours else each for each in self.passes)
         known = self.front_end in FRONT_ENDS  # to `optimize` the model again
-        given = self.model, self.call, self.level, names, optimize
-        recipe = Recipe.of(*given) if known else None
+        options = {"level": self.level, "only": names, "capture": self.front_end}
+        options |= self.tuning.options()
+        recipe = Recipe.of(self.model, self.call, options, optimize) if known else None
         kind = LoweredModule if self.level >= LOWERED else OptimizedModule
         reason = obstacle(module.graph) if self.level >= LOWERED else ""  # the facts stay behind
         optimized = kind.of(module, self._report(before, pipeline), recipe)

@@ -408,7 +408,7 @@ class TestWhichAreOffered:
         fast = lowered(model, x, "onnxruntime")
         fast.refit(model.state_dict(), x)
 
-        assert fast.meta["engines"] == ("onnxruntime",)
+        assert fast.meta["tuning"].engines == ("onnxruntime",)
         assert AS_IT_IS not in [choice.chosen for choice in fast.report.choices]
         assert engines.AUTOMATIC == ("openvino",)
 

@@ -27,8 +27,8 @@ from optimizer.core.random import ProcessState, undrawn
 from optimizer.frontend.aten import from_aten
 from optimizer.frontend.canonicalize import affine_as_module
 from optimizer.lowering.candidates import varied
+from optimizer.lowering.module import _judged
 from optimizer.lowering.signature import Signature
-from optimizer.lowering.tuning import _judged
 from optimizer.passes import specialize_shapes
 from optimizer.rewrite.calls import _require_takes, operands, overwrites
 from optimizer.rewrite.edit import replace_later_uses, supersede

@@ -58,16 +58,14 @@ class Recipe:
         model: a copy of the original in which the tensors of a checkpoint hold no data.
         devices: where each of those was.
         call: the example inputs, a Blank for each tensor.
-        level: the level it was optimized at.
-        passes: the names of the passes that ran; those from elsewhere, themselves.
+        options: what `optimize` was told, but for the check.
         optimize: what made it.
     """
 
     model: nn.Module
     devices: dict[str, torch.device]
     call: Any
-    level: int
-    passes: tuple[Any, ...]
+    options: Mapping[str, Any]
     optimize: Callable[..., Any]
 
     @classmethod
@@ -75,8 +73,7 @@ class Recipe:
         cls,
         model: nn.Module,
         call: Call | None,
-        level: int,
-        passes: tuple[Any, ...],
+        options: Mapping[str, Any],
         optimize: Callable[..., Any],
     ) -> Recipe | None:
         """The recipe of a model that was optimized; None where it cannot be told."""
@@ -86,7 +83,7 @@ class Recipe:
             blank = pytree.tree_map_only(torch.Tensor, Blank.of, call)
         except Exception:  # a state_dict or a kind of tensor that a user wrote
             return None
-        return cls(hollow, devices, blank, level, passes, optimize)
+        return cls(hollow, devices, blank, options, optimize)
 
     def model_with(self, state_dict: Mapping[str, Any]) -> nn.Module:
         """The original model with the weights of another checkpoint.
@@ -230,19 +227,8 @@ class OptimizedModule(_Result, fx.GraphModule):
         recipe = unpacked(self.meta.get("recipe"))
         model = recipe.model_with(state_dict)
         inputs = recipe.example_inputs() if example_inputs is None else example_inputs
-        precision = self.meta.get("precision")
-        fresh = recipe.optimize(
-            model,
-            inputs,
-            level=recipe.level,
-            capture="export" if self.report.front_end == "export" else "symbolic",
-            check=None if example_inputs is None else "final",
-            only=recipe.passes,
-            precision=precision and precision.name,
-            error_budget=precision and precision.budget,
-            cuda_graph=self.meta.get("cuda_graph", True),
-            engines=self.meta.get("engines", ()),
-        )
+        check = None if example_inputs is None else "final"
+        fresh = recipe.optimize(model, inputs, check=check, **recipe.options)
         if not isinstance(fresh, OptimizedModule):
             raise CaptureError("; ".join(fresh.report.remarks))
         fx.GraphModule.__init__(self, fresh, fresh.graph, type(fresh).__name__)

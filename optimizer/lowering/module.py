@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -29,11 +29,11 @@ from optimizer.frontend.symbolic import capture_call
 from optimizer.lowering.autotune import Chooser, Times
 from optimizer.lowering.plan import Judge, Plan, make_plan
 from optimizer.lowering.policies import require_one_device
+from optimizer.lowering.precision import Precision
 from optimizer.lowering.signature import Key, Signature
 from optimizer.lowering.trace import NotStraightLineError
-
-Decisions: TypeAlias = Mapping[str, str]
-NO_DECISIONS: Decisions = MappingProxyType({})
+from optimizer.lowering.tuning import Decisions, Tuning
+from optimizer.verify.equivalence import Answer, Difference, largest_error
 
 
 class LoweredModule(OptimizedModule):
@@ -52,7 +52,7 @@ class LoweredModule(OptimizedModule):
         example_inputs: ExampleInputs,
         *,
         tune_seconds: float = 1.0,
-        decisions: Decisions = NO_DECISIONS,
+        decisions: Decisions = MappingProxyType({}),  # noqa: B008
     ) -> tuple[Choice, ...]:
         """Prepare for calls like this one too; return what was chosen for each region.
 
@@ -70,7 +70,13 @@ class LoweredModule(OptimizedModule):
         return self.prepare(call, self._chooser(tune_seconds, decisions)).choices
 
     def _chooser(self, seconds: float, known: Decisions) -> Chooser:
-        return Chooser(seconds, known, self.meta.get("engines", ()))
+        return Chooser(seconds, known, self._tuning.engines)
+
+    @property
+    def _tuning(self) -> Tuning:
+        """What the caller of `optimize` allowed."""
+        allowed: Tuning = self.meta["tuning"]
+        return allowed
 
     def _require_no_obstacle(self, call: Call) -> None:
         """Look at the graph anew: at other sizes, a BatchNorm may train, or a copy be a view."""
@@ -93,13 +99,14 @@ class LoweredModule(OptimizedModule):
         if signature is None:
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
         require_one_device([*signature.tensors, *tensors_of(self)])
-        chooser.in_graphs = self.meta.get("cuda_graph", True)
+        chooser.in_graphs = self._tuning.cuda_graph
         try:
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
-                precision = self.meta.get("precision")
-                plan = make_plan(self, self.run_portable, call, chooser, precision)
+                plan = make_plan(self, self.run_portable, call, chooser, self._tuning.precision)
                 known = self._decisions(signature.key)
-                self._install(signature.key, plan)
+                self._plans[signature.key] = plan
+                chosen = {choice.key: choice.chosen for choice in plan.choices}
+                self.meta["lowered"] = {**self.meta.get("lowered", {}), signature.key: chosen}
                 if known is None:
                     times = Times((call,))
                     plan.require_right(times.run("plan", self._run_lowered, (call,)), judge)
@@ -109,11 +116,6 @@ class LoweredModule(OptimizedModule):
             self.forget(call)
             raise InputError(f"such a call is not lowered: {error}.") from error
         return plan
-
-    def _install(self, key: Key, plan: Plan) -> None:
-        self._plans[key] = plan
-        chosen = {choice.key: choice.chosen for choice in plan.choices}
-        self.meta["lowered"] = {**self.meta.get("lowered", {}), key: chosen}
 
     def _run_lowered(self, call: Call) -> Any:
         return self.forward(*call.args, **call.kwargs)
@@ -151,7 +153,7 @@ class LoweredModule(OptimizedModule):
         if not self._plans.lock.acquire(blocking=False):
             return None  # another thread does
         known = self._decisions(key)
-        seconds = self.meta.get("tune_seconds", 1.0) if known is None else 0
+        seconds = self._tuning.seconds if known is None else 0
         try:
             return self.prepare(call, self._chooser(seconds, known or {}))
         except InputError as error:
@@ -243,3 +245,58 @@ class _Plans(dict[Hashable, Plan]):
 
     def __deepcopy__(self, memo: Any) -> _Plans:
         return _Plans()  # a copy has other weights
+
+
+def lower(
+    module: LoweredModule,
+    call: Call | None,
+    obstacle: str,
+    tuning: Tuning,
+    expected: Answer | None,
+    difference: Callable[[Answer], Difference | None],
+) -> str:
+    """Lower a call of a module; return what to remark of it, if anything.
+
+    `obstacle` is why it cannot be, if anything; `expected` is the model's answer, and `difference`
+    what is wrong with one of the same precision.
+    """
+    module.meta["tuning"] = tuning
+    if call is None:
+        return "not lowered: there are no example inputs"
+    if obstacle:
+        return f"such a call is not lowered: {obstacle}"
+    judge = functools.partial(_judged, expected, difference)
+    chooser = Chooser(tuning.seconds, tuning.known(), tuning.engines)
+    try:
+        plan = module.prepare(call, chooser, judge)
+    except InputError as error:
+        module.meta["report"] = replace(module.report, tried=tuple(chooser.choices))
+        return str(error).rstrip(".")
+    module.meta["report"] = replace(module.report, choices=plan.choices)
+    try:
+        tuning.keep({choice.key: choice.chosen for choice in plan.choices})
+    except (InputError, OSError) as error:  # what became of the file meanwhile
+        return f"its decisions were not kept: {error}"
+    return _in_precision(plan.precision, plan.error) if plan.precision else ""
+
+
+def _in_precision(precision: Precision, error: float) -> str:
+    return (
+        f"calls like the example run in {precision.name}, with a relative error of {error:.2g}"
+        f" seen and {precision.budget:.2g} allowed; other calls in the model's own precision"
+    )
+
+
+def _judged(
+    expected: Answer | None,
+    difference: Callable[[Answer], Difference | None],
+    precision: Precision | None,
+    actual: Answer,
+) -> Difference | None:
+    if precision is None:
+        return difference(actual)
+    if expected is None:
+        return None
+    error = largest_error(Answer(expected.output, ()), actual)
+    reason = f"relative error {error:.2g}, more than {precision.budget:.2g}"
+    return Difference("output", error, reason) if error > precision.budget else None

@@ -1,22 +1,21 @@
-"""Level 2: lower the example's call, and keep that only where it is right and measured to pay."""
+"""What a caller allows level 2 to do, and the file that its decisions are kept in."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from optimizer.core.errors import InputError
-from optimizer.core.inputs import Call, require_flags, require_seconds, require_writable
-from optimizer.lowering.autotune import Chooser
+from optimizer.core.inputs import require_flags, require_seconds, require_writable
 from optimizer.lowering.engines import Engines, engines_named, passed_over
-from optimizer.lowering.module import Decisions, LoweredModule
 from optimizer.lowering.precision import Precision
-from optimizer.rewrite.contract import REDUCED
-from optimizer.verify.equivalence import Answer, Difference, largest_error
+from optimizer.rewrite.contract import LOWERED, REDUCED
+
+Decisions: TypeAlias = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,21 @@ class Tuning:
                 " level=3."
             )
         file = None if path is None else require_writable("decisions", path)
-        seconds, offered = require_seconds(seconds), engines_named(engines)
+        seconds, named = require_seconds(seconds), engines_named(engines)
+        offered = named if level >= LOWERED else ()
         tuning = cls(seconds, file, reduced, cuda_graph, offered, passed_over(engines))
         tuning.known()
         return tuning
+
+    def options(self) -> dict[str, Any]:
+        """What `optimize` is to be told to make the same of other weights."""
+        precision = self.precision
+        return {
+            "precision": precision and precision.name,
+            "error_budget": precision and precision.budget,
+            "cuda_graph": self.cuda_graph,
+            "engines": self.engines,
+        }
 
     def known(self) -> Decisions:
         """The decisions in the file; none if there is no file yet.
@@ -91,59 +101,3 @@ class Tuning:
         beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.new")
         beside.write_text(json.dumps({**self.known(), **decisions}, indent=1, sort_keys=True))
         beside.replace(self.path)
-
-
-def lower(
-    module: LoweredModule,
-    call: Call | None,
-    obstacle: str,
-    tuning: Tuning,
-    expected: Answer | None,
-    difference: Callable[[Answer], Difference | None],
-) -> str:
-    """Lower a call of a module; return what to remark of it, if anything.
-
-    `obstacle` is why it cannot be, if anything; `expected` is the model's answer, and `difference`
-    what is wrong with one of the same precision.
-    """
-    module.meta |= {"precision": tuning.precision, "tune_seconds": tuning.seconds}
-    module.meta |= {"cuda_graph": tuning.cuda_graph, "engines": tuning.engines}
-    if call is None:
-        return "not lowered: there are no example inputs"
-    if obstacle:
-        return f"such a call is not lowered: {obstacle}"
-    judge = functools.partial(_judged, expected, difference)
-    chooser = Chooser(tuning.seconds, tuning.known(), tuning.engines)
-    try:
-        plan = module.prepare(call, chooser, judge)
-    except InputError as error:
-        module.meta["report"] = replace(module.report, tried=tuple(chooser.choices))
-        return str(error).rstrip(".")
-    module.meta["report"] = replace(module.report, choices=plan.choices)
-    try:
-        tuning.keep({choice.key: choice.chosen for choice in plan.choices})
-    except (InputError, OSError) as error:  # what became of the file meanwhile
-        return f"its decisions were not kept: {error}"
-    return _in_precision(plan.precision, plan.error) if plan.precision else ""
-
-
-def _in_precision(precision: Precision, error: float) -> str:
-    return (
-        f"calls like the example run in {precision.name}, with a relative error of {error:.2g}"
-        f" seen and {precision.budget:.2g} allowed; other calls in the model's own precision"
-    )
-
-
-def _judged(
-    expected: Answer | None,
-    difference: Callable[[Answer], Difference | None],
-    precision: Precision | None,
-    actual: Answer,
-) -> Difference | None:
-    if precision is None:
-        return difference(actual)
-    if expected is None:
-        return None
-    error = largest_error(Answer(expected.output, ()), actual)
-    reason = f"relative error {error:.2g}, more than {precision.budget:.2g}"
-    return Difference("output", error, reason) if error > precision.budget else None

@@ -30,7 +30,9 @@ def _of_model(model: str) -> dict[str, Counts | Exception]:
     graphs: dict[str, Counts | Exception] = {}
     for variant in [EAGER, *PORTABLE]:
         try:
-            graphs[variant] = _counts(_graph_module(variant, *built(model, "cpu")))
+            module, inputs = built(model, "cpu")
+            rewritten = _graph_module(variant, module, inputs)
+            graphs[variant] = _counts(rewritten) | _work(rewritten, inputs)
         except NotImplementedError as error:
             graphs[variant] = error
         except Exception as error:  # the failure of its own benchmarks, not of every other
@@ -57,6 +59,18 @@ def _counts(module: Any) -> Counts:
         found["rewrites"] = len(module.report.fired)
         found["refusals"] = len(module.report.refused)
     return found
+
+
+def _work(module: Any, inputs: Any) -> Counts:
+    """What a forward takes by the shapes of its tensors; nothing runs."""
+    try:
+        ceilings = offered("optimizer.analysis", "Ceilings")(1.0, 1.0)  # no time is asked for
+        cost = offered("optimizer.analysis", "roofline")(module, inputs, ceilings)
+        live = offered("optimizer.analysis", "memory")(module, inputs)
+    except NotImplementedError:
+        return {}
+    work = {"flops": cost.flops, "bytes_moved": cost.bytes, "launches": cost.launches}
+    return work | {"live_bytes": live.peak}
 
 
 class _OfGraphs:
@@ -94,6 +108,34 @@ class Graph(_OfGraphs):
     @counts("bytes")
     def track_parameter_bytes(self, graphs: Graphs, model: str, variant: str) -> int:
         return graphs[model, variant]["parameter_bytes"]
+
+
+class Work(_OfGraphs):
+    """What one forward of that graph takes, by the shapes of its tensors."""
+
+    params: ClassVar[list[list[str]]] = [MODELS, [EAGER, *PORTABLE]]
+    param_names: ClassVar[list[str]] = ["model", "variant"]
+
+    def setup(self, graphs: Graphs, model: str, variant: str = OPTIMIZED) -> None:
+        super().setup(graphs, model, variant)
+        if "flops" not in graphs[model, variant]:
+            raise NotImplementedError("this commit has no optimizer.analysis")
+
+    @counts("operations")
+    def track_flops(self, graphs: Graphs, model: str, variant: str) -> int:
+        return graphs[model, variant]["flops"]
+
+    @counts("bytes")
+    def track_bytes_moved(self, graphs: Graphs, model: str, variant: str) -> int:
+        return graphs[model, variant]["bytes_moved"]
+
+    @counts("kernels")
+    def track_launches(self, graphs: Graphs, model: str, variant: str) -> int:
+        return graphs[model, variant]["launches"]
+
+    @counts("bytes")
+    def track_live_bytes(self, graphs: Graphs, model: str, variant: str) -> int:
+        return graphs[model, variant]["live_bytes"]
 
 
 class Rewrites(_OfGraphs):

@@ -84,6 +84,8 @@ def test_the_suite_lists_every_benchmark_once():
     graph = ["calls", "modules", "nodes", "parameter_bytes", "parameters"]
     graph = [f"graph.Graph.track_{count}" for count in graph]
     graph += ["graph.Rewrites.track_fired", "graph.Rewrites.track_refused"]
+    work = ["bytes_moved", "flops", "launches", "live_bytes"]
+    graph += [f"graph.Work.track_{count}" for count in work]
 
     peers = ["peers.Peers.track_preparation", "peers.Peers.track_relative_latency"]
 
@@ -196,7 +198,7 @@ def test_the_graphs_are_counted(monkeypatch):
     monkeypatch.setattr(module, "MODELS", [SMALL])
     graphs = module.setup_cache()
     counts = {
-        (name.rpartition("_")[2], BENCHMARKS[name]._current_params[1:]): run_once(
+        (name.partition("track_")[2], BENCHMARKS[name]._current_params[1:]): run_once(
             name, index, graphs
         )
         for name in OF_A_GRAPH
@@ -204,8 +206,21 @@ def test_the_graphs_are_counted(monkeypatch):
     }
 
     assert counts["nodes", ("eager",)] > counts["nodes", ("optimized-1",)] > 0
+    assert counts["launches", ("eager",)] > counts["launches", ("optimized-1",)] > 0
+    assert counts["bytes_moved", ("eager",)] > counts["bytes_moved", ("optimized-1",)] > 0
+    assert counts["flops", ("eager",)] >= counts["flops", ("optimized-1",)] > 0
     assert counts["fired", ()] > 0
     assert None not in counts.values()
+
+
+def test_work_is_not_available_of_a_commit_without_analysis(monkeypatch):
+    module = importlib.import_module("benchmarks.graph")
+    monkeypatch.delattr(optimizer.analysis, "memory")
+    graphs = {(SMALL, variant): found for variant, found in module._of_model(SMALL).items()}
+    _, optimized, _ = cells("graph.Work.track_flops", SMALL)
+
+    assert run_once("graph.Work.track_flops", optimized, graphs) is None
+    assert run_once("graph.Graph.track_nodes", optimized, graphs) > 0
 
 
 def test_a_model_that_cannot_be_optimized_fails_alone(monkeypatch):

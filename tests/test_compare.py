@@ -28,6 +28,7 @@ from benchmarks.compare.verdicts import (
     FAILED,
     IMPROVED,
     INCONCLUSIVE,
+    INTENDED,
     NOT_COMPARED,
     REGRESSED,
     SAME,
@@ -187,6 +188,57 @@ class TestPlantedChanges:
         assert found["toy_graph.track_nodes"]["verdict"] == REGRESSED
         assert found["toy.track_memory"]["verdict"] == SAME
         assert told == "M optimizer/__init__.py\n?? optimizer/more.py"
+
+    @pytest.mark.parametrize(
+        ("cells", "at", "expected"),
+        [
+            ("track_nodes", "after", INTENDED),
+            ("track_memory", "after", REGRESSED),
+            ("track_nodes", "before", REGRESSED),
+        ],
+        ids=["declared", "of another cell", "of an earlier change"],
+    )
+    def test_a_change_is_intended_where_it_is_declared(
+        self, repository: Path, cells: str, at: str, expected: str
+    ) -> None:
+        file = repository / "declared.toml"
+        told = f"[[change]]\ncells = '{cells}'\nreason = 'it is worth it'\n"
+        file.write_text(told if at == "before" else "")
+        before = commit(repository, "before")
+        file.write_text(told)
+        commit(repository, "after", nodes=8)
+        status, found, output = compared(
+            repository, before, "HEAD", "-b", "track_nodes|track_memory", "--declared", file.name
+        )
+
+        assert found["toy_graph.track_nodes"]["verdict"] == expected
+        assert found["toy.track_memory"]["verdict"] == SAME
+        assert status == (expected == REGRESSED)
+        assert ("it is worth it" in output) is (expected == INTENDED)
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (None, "has no file declared.toml"),
+            ("[[change", "declared.toml cannot be read"),
+            ("[[change]]\ncells = 'a'", "cannot be read ('reason')"),
+            ("[[change]]\ncells = 'a'\nreason = ' '", "no reason for a"),
+            ("[[change]]\ncells = '('\nreason = 'b'", "declared.toml cannot be read"),
+            ("change = 3", "declared.toml cannot be read"),
+        ],
+    )
+    def test_a_declaration_that_cannot_be_read_is_told_before_any_work(
+        self, repository: Path, content: str | None, said: str
+    ) -> None:
+        file = repository / "declared.toml"
+        file.unlink(missing_ok=True) if content is None else file.write_text(content)
+        commit(repository, "after")
+        status, found, output = compared(repository, "HEAD", "HEAD", "--declared", "declared.toml")
+
+        assert status == 2
+        assert not found
+        assert said in output
+        assert "Traceback" not in output
 
     def test_a_version_that_does_not_import_fails_in_each_cell(self, repository: Path) -> None:
         before, after = commit(repository, "before"), commit(repository, "after", "import nowhere")
@@ -402,6 +454,14 @@ def test_the_tables_begin_with_what_matters(write: Callable[..., str]) -> None:
     }
 
     assert places[REGRESSED] < places[SAME]
+
+
+def test_the_text_leaves_out_exact_numbers_that_are_the_same() -> None:
+    still = verdict(series([dict.fromkeys((BASE, AGAIN, NEW), 3.0)], exact=True))
+    more = verdict(series([{BASE: 3.0, AGAIN: 3.0, NEW: 4.0}], exact=True))
+
+    assert [line.split()[0] for line in text([still, more]).splitlines()] == ["verdict", REGRESSED]
+    assert SAME in markdown([still, more], "title")
 
 
 def test_a_line_comes_while_a_cell_takes_long(capsys: pytest.CaptureFixture[str]) -> None:

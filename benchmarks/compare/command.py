@@ -24,6 +24,7 @@ from benchmarks._machine import machine_name
 
 from . import tables
 from .cells import cells
+from .declared import as_declared, declared_between
 from .rounds import Series, Sides, run_round
 from .trees import ComparisonError, Tree, commit_of, configuration
 from .verdicts import FAILED, FEWEST_ROUNDS, NOT_COMPARED, REGRESSED, Verdict, flagged, verdict
@@ -59,6 +60,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the order of the processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts, all rounds")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write them as Markdown")
+    parser.add_argument(
+        "--declared",
+        metavar="FILE",
+        help="what NEW declares in it and BASE does not is intended and no regression",
+    )
     options = parser.parse_args(arguments)
     if options.rounds < FEWEST_ROUNDS:
         parser.error(f"--rounds is {options.rounds}: fewer than {FEWEST_ROUNDS} tell nothing.")
@@ -72,6 +78,7 @@ def _compare(options: argparse.Namespace) -> int:
     commits = {name: commit_of(name) for name in (options.base, options.new)}
     conf = configuration()
     base, new = commits[options.base], commits[options.new]
+    declared = declared_between(base, new, options.declared) if options.declared else []
     sides = Sides(Tree(conf, base, "base"), Tree(conf, new, "new"))
     about = {"base": base, "new": new, "machine": machine_name(), "python": sys.version.split()[0]}
     about |= {"processor": platform.processor() or platform.machine(), "rounds": options.rounds}
@@ -82,7 +89,8 @@ def _compare(options: argparse.Namespace) -> int:
     finally:
         sides.close()
     by_name = {series.cell.name: series for series in second}
-    verdicts = [verdict(series, by_name.get(series.cell.name)) for series in first]
+    found = [verdict(series, by_name.get(series.cell.name)) for series in first]
+    verdicts = [as_declared(each, declared) for each in found]
     _tell(verdicts, [*first, *second], about, options)
     return 2 if stopped else _exit_code(verdicts)
 

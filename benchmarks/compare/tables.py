@@ -9,9 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .verdicts import FAILED, IMPROVED, INCONCLUSIVE, NOT_COMPARED, REGRESSED, SAME, Verdict
+from .verdicts import (
+    FAILED,
+    IMPROVED,
+    INCONCLUSIVE,
+    INTENDED,
+    NOT_COMPARED,
+    REGRESSED,
+    SAME,
+    Verdict,
+)
 
-_ORDER = (FAILED, REGRESSED, IMPROVED, INCONCLUSIVE, NOT_COMPARED, SAME)
+_ORDER = (FAILED, REGRESSED, INTENDED, IMPROVED, INCONCLUSIVE, NOT_COMPARED, SAME)
 _HEAD = ("verdict", "benchmark", "before", "after", "after / before", "sees from")
 _PREFIXES = (("", 1.0), ("m", 1e-3), ("u", 1e-6), ("n", 1e-9))
 
@@ -23,8 +32,9 @@ def sentence(verdicts: Sequence[Verdict]) -> str:
 
 
 def text(verdicts: Sequence[Verdict]) -> str:
-    """A table with a line for each cell, what matters first."""
-    rows = [_HEAD, *map(_row, _sorted(verdicts))]
+    """A table, what matters first, without the exact numbers that are the same."""
+    told = [each for each in verdicts if each.verdict != SAME or each.change]
+    rows = [_HEAD, *map(_row, _sorted(told))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)

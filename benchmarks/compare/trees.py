@@ -43,6 +43,15 @@ def commit_of(name: str) -> str:
         ) from error
 
 
+def content_of(commit: str, file: str) -> str:
+    """A file of the project as a commit has it.
+
+    Raises:
+        subprocess.CalledProcessError: it has none.
+    """
+    return _git("show", f"{commit}:{file}")
+
+
 def _snapshot() -> str:
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}

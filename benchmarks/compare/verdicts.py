@@ -16,8 +16,8 @@ from typing import Any
 
 from .rounds import AGAIN, BASE, NEW, Series
 
-REGRESSED, IMPROVED, SAME, INCONCLUSIVE, FAILED, NOT_COMPARED = (
-    "regressed", "improved", "same", "inconclusive", "failed", "not compared"
+REGRESSED, INTENDED, IMPROVED, SAME, INCONCLUSIVE, FAILED, NOT_COMPARED = (
+    "regressed", "intended", "improved", "same", "inconclusive", "failed", "not compared"
 )  # fmt: skip
 _RATE = 0.01  # of false discoveries among what is measured again
 _AGAIN = 0.05  # of a change that is none to show again
@@ -76,11 +76,11 @@ class Verdict:
 
     Attributes:
         name: of the cell.
-        verdict: regressed, improved, same, inconclusive, failed or not compared.
+        verdict: regressed, intended, improved, same, inconclusive, failed or not compared.
         base: the number before: the median over the rounds; None where there is none.
         new: the number after.
         change: where it is not exact.
-        reason: why there is no comparison.
+        reason: why there is no comparison, or why the change is intended.
     """
 
     name: str

@@ -52,7 +52,7 @@ class LoweredModule(OptimizedModule):
         example_inputs: ExampleInputs,
         *,
         tune_seconds: float = 1.0,
-        decisions: Decisions = MappingProxyType({}),  # noqa: B008
+        decisions: Decisions = MappingProxyType({}),
     ) -> tuple[Choice, ...]:
         """Prepare for calls like this one too; return what was chosen for each region.
 

@@ -8,11 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from optimizer import InputError
 from optimizer.testing import LATER_CALLS, Counterexample, Spec, assert_equivalent, check_spec
 from optimizer.testing._later import later_calls
 
+PLAIN = torch.contiguous_format
 Function = Callable[..., torch.Tensor]
 
 
@@ -168,6 +170,37 @@ def test_a_gradient_may_jump_where_rounding_moves_a_kink() -> None:
     for model, exact in ((kinked(0.3), True), (kinked(0.2), False)):
         with pytest.raises(AssertionError, match="gradient differs"):
             LATER_CALLS["gradient"](model, other, inputs, exact=exact)
+
+
+def test_a_gradient_may_be_what_rounding_leaves_of_larger_ones() -> None:
+    """Of a softmax that saturates, and cancels to zero in one order of its sums only."""
+    torch.manual_seed(0)
+    x, values = (torch.randn(4, 4, dtype=torch.float64) * scale for scale in (5.0, 1e9))
+    spelled = Of(lambda x: (x @ x.mT).softmax(-1) @ values)
+
+    def fused(factor: float) -> Of:
+        def attention(x: torch.Tensor) -> torch.Tensor:
+            query, value = x[None, None], factor * values[None, None]
+            return F.scaled_dot_product_attention(query, query, value, scale=1.0)[0, 0]
+
+        return Of(attention)
+
+    LATER_CALLS["gradient"](spelled, fused(1.0), (x,), exact=False)
+    with pytest.raises(AssertionError, match="gradient differs"):
+        LATER_CALLS["gradient"](spelled, fused(2.0), (x,), exact=False)
+
+
+def test_the_layout_of_single_elements_on_the_way_is_as_torch_makes_it_up() -> None:
+    def pooled(order: Function) -> Of:
+        return Of(lambda x: F.adaptive_avg_pool2d(order(F.adaptive_avg_pool2d(x, 1)), 2))
+
+    inputs = (torch.ones(2, 2, 3, 3, dtype=torch.float64),)
+    model, anew = pooled(lambda x: x), pooled(lambda x: x.clone(memory_format=PLAIN))
+    LATER_CALLS["channels last"](model, anew, inputs, exact=True)
+
+    doubled = Of(lambda x: x * 2), Of(lambda x: x.contiguous() * 2)
+    with pytest.raises(AssertionError, match="strides"):
+        LATER_CALLS["channels last"](*doubled, inputs, exact=True)
 
 
 def test_a_model_that_learns_nothing_has_gradients_of_zero() -> None:

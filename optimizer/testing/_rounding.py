@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer.core.random import Again, Recorded
 from optimizer.testing._observe import Inputs, Outcome, observe, same_bits, same_values, tensors_of
@@ -71,12 +73,16 @@ def _tensors(model: nn.Module, inputs: Inputs) -> Mapping[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Near:
-    """`near`; or within twice what a model's answer `name` jumps when it is rounded otherwise."""
+    """`near`; or within twice what a model's answer `name` jumps when it is rounded otherwise.
+
+    `within` is entered for each try, and may round more than the weights and inputs.
+    """
 
     model: nn.Module
     inputs: Inputs
     name: str
     observed: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]] = _tensors
+    within: Callable[[int], AbstractContextManager[Any]] = nullcontext
     __name__ = "near"
 
     def __call__(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -86,9 +92,33 @@ class Near:
         return _same_infinities(actual, expected) and _distance(actual, expected) <= 2 * jump
 
     def _moved(self, seed: int, expected: torch.Tensor) -> float:
-        moved = self.observed(*_otherwise_rounded(self.model, self.inputs, seed))
+        rounded = _otherwise_rounded(self.model, self.inputs, seed)
+        with self.within(seed):
+            moved = self.observed(*rounded)
         same = self.name in moved and moved[self.name].shape == expected.shape
         return _distance(moved[self.name], expected) if same else 0.0
+
+
+class Jitter(TorchDispatchMode):
+    """Rounds all that operators compute otherwise, backward too.
+
+    What cancels exactly in the model's own order hides from other inputs that it is lost in
+    another: of a softmax that saturates, the gradient of what it sums.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = not any(each.alias_info for each in func._schema.returns)
+        for value in pytree.tree_leaves(result) if made else ():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value.copy_(_moved(value, self.generator))
+        return result
 
 
 @dataclass(frozen=True)
@@ -184,14 +214,15 @@ def _observed_in(dtype: torch.dtype, model: nn.Module, inputs: Inputs) -> Outcom
 def _otherwise_rounded(model: nn.Module, inputs: Inputs, seed: int) -> tuple[nn.Module, Inputs]:
     """Each weight and each input times about 1."""
     generator, model = torch.Generator().manual_seed(seed), copy.deepcopy(model)
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        drawn = torch.randn(tensor.shape, generator=generator, dtype=WIDE)
-        return (tensor * (1 + torch.finfo(tensor.dtype).eps * drawn)).to(tensor.dtype)
-
+    moved = partial(_moved, generator=generator)
     for tensor in tensors_of(model):
         tensor.data = _mapped(moved, tensor)
     return model, _mapped(moved, inputs)
+
+
+def _moved(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    drawn = torch.randn(tensor.shape, generator=generator, dtype=WIDE)
+    return (tensor * (1 + torch.finfo(tensor.dtype).eps * drawn)).to(tensor.dtype)
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:

@@ -13,6 +13,7 @@ from optimizer.rewrite.channels import (
     LAYERS,
     affine_over,
     call_folded,
+    keeps_single_elements,
     may_keep_odd_strides,
     operand,
     require_only_reader,
@@ -49,7 +50,9 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
     if flat is not None:
         require_only_reader(flat, affine)
         require(_keeps_last_dimension(flat, linear), "flattening mixes the layer's outputs")
-    laid_out_anew = affine.op == "call_module" and may_keep_odd_strides(layer)
+    is_norm = affine.op == "call_module"
+    require(not is_norm or not keeps_single_elements(layer), "its output may be laid out otherwise")
+    laid_out_anew = is_norm and may_keep_odd_strides(layer)
     folded = call_folded(layer, (layer, affine), layer.args, absorbed_after, transform)
     supersede(layer, folded)
     if laid_out_anew:

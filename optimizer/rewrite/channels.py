@@ -26,6 +26,7 @@ AFFINES = (
 
 # The only rank that these accept; BatchNorm1d takes two and must be looked at.
 _RANK: dict[type, int] = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _LARGEST_SHIFT = 4.0  # root mean square
 Absorbed = TypeVar("Absorbed")
 
@@ -126,10 +127,24 @@ def _reads_shape(user: fx.Node, node: fx.Node) -> bool:
 
 def may_keep_odd_strides(layer: fx.Node) -> bool:
     """Whether the layer lays out an input of length 1 as if channels came last; others do not."""
-    if not isinstance(module_of(layer), nn.Conv1d | nn.ConvTranspose1d):
+    return isinstance(module_of(layer), nn.Conv1d | nn.ConvTranspose1d) and _reads_odd_strides(
+        layer
+    )
+
+
+def keeps_single_elements(layer: fx.Node) -> bool:
+    """Whether an image of single elements keeps strides that a BatchNorm, but no copy, changes."""
+    known = layer.meta.get("fact")
+    if known is None or known.error or known.value.ndim not in _CHANNELS_LAST:
         return False
+    plain = torch.empty(known.value.shape, device="meta")
+    single = plain.is_contiguous(memory_format=_CHANNELS_LAST[plain.ndim])
+    return single and _reads_odd_strides(layer)
+
+
+def _reads_odd_strides(layer: fx.Node) -> bool:
     given = tensor(arg(layer, 0))
-    return given.stride() != torch.empty_like(given, memory_format=torch.contiguous_format).stride()
+    return given.stride() != torch.empty(given.shape, device="meta").stride()
 
 
 def call_folded(

@@ -511,3 +511,18 @@ def test_a_constant_that_widens_what_autocast_narrows_stays() -> None:
         assert fast(x).dtype == model(x).dtype == torch.float32
     reason = "autocast gives the layer another dtype than the constant"
     assert reason in [refusal.reason for refusal in fast.report.refused]
+
+
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_single_elements_lie_in_memory_as_before(dimensions: int) -> None:
+    layout = (torch.channels_last, torch.channels_last_3d)[dimensions - 2]
+    conv = (nn.Conv2d, nn.Conv3d)[dimensions - 2](4, 4, 1)
+    pool = (nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)[dimensions - 2]
+    model = nn.Sequential(pool(1), conv, batchnorm(dimensions), pool(2)).double().eval()
+    x = torch.randn(2, 4, *[3] * dimensions).double().contiguous(memory_format=layout)
+
+    fast = optimized(model, x)
+
+    assert fast(x).stride() == model(x).stride()
+    assert reasons(fast) == {"its output may be laid out otherwise"}
+    assert not reasons(optimized(model, x.contiguous()))

@@ -66,5 +66,7 @@ MOTIF = Motif(
         "dup conv swap again scale swap scale add",
         "dup conv swap conv again",
         "linear flatten halve",
+        "conv dup bn reshape_as",
+        "max_pool avg_pool_ceil conv bn adaptive_avg_F",
     ),
 )

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,7 +78,9 @@ def test_a_mistake_is_planted_in_a_copy_only() -> None:
 
 @pytest.mark.parametrize("name", [*MOTIFS, "capture", "lowering"])
 def test_the_package_as_it_is_passes(name: str) -> None:
-    assert _examples.first_failing_model([name], 5) == (5, "")
+    tried = _examples.first_failing_model([name], 5)
+
+    assert (len(tried.done), tried.failure) == (5, "")
 
 
 def test_a_model_that_is_left_as_it_is_though_no_word_asks_for_it_is_a_failure() -> None:
@@ -120,13 +127,118 @@ def test_a_pass_that_many_models_leave_idle_is_found(monkeypatch: pytest.MonkeyP
 
     with _mutants.planted(idle, _examples.__name__) as fresh:
         monkeypatch.setattr(fresh, "MANY", 9)
-        assert fresh.first_failing_model(["fuse_linear_relu"], 8) == (8, "")
-        assert fresh.first_failing_model(["fuse_linear_relu"], 9) == (
-            9,
-            "fuse_linear_relu never fires",
-        )
+        own, both = ["fuse_linear_relu"], ["fuse_linear_relu", "remove_clones"]
+        assert fresh.first_failing_model(own, 8).failure == ""
+        assert fresh.first_failing_model(own, 9).failure == "fuse_linear_relu never fires"
         # Of two passes, each needs so many models.
-        assert fresh.first_failing_model(["fuse_linear_relu", "remove_clones"], 9) == (9, "")
+        assert fresh.first_failing_model(both, 9).failure == ""
+
+
+def test_a_rewrite_that_refuses_what_it_used_to_accept_is_found() -> None:
+    by, idle = ["models"], CATALOGUE["fuse_linear_relu: does nothing"]
+    sound = _score.try_sound(idle, by, 9)
+    fired = next(place for place, done in enumerate(sound["models"].done, 1) if done)
+
+    verdict = _score.try_mutant(idle, by, 9, sound)
+
+    assert (verdict.killed, verdict.examples) == (True, fired)
+    assert verdict.evidence == "AssertionError: fuse_linear_relu fires less often than it did"
+    assert not _score.try_mutant(idle, by, 9).killed
+
+
+def test_some_models_at_level_2_run_on_a_real_engine() -> None:
+    pytest.importorskip("openvino")
+    program = ("conv_k3", "relu", "conv_k3")
+    real, own = (
+        {*_examples.did(_examples.examine(Spec(program, (2, 4, 8, 8), seed=seed), "lowering"))}
+        for seed in (_examples.ENGINES_IN, 1)
+    )
+
+    assert any("OpenVINO" in name for name in real)
+    assert own == {"new"}
+
+
+def test_an_engine_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = nn.Sequential(nn.ReLU(), nn.ReLU())
+    monkeypatch.setattr(_examples, "Optimize", lambda *_, **__: lambda *_: wrong)
+
+    with pytest.raises(AssertionError, match="output 0: values differ"):
+        _examples.examine(Spec(("linear",), seed=_examples.ENGINES_IN), "lowering")
+
+
+def passes_or_fails(*failures: str) -> Any:
+    """A finder that finds what it is told, first of all in the package as it is."""
+    rest = iter(failures)
+    return lambda *_: _examples.Tried(done=[Counter()], failure=next(rest))
+
+
+def test_where_the_package_itself_fails_no_figure_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_score, "ProcessPoolExecutor", in_this_process)
+    monkeypatch.setitem(_score.FINDERS, "motifs", passes_or_fails("values differ", "found"))
+
+    assert main(["score", A_PASS.name, "--by", "motifs"]) == 1
+    told = capsys.readouterr().out
+    assert "The package without a mistake fails" in told
+    assert "by motifs about fuse_linear_relu, at example 1: values differ" in told
+    assert "killed" not in told
+
+
+def test_the_package_as_it_is_runs_once_for_all_that_is_looked_for_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def finder(mutant: Any, budget: int, sound: Any) -> Any:
+        seen.append((mutant.name, budget))
+        return _examples.Tried(failure="found" * (mutant.new != mutant.old))
+
+    monkeypatch.setattr(_score, "ProcessPoolExecutor", in_this_process)
+    monkeypatch.setitem(_score.FINDERS, "motifs", finder)
+    alike = [mutant for mutant in CATALOGUE.values() if mutant.file == A_PASS.file][:3]
+
+    verdicts = list(_score.score(alike, ["motifs"], 7))
+
+    assert all(each.killed for each in verdicts)
+    assert seen == [("the package as it is", 7), *((each.name, 7) for each in alike)]
+
+
+@contextmanager
+def in_this_process(*_: Any, **__: Any) -> Iterator[Any]:
+    yield SimpleNamespace(map=map)
+
+
+def test_time_of_the_processor_is_limited_and_its_end_finds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def busy(*_: Any) -> Any:
+        while True:
+            sum(range(1000))
+
+    def waiting(*_: Any) -> Any:
+        time.sleep(0.5)
+        return _examples.Tried(failure="found")
+
+    monkeypatch.setattr(_score, "_SECONDS", 0.2)
+    monkeypatch.setitem(_score.FINDERS, "models", busy)
+    monkeypatch.setitem(_score.FINDERS, "motifs", waiting)
+
+    endless = _score.try_mutant(A_PASS, ["models"])
+
+    assert (endless.killed, endless.evidence) == (False, _score.OUT_OF_TIME)
+    assert _score.try_mutant(A_PASS, ["models", "motifs"]).killed
+
+
+def test_the_tests_of_a_mistake_are_those_that_import_its_file() -> None:
+    def near(file: str) -> set[str]:
+        return {Path(each).stem for each in _mutants.tests_of(replace(A_PASS, file=file))}
+
+    assert near("lowering/packed.py") >= {"test_packed", "test_lowering"}
+    assert "test_sink_convolutions" in near("rewrite/channels.py")  # it names what imports it
+    assert "test_recognize_activations" in near("core/guards.py")  # by a helper
+    assert "test_fold_affine" not in near("lowering/packed.py")
+    assert not near("rewrite/expression.py") & {"test_fuzz", "test_mutants"}
 
 
 def test_every_change_plants_some_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def among(change: Callable[[Inputs], Inputs]) -> LaterCall:
 
 
 def _compare(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: bool) -> None:
-    seen = _Seen()
+    seen = _Seen()  # type: ignore[no-untyped-call]
     try:
         with seen:
             reference = _answer(model, inputs)
@@ -63,7 +63,7 @@ def _compare(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: b
             assert_answers(reference, model, candidate, inputs, exact=exact, layout=layout)
 
 
-class _Seen(TorchDispatchMode):
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees whether an operator makes single elements, be they returned or not."""
 
     single = False

@@ -99,7 +99,7 @@ class Near:
         return _distance(moved[self.name], expected) if same else 0.0
 
 
-class Jitter(TorchDispatchMode):
+class Jitter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Rounds all that operators compute otherwise, backward too.
 
     What cancels exactly in the model's own order hides from other inputs that it is lost in
@@ -107,7 +107,7 @@ class Jitter(TorchDispatchMode):
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(

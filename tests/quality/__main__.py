@@ -162,7 +162,11 @@ def _run_score(options: argparse.Namespace, record: Record) -> int:
             yield each
 
     equivalent = _generic.equivalent()
-    _print(_score.table(recorded(), equivalent))
+    try:
+        _print(_score.table(recorded(), equivalent))
+    except _score.UnsoundError as error:
+        _print([str(error)])
+        return 1
     return min(survive, 1)
 
 

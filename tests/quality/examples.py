@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
+import torch
 from hypothesis import strategies as st
 from torch import fx
 
 import optimizer
 from optimizer.core.ops import CHANGES_SHAPE
+from optimizer.lowering.module import LoweredModule
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import check_spec
 from optimizer.testing._later import LATER_CALLS
-from optimizer.testing._lowering import Lower, LoweringAll, assert_follows_its_weights
+from optimizer.testing._lowering import (
+    Lower,
+    LoweringAll,
+    assert_follows_its_weights,
+    assert_loses_no_nan,
+)
 from optimizer.testing._motif import Motif
 from optimizer.testing._strategies import models, on_each
 from optimizer.testing._subject import Optimize
@@ -22,6 +32,7 @@ from optimizer.testing.motifs import MOTIFS
 
 # These change shapes in place: no model with one is recorded, and every other one is.
 NOT_RECORDED = TOKENS.keys() & {f"{name}inplace" for name in CHANGES_SHAPE}
+ENGINES_IN = 4  # one of so many models at level 2 is run by what a user's would be
 MANY = 100  # models about a pass, of which it changes one at least
 # Equal sizes hide no mistake behind an error; sizes of one may be others later.
 _PLACES = (
@@ -37,43 +48,72 @@ _NEAR = {
     ),
 }  # fmt: skip
 
+Counts: TypeAlias = Counter[str]
 
-def first_failing_model(names: Sequence[str], budget: int) -> tuple[int, str]:
-    """Try generated models alone; how many, and the failure, empty where there is none.
+
+@dataclass
+class Tried:
+    """What came of some examples in turn: what was done to each, up to the failure, if any.
+
+    Attributes:
+        sound: what the package without a mistake did to each; it does no less.
+        done: how often each pass fired on each, and each kind of kernel was chosen.
+        failure: what is wrong with the last of them.
+    """
+
+    sound: Sequence[Counts] = ()
+    done: list[Counts] = field(default_factory=list)
+    failure: str = ""
+
+    def example(self, spec: Spec, name: str, **asked: Any) -> None:
+        """Try one more.
+
+        Raises:
+            AssertionError: it fails.
+        """
+        if not self.failure:  # else it is tried again
+            self.done.append(Counter())
+        try:
+            self.done[-1] = Counter(did(examine(spec, name, **asked)))
+            self._require_no_less()
+        except AssertionError as failure:
+            self.failure = self.failure or told(failure)
+            raise
+
+    def _require_no_less(self) -> None:
+        place = len(self.done) - 1
+        if place < len(self.sound):
+            missing = self.sound[place] - self.done[place]
+            assert not missing, f"{next(iter(missing))} fires less often than it did"
+
+
+def first_failing_model(names: Sequence[str], budget: int, sound: Sequence[Counts] = ()) -> Tried:
+    """Try generated models alone, until one fails.
 
     That one of many models was changed by a pass is asked too.
     """
-    tried, found, fired = 0, list[AssertionError](), set[str]()
-
-    try:
+    tried = Tried(sound)
+    with suppress(AssertionError):
 
         @on_each(any_of(names), budget)
         def holds(chosen: tuple[str, Spec]) -> None:
-            nonlocal tried
-            tried += not found
-            try:
-                fired.update(examine(chosen[1], chosen[0], among=names).report.counts())
-            except AssertionError as failure:  # pragma: no cover - in a copy of the package
-                found.append(failure)
-                raise
+            tried.example(chosen[1], chosen[0], among=names)
 
-    except AssertionError as failure:  # pragma: no cover - in a copy of the package
-        return tried, told(failure)
+    fired = set().union(*tried.done)
     idle = [name for name in names if name in MOTIFS and name not in fired]
-    return tried, f"{idle[0]} never fires" if idle and tried >= MANY * len(names) else ""
+    if idle and len(tried.done) >= MANY * len(names):
+        tried.failure = tried.failure or f"{idle[0]} never fires"
+    return tried
 
 
-def first_failing_motif(names: Sequence[str], budget: int) -> tuple[int, str]:
-    """Try all motifs and near misses; how many, and the failure, empty where there is none."""
-    tried = 0
-    for name in names:
-        for spec, fires in _motifs(name):
-            tried += 1
-            try:
-                examine(spec, name, fires=fires)
-            except AssertionError as failure:  # pragma: no cover - in a copy of the package
-                return tried, told(failure)
-    return tried, ""
+def first_failing_motif(names: Sequence[str], budget: int, sound: Sequence[Counts] = ()) -> Tried:
+    """Try all motifs and near misses, until one fails."""
+    tried = Tried(sound)
+    with suppress(AssertionError):
+        for name in names:
+            for spec, fires in _motifs(name):
+                tried.example(spec, name, fires=fires)
+    return tried
 
 
 def _motifs(name: str) -> Iterator[tuple[Spec, bool]]:
@@ -115,14 +155,31 @@ def examine(spec: Spec, name: str, *, fires: bool = False, among: Sequence[str] 
     subject = Lower() if lowers else Optimize(only=(name,) if name in numerics else ())
     candidate: Any = check_spec(spec, subject, exact=exact, later=later)
     recorded = isinstance(candidate, fx.GraphModule) or not NOT_RECORDED.isdisjoint(spec.tokens)
-    assert lowers or recorded, "the model is not recorded, and no word of it says why"
-    if lowers:
+    assert recorded, "the model is not recorded, and no word of it says why"
+    if isinstance(candidate, LoweredModule):
         assert_follows_its_weights(candidate, spec.inputs())
         check_spec(spec, lambda *_: LoweringAll(candidate), later=later)
+    if lowers and spec.seed % ENGINES_IN == 0:
+        candidate = _on_engines(spec)
     if len(among) > 1:
         candidate = check_spec(spec, Optimize(only=tuple(among)), later=later)
     assert not fires or name in candidate.report.counts(), f"{name} does not fire on its motif"
     return candidate
+
+
+def _on_engines(spec: Spec) -> Any:
+    """What the engines here make of a model in float32, which they take; no NaN is lost by it."""
+    candidate: Any = check_spec(spec, Optimize(2, only=()), dtype=torch.float32)
+    if getattr(candidate, "meta", {}).get("lowered"):
+        with spec.surroundings():
+            assert_loses_no_nan(candidate, spec.inputs(torch.float32))
+    return candidate
+
+
+def did(candidate: Any) -> Iterator[str]:
+    """The passes that fired, and what was chosen to run each region, as often as it was."""
+    yield from Counter(candidate.report.counts()).elements()
+    yield from (choice.chosen for choice in candidate.report.choices)
 
 
 def told(error: BaseException) -> str:

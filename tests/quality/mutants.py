@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -32,8 +33,9 @@ import optimizer
 from optimizer.testing.motifs import MOTIFS
 
 PACKAGE = Path(optimizer.__file__).parent
-# What passes rest on without importing it, and where its tests are.
-BELOW = {"facts/propagation": "facts", "facts/effects": "facts"}
+TESTS = Path(__file__).parents[1]  # of the repository; the package may be installed elsewhere
+# What passes rest on without importing it.
+BELOW = {"facts/propagation", "facts/effects"}
 
 
 @dataclass(frozen=True)
@@ -110,15 +112,59 @@ def concerned(mutant: Mutant) -> list[str]:
 def of_capture() -> set[str]:
     """The modules that only the capture is made of."""
     of_it = ("frontend/symbolic", "frontend/tracer")
-    return {of_it[0], *imports(of_it[0]), *imports(of_it[1])} - BELOW.keys()
+    return {of_it[0], *imports(of_it[0]), *imports(of_it[1])} - BELOW
 
 
 def imports(module: str) -> set[str]:
     """The modules of the package that one of them imports."""
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
-    froms = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    ours = {name for name in froms if name.startswith("optimizer.")}
+    ours = {name for name in imported(PACKAGE / f"{module}.py") if name.startswith("optimizer.")}
     return {name.removeprefix("optimizer.").replace(".", "/") for name in ours}
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
+    """The dotted names that a file imports, modules and what is taken from them."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.ImportFrom(module=str(module)):
+                names |= {module, *(f"{module}.{each.name}" for each in node.names)}
+            case ast.Import():
+                names |= {each.name for each in node.names}
+    return frozenset(names)
+
+
+def tests_of(mutant: Mutant) -> list[str]:
+    """The unit tests that import the file, or what imports it, themselves or by a helper.
+
+    A file that names its pass at its head, `NAME = "a_pass"`, imports it. The top of the package
+    counts for nothing, as it is everybody's.
+    """
+    files = [each for each in PACKAGE.rglob("*.py") if each.parent != PACKAGE]
+    near = {mutant.module, *(_dotted(file) for file in files if mutant.module in imported(file))}
+    return [str(test) for test in sorted(TESTS.rglob("test_*.py")) if near & _used_by(test)]
+
+
+@cache
+def _used_by(test: Path) -> frozenset[str]:
+    """What a test and its helpers import; nothing where it is about the fuzz, not the package."""
+    own = imported(test)
+    if any(name.startswith("tests.quality") for name in own):
+        return frozenset()
+    helpers = [TESTS / f"{name.removeprefix('tests.').replace('.', '/')}.py" for name in own]
+    lines = ast.parse(test.read_text(encoding="utf-8")).body
+    named = {ast.literal_eval(line.value) for line in lines if _names(line)}
+    passes = {f"optimizer.passes.{name}" for name in named}
+    return own.union(passes, *(imported(each) for each in helpers if each.is_file()))
+
+
+def _names(line: ast.stmt) -> bool:
+    return isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "NAME"
+
+
+def _dotted(file: Path) -> str:
+    name = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+    return name.removesuffix(".__init__")
 
 
 @contextmanager

@@ -11,22 +11,30 @@ import os
 import signal
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 
 from tests.quality import examples as _examples
-from tests.quality.mutants import BELOW, Mutant, concerned, planted
+from tests.quality.examples import Counts, Tried
+from tests.quality.mutants import Mutant, concerned, planted, tests_of
 
 BUDGET = 400
-_SECONDS = 600  # a mistake may make a loop endless
+OUT_OF_TIME = "ran out of time"
+_SECONDS = 600  # of the processor: a mistake may make a loop endless
+
+
+class UnsoundError(Exception):
+    """The package without a mistake fails what mistakes are looked for with."""
 
 
 @dataclass(frozen=True)
@@ -48,57 +56,80 @@ class _TooLong(BaseException):
     """Derived so that nothing which forgives an error forgives this."""
 
 
-def try_mutant(mutant: Mutant, by: Sequence[str] = ("models",), budget: int = BUDGET) -> Verdict:
+# What each finder made of the package without a mistake.
+Sound: TypeAlias = Mapping[str, Tried]
+
+
+def try_mutant(
+    mutant: Mutant,
+    by: Sequence[str] = ("models",),
+    budget: int = BUDGET,
+    sound: Sound = MappingProxyType({}),
+) -> Verdict:
     """Look for a mistake with some of `FINDERS` in turn, until one finds it.
 
     Args:
         mutant: the mistake.
         by: names of `FINDERS`.
         budget: so many generated models; of motifs and near misses all are tried.
+        sound: what `try_sound` says; what is done less often than there is found.
     """
-    torch.set_num_threads(1)
-    started, tried, evidence = time.process_time(), 0, ""
+    started = time.process_time()
     for name in by:
-        try:
-            with _limited(), Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
-                tried, evidence = FINDERS[name](mutant, budget)
-        except _TooLong:
-            tried, evidence = 1, "it never ends"
-        if evidence:
+        tried = _tried(mutant, name, budget, sound.get(name, Tried()))
+        if _fails(tried):
             break
-    seconds = time.process_time() - started
-    return Verdict(mutant, name, bool(evidence), tried, seconds, evidence)
+    seconds, count = time.process_time() - started, len(tried.done)
+    return Verdict(mutant, name, _fails(tried), count, seconds, tried.failure)
+
+
+def try_sound(mutant: Mutant, by: Sequence[str], budget: int) -> Sound:
+    """What would look for a mistake, on the package without it."""
+    sound = replace(mutant, name="the package as it is", new=mutant.old)
+    return {name: _tried(sound, name, budget, Tried()) for name in by}
+
+
+def _fails(tried: Tried) -> bool:
+    return tried.failure not in ("", OUT_OF_TIME)
+
+
+def _tried(mutant: Mutant, by: str, budget: int, sound: Tried) -> Tried:
+    torch.set_num_threads(1)
+    try:
+        with _limited(), Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
+            return FINDERS[by](mutant, budget, sound.done)
+    except _TooLong:
+        return Tried(failure=OUT_OF_TIME)
 
 
 @contextmanager
 def _limited() -> Iterator[None]:
+    """Stop after some time of the processor: that of a busy machine is no one's mistake."""
+
     def stop(*_: Any) -> None:
         raise _TooLong
 
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, _SECONDS, 1)
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, _SECONDS, 1)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _by_fuzz(examples: str, mutant: Mutant, budget: int) -> tuple[int, str]:
+def _by_fuzz(examples: str, mutant: Mutant, budget: int, sound: Sequence[Counts]) -> Tried:
     """Plant the mistake and call a function of the copy of `_examples`."""
     try:
         with planted(mutant, _examples.__name__) as fresh:
-            found: tuple[int, str] = getattr(fresh, examples)(concerned(mutant), budget)
+            found = getattr(fresh, examples)(concerned(mutant), budget, sound)
     except Exception as error:  # it breaks the package
-        return 1, _examples.told(error)
-    return found
+        return Tried(done=[Counter()], failure=_examples.told(error))
+    return Tried(done=found.done, failure=found.failure)
 
 
-def _by_tests(mutant: Mutant, budget: int) -> tuple[int, str]:
-    """Run the tests of a file, and of the passes that it concerns."""
-    tests = Path("tests").absolute()  # of the repository; the package may be installed elsewhere
-    file = mutant.file.removesuffix(".py")
-    own = (BELOW.get(file, Path(file).name), *concerned(mutant))
-    chosen = sorted({str(found) for each in own for found in tests.rglob(f"test_{each}*.py")})
+def _by_tests(mutant: Mutant, budget: int, sound: Sequence[Counts]) -> Tried:
+    """Run the tests that are near to the file."""
+    chosen = tests_of(mutant)
     # Hypothesis is in use, which its plugin, where it is loaded now, takes for a mistake.
     options = ["-q", "-x", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     with (
@@ -109,11 +140,11 @@ def _by_tests(mutant: Mutant, budget: int) -> tuple[int, str]:
         code = importlib.import_module("pytest").main([*options, *chosen]) if chosen else 0
     if code > 2:  # 1: a test failed, 2: one could not be imported
         raise RuntimeError(f"pytest could not run {chosen}: {code!r}")
-    return 1, "its tests fail" if code else ""
+    return Tried(done=[Counter()], failure="its tests fail" if code else "")
 
 
-# What may find a mistake: each tells how many examples it tried, and the failure, empty for none.
-FINDERS: dict[str, Callable[[Mutant, int], tuple[int, str]]] = {
+# What may find a mistake: each tells what came of the examples that it tried.
+FINDERS: dict[str, Callable[[Mutant, int, Sequence[Counts]], Tried]] = {
     "models": partial(_by_fuzz, "first_failing_model"),
     "motifs": partial(_by_fuzz, "first_failing_motif"),
     "tests": _by_tests,
@@ -126,10 +157,38 @@ def score(
     budget: int = BUDGET,
     processes: int = 1,
 ) -> Iterator[Verdict]:
-    """Try mutants, in processes of their own, and yield what becomes of each."""
+    """Try mutants, in processes of their own, and yield what becomes of each.
+
+    Raises:
+        UnsoundError: the package without a mistake, which is tried first, fails.
+    """
+    tried = list(mutants)
+    alike = {_looked_for_with(each, by): each for each in tried}
     spawn, tasks = get_context("spawn"), 1 if "tests" in by else None  # pytest keeps modules
     with ProcessPoolExecutor(processes, spawn, max_tasks_per_child=tasks) as pool:
-        yield from pool.map(partial(try_mutant, by=by, budget=budget), mutants)
+        found = pool.map(partial(try_sound, by=by, budget=budget), alike.values())
+        sound = dict(zip(alike, map(_require_sound, alike.values(), found), strict=True))
+        own = [sound[_looked_for_with(each, by)] for each in tried]
+        yield from pool.map(partial(_try_next_to, by=by, budget=budget), tried, own)
+
+
+def _try_next_to(mutant: Mutant, sound: Sound, by: Sequence[str], budget: int) -> Verdict:
+    return try_mutant(mutant, by, budget, sound)
+
+
+def _looked_for_with(mutant: Mutant, by: Sequence[str]) -> tuple[str, ...]:
+    """The same for mistakes that are looked for with the same examples and tests."""
+    return (*concerned(mutant), *(tests_of(mutant) if "tests" in by else ()))
+
+
+def _require_sound(mutant: Mutant, sound: Sound) -> Sound:
+    for name, tried in sound.items():
+        if tried.failure:
+            raise UnsoundError(
+                f"The package without a mistake fails, so that none can be found: by {name} about"
+                f" {', '.join(concerned(mutant))}, at example {len(tried.done)}: {tried.failure}"
+            )
+    return sound
 
 
 def table(verdicts: Iterable[Verdict], equivalent: Mapping[str, str]) -> Iterator[str]:

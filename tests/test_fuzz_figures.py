@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import optimizer
 from optimizer.testing import (
     MOTIFS,
 )
+from tests.quality import __main__ as _quality
 from tests.quality import figures as _figures
 from tests.quality import firing as _firing
 from tests.quality import generic as _generic
@@ -243,3 +245,31 @@ def test_each_command_records_what_the_table_tells(
     assert text.startswith("before\n<!-- figures -->\n\n| | goal")
     assert text.endswith("|\n\n<!-- end of figures -->\nafter\n")
     assert text.count("not measured") == 8  # by motifs, by tests, generic, shrink, coverage
+
+
+def test_all_figures_are_measured_anew_by_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_quality, "RENEWED", ("firing remove_clones --examples 3",))
+    page, before = tmp_path / "page.md", STAMP | {"fired": 1, "examples": 1, "met": 1, "never": []}
+    page.write_text(_figures.START + _figures.END)
+    row(tmp_path, "firing", "share of its own fuzz", **{next(iter(MOTIFS)): before})
+    _record.FOLDER.mkdir(parents=True)
+    (tmp_path / "firing.json").rename(_record.FOLDER / "firing.json")
+
+    assert main(["figures", "--page", str(page)]) == 0
+    assert page.read_text().count(_figures.OLDER) == 2  # firing has two rows
+    assert main(["figures", "--page", str(page), "--renew"]) == 0
+
+    assert list(_record.read(_record.FOLDER, "firing")) == ["remove_clones"]
+    assert _figures.OLDER not in page.read_text()
+
+
+def test_what_is_measured_anew_is_every_figure_but_generic_mistakes() -> None:
+    options = [_quality._parser().parse_args(shlex.split(each)) for each in _quality.RENEWED]
+    named = {name for figure in _figures.FIGURES for name in figure.recorded.split()}
+
+    assert {_quality._figure(each) for each in options} == {
+        name for name in named if not name.startswith("generic")
+    }

@@ -27,7 +27,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from random import Random
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import optimizer
 from optimizer.testing.motifs import MOTIFS
@@ -158,7 +158,7 @@ def _used_by(test: Path) -> frozenset[str]:
     return own.union(passes, *(imported(each) for each in helpers if each.is_file()))
 
 
-def _names(line: ast.stmt) -> bool:
+def _names(line: ast.stmt) -> TypeGuard[ast.Assign]:
     return isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "NAME"
 
 

@@ -23,6 +23,7 @@ from optimizer.facts.propagation import Fact, Facts
 from optimizer.frontend.arguments import sees_how_it_is_called
 from optimizer.frontend.caches import are_constants, listing, put_entries, take_entries
 from optimizer.frontend.canonicalize import spell
+from optimizer.frontend.names import give_free_names, require_written
 from optimizer.frontend.state import Outside, python_state
 from optimizer.frontend.tracer import Tracer
 from optimizer.frontend.type_tests import tests_for_none
@@ -122,6 +123,7 @@ def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
         require(not _writes_a_constant(module), "it writes a tensor that it makes itself")
         part(tensor for _, tensor in _constants(module))
         spell(module)
+        require_written(module.graph)
         module.graph.lint()
     except Exception as error:  # whatever a user's forward does with traced values
         raise CaptureError(_told(error)) from error
@@ -156,6 +158,7 @@ def _captured(
     """Trace and observe; if `trusting`, what depends on no input is taken to be a constant."""
     tracer = partial(Tracer, call, record_factories=not trusting, generators=generators)
     copied, graph = _trace(model, call, tracer, trusting=trusting)
+    give_free_names(copied, graph)
     module = _LazyGraphModule(copied, graph, type(model).__name__)
     for name, tensor in _constants(module):  # a global's tensor is an object of the caller's
         setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
@@ -228,6 +231,7 @@ def adopt(module: fx.GraphModule, call: Call) -> fx.GraphModule:
     """Bring a graph that was recorded elsewhere to the form of a captured one."""
     observe(module, call)
     spell(module)
+    require_written(module.graph)
     module.graph.lint()
     return module
 

@@ -43,6 +43,8 @@ class LoweredModule(OptimizedModule):
     with an input that requires a gradient runs the portable code, as does any other call.
     """
 
+    _prepared_plans: _Plans | None = None  # of an instance; a name that no layer of a model gets
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         super().requires_grad_(False)  # so that no training step reaches them by accident

@@ -10,6 +10,7 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from optimizer.core.guards import key_of
 from optimizer.lowering.policies import policy_of
 
 _NUMBERS = (bool, int, float, str, type(None))
@@ -68,7 +69,8 @@ def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any]
 def _geometry(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.layout
-    return type(leaf), leaf
+    key: Hashable = key_of(leaf)
+    return key
 
 
 def _device(tensor: torch.Tensor) -> torch.device:

@@ -16,7 +16,7 @@ from optimizer.core.context import put_back, undisturbed
 from optimizer.core.copy import part, structural_copy
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, storages_in
-from optimizer.core.node import attribute, clean, is_plain, line_of, reason_of
+from optimizer.core.node import attribute, clean, has_global_hooks, is_plain, line_of, reason_of
 from optimizer.core.random import DRAWS, ProcessState, undrawn
 from optimizer.facts.effects import is_users_module
 from optimizer.facts.propagation import Fact, Facts
@@ -118,6 +118,7 @@ def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx
 def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
     """`capture` for arguments that are known to be usable."""
     try:
+        require(not has_global_hooks(), "hooks of all modules see each call: remove them first")
         state = ProcessState()
         module = put_back(state.restore, lambda: _carefully_captured(model, call, state))
         require(not _writes_a_constant(module), "it writes a tensor that it makes itself")

@@ -11,7 +11,9 @@ folded into them unless `options={"freeze": True}` says that they will not chang
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,14 +25,15 @@ from optimizer._optimize import Run
 from optimizer.core.context import undisturbed
 from optimizer.core.copy import structural_copy
 from optimizer.core.errors import InputError, OptimizerWarning, require
-from optimizer.core.inputs import Call
-from optimizer.core.node import line_in
+from optimizer.core.inputs import Call, require_flags
+from optimizer.core.node import has_global_hooks, line_in
 from optimizer.core.ops import FACTORIES
 from optimizer.facts.propagation import Facts
 from optimizer.frontend.choose import FrontEnds
 from optimizer.frontend.module import OptimizedModule
 from optimizer.frontend.symbolic import adopt, observe
 from optimizer.passes import select
+from optimizer.rewrite.contract import REDUCED, Pass
 
 _torch: Any = torch._C  # whose stubs lack what tells of copies on write
 log = logging.getLogger("optimizer")
@@ -56,11 +59,11 @@ def backend(
             the promise that the weights of the first call stay as they are.
 
     Raises:
-        InputError: there is no such option. Dynamo wraps it in an error of its own.
+        InputError: there is no such option, or it has no such value. Dynamo wraps it in an error
+            of its own.
     """
-    unknown = set(options or ()) - set(_DEFAULTS)
-    if unknown:
-        raise InputError(f"no option {sorted(unknown)}: there are {sorted(_DEFAULTS)}.")
+    given = {**_DEFAULTS, **(options or {})}
+    passes = _passes(given)
     tensors = [each for each in example_inputs if isinstance(each, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         graph = "a graph of torch.compile(backend='optimizer')"
@@ -69,40 +72,75 @@ def backend(
         return module.forward
     if any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors):
         return module.forward
-    return _Graph(module, example_inputs, {**_DEFAULTS, **(options or {})})
+    return _Graph(module, example_inputs, given, passes)
+
+
+def _passes(options: dict[str, Any]) -> tuple[Pass, ...]:
+    """The passes that options ask for, which are all options that there are."""
+    if unknown := set(options) - set(_DEFAULTS):
+        raise InputError(f"no option {sorted(map(str, unknown))}: there are {sorted(_DEFAULTS)}.")
+    level, check, only, disable, freeze = (options[name] for name in _DEFAULTS)
+    require_flags(freeze=freeze)
+    if check not in ("final", "each", None):
+        raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
+    passes = select(level, only, disable)
+    if level == REDUCED:
+        raise InputError("level 3 takes a precision, which is no option here: use 0, 1 or 2.")
+    return passes
 
 
 class _Variant(NamedTuple):
     """A graph optimized for certain weights. While their snapshot lives, nothing writes there."""
 
+    weights: list[weakref.ref[torch.Tensor]]  # of those that are freed, others get the ids
     addresses: list[int]
     snapshot: nn.Module
     run: Callable[..., Any]
+
+    def fits(self, weights: list[torch.Tensor], frozen: bool) -> bool:
+        """Whether it was made for these weights, as they are now unless those are `frozen`."""
+        same = all(known() is each for known, each in zip(self.weights, weights, strict=True))
+        return same and (frozen or self.addresses == _addresses(weights))
 
 
 class _Graph:
     """A graph of Dynamo's, optimized for the weights that it is called with."""
 
     def __init__(
-        self, module: fx.GraphModule, examples: list[Any], options: dict[str, Any]
+        self,
+        module: fx.GraphModule,
+        examples: list[Any],
+        options: dict[str, Any],
+        passes: tuple[Pass, ...],
     ) -> None:
-        self.module, self.options = module, options
+        self.module, self.options, self.passes = module, options, passes
+        self.lock = threading.RLock()  # what is held changes while the graph is optimized
         inputs = zip(module.graph.find_nodes(op="placeholder"), examples, strict=True)
         self.held = [i for i, (node, value) in enumerate(inputs) if _is_held(node, value)]
         self.variants: dict[tuple[int, ...], _Variant] = {}
         self.made = 0
 
     def __call__(self, *args: Any) -> Any:
-        if not self.made:
-            self.held = self._unwritten(args)
+        if has_global_hooks():  # Dynamo recorded what they do; of layers, there are none here
+            return self.module.forward(*args)
+        run = self._known(args)
+        if run is None:
+            with self.lock:
+                run = self._known(args) or self._made(args)
+        return run(*args)
+
+    def _known(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         weights = [args[i] for i in self.held]
         known = self.variants.get(tuple(map(id, weights)))
-        if known is None or not (self.options["freeze"] or known.addresses == _addresses(weights)):
-            if self.made == _MOST:
-                return self.module(*args)
-            self.made += 1
-            known = self._optimized(args)
-        return known.run(*args)
+        return known.run if known and known.fits(weights, self.options["freeze"]) else None
+
+    def _made(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        if self.made == _MOST:
+            return self.module
+        if not self.made:
+            self.held = self._unwritten(args)
+        self.made += 1
+        return self._optimized(args).run
 
     def _unwritten(self, args: tuple[Any, ...]) -> list[int]:
         graph = _copied(self.module, {})
@@ -113,7 +151,8 @@ class _Graph:
     def _optimized(self, args: tuple[Any, ...]) -> _Variant:
         snapshot = self._snapshot(args)
         weights = [args[i] for i in self.held]
-        variant = _Variant(_addresses(weights), snapshot, self._run(self._bound(snapshot), args))
+        run = self._run(self._bound(snapshot), args)
+        variant = _Variant(list(map(weakref.ref, weights)), _addresses(weights), snapshot, run)
         self.variants[tuple(map(id, weights))] = variant
         return variant
 
@@ -129,10 +168,9 @@ class _Graph:
     def _run(self, bound: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
         free = [i for i in range(len(args)) if i not in self.held]
         call = Call(tuple(args[i] for i in free), {})
-        level, check, only, disable, _ = (self.options[name] for name in _DEFAULTS)
-        passes = select(level, only, disable)
         front_ends: FrontEnds = {"dynamo": _capture}
-        run = Run(bound, call, front_ends, level, check, passes)
+        level, check = self.options["level"], self.options["check"]
+        run = Run(bound, call, front_ends, level, check, self.passes)
         fast = undisturbed(run.result)
         log.info("%s", fast.report)
         if not isinstance(fast, OptimizedModule):

@@ -8,7 +8,9 @@ import logging
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
 
 import models
@@ -189,6 +192,103 @@ def test_an_unknown_option_is_an_input_error() -> None:
         torch.compile(Block(), backend=backend, options={"levle": 0})(IMAGES)
 
     assert isinstance(raised.value.inner_exception, InputError)
+
+
+WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
+    ({"check": "zz"}, "check='zz' does not exist"),
+    ({"check": ["final"]}, "does not exist"),
+    ({"freeze": "yes"}, "freeze is 'yes': pass True or False"),
+    ({"freeze": 1}, "freeze is 1"),
+    ({"level": 3}, "use 0, 1 or 2"),
+    ({"level": 7}, "level 7 does not exist"),
+    ({"level": "1"}, "level '1' does not exist"),
+    ({"disable": 3}, "disable is 3"),
+    ({"precision": "bf16"}, "no option .*precision"),
+    ({1: 2, "levle": 0}, "no option"),
+)
+
+
+@pytest.mark.parametrize(("options", "reason"), WRONG, ids=[str(each) for each, _ in WRONG])
+def test_an_option_that_cannot_be_is_an_input_error(options: Any, reason: str) -> None:
+    with pytest.raises(BackendCompilerFailed, match=reason) as raised:
+        torch.compile(Block(), backend=backend, options=options)(IMAGES)
+
+    assert isinstance(raised.value.inner_exception, InputError)
+
+
+def test_an_option_that_can_be_read_once_is_read_once(caplog: pytest.LogCaptureFixture) -> None:
+    options: Any = {"only": iter(["fold_affine"])}
+    model = Block()
+    fast = torch.compile(model, backend=backend, options=options)
+
+    for _ in range(2):
+        assert_same(model(IMAGES), fast(IMAGES))
+        model.conv.weight.add_(1)
+
+    assert folds(caplog) == [1, 1]
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_weights_that_are_freed_are_not_taken_for_those_in_their_place(freeze: bool) -> None:
+    module, examples = graph_of(nn.Linear(8, 8, bias=False), torch.ones(1, 8))
+    place = next(i for i, each in enumerate(examples) if isinstance(each, nn.Parameter))
+    fast, others = backend(module, examples, options={"freeze": freeze}), list[Any]()
+    args = [*examples]
+    args[place] = nn.Parameter(torch.rand(8, 8))
+    fast(*args)
+    freed, data = id(args[place]), torch.rand(8, 8)
+
+    args[place] = None
+    while id(args[place]) != freed and len(others) < 10_000:
+        others.append(args[place])
+        args[place] = nn.Parameter(data)
+
+    assert id(args[place]) == freed
+    assert_same(module(*args), fast(*args))
+
+
+def graph_of(model: nn.Module, *args: Any) -> tuple[Any, list[Any]]:
+    """What Dynamo gives to a backend."""
+    given: list[Any] = []
+
+    def kept(module: Any, examples: list[Any]) -> Any:
+        given.append((module, examples))
+        return module.forward
+
+    torch.compile(model, backend=kept)(*args)
+    found: tuple[Any, list[Any]] = given[0]
+    return found
+
+
+def test_threads_that_call_it_first_optimize_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Block()
+    module, examples = graph_of(model, IMAGES)
+    fast, begin = backend(module, examples), Barrier(4)
+
+    def call(_: int) -> Any:
+        begin.wait()
+        with torch.no_grad():
+            return fast(*examples)
+
+    with ThreadPoolExecutor(4) as pool:
+        for (found,) in pool.map(call, range(4)):
+            assert_same(model(IMAGES), found)
+    assert folds(caplog) == [1]
+
+
+def test_while_all_modules_have_hooks_none_sees_a_layer_of_the_optimizers() -> None:
+    model, seen = Block(), list[type]()
+    module, examples = graph_of(model, IMAGES)
+    fast = backend(module, examples)
+    fast(*examples)
+
+    handle = register_module_forward_hook(lambda layer, *_: seen.append(type(layer)))
+    try:
+        assert_same(model(IMAGES), fast(*examples)[0])
+    finally:
+        handle.remove()
+
+    assert seen == [nn.Conv2d, nn.BatchNorm2d, Block]
 
 
 def test_memory_of_earlier_weights_is_not_taken_for_them() -> None:

@@ -162,3 +162,64 @@ def test_literals_keep_their_types_and_signs() -> None:
     assert type(found[1]["key"].start) is int
     with pytest.raises(TypeError, match="cannot name a complex64"):
         literal(np.complex64(1j))
+
+
+class Divides(nn.Module):
+    """By a number that it is given, in whatever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor, by: Any) -> Any:
+        while isinstance(by, dict | list | tuple):
+            by = by["by"] if isinstance(by, dict) else by[0]
+        return F.relu(self.conv(x)) / by
+
+
+NUMBERS = (0.0, -0.0, 0, False, 1.0, 1, True, math.nan, math.inf)
+WITHIN: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda number: number,
+    "in a tuple": lambda number: (number,),
+    "in a list in a dict": lambda number: {"by": [number]},
+}
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("capture", ["symbolic", "export"])
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("number", [0.0, -0.0, 1.0, math.nan])
+@torch.no_grad()
+def test_a_number_is_no_other_that_equals_it(
+    number: Any, within: str, capture: Any, level: int
+) -> None:
+    model, x = Divides().eval(), torch.randn(2, 3, 8, 8)
+    example = (x, WITHIN[within](number))
+
+    fast = optimizer.optimize(
+        model, example, level=level, capture=capture, tune_seconds=0, engines=()
+    )
+
+    for other in NUMBERS:
+        expected = model(x, WITHIN[within](other))
+        try:
+            found = fast(x, WITHIN[within](other))
+        except optimizer.InputError:  # an export is held to its numbers
+            assert capture == "export"
+            assert repr(other) != repr(number)
+            continue
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    assert level < 2 or "is not lowered" not in str(fast.report)
+
+
+def test_a_pattern_with_a_zero_is_none_of_the_other_zero() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.relu() + 0.0) * (x.tanh() + -0.0)
+
+    module = optimizer.capture(Model(), torch.ones(2))
+
+    edited = toolkit.replace_pattern(module, lambda x: x + -0.0, lambda x: x)
+
+    added = [node.args[1] for node in edited.graph.nodes if node.name.startswith("add")]
+    assert repr(added) == "[0.0]"

@@ -8,6 +8,7 @@ answer. Each dispatches through `__torch_function__`, so that tracers record it.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -20,6 +21,22 @@ from optimizer.core.errors import InputError
 
 Expected = ParamSpec("Expected")
 Found = TypeVar("Found")
+
+
+def key_of(value: Any) -> Any:
+    """What is equal for two constants only where no function can tell one from the other.
+
+    Python says that 0.0 is -0.0, which x / 0.0 is not, that True is 1, and that nan is not nan.
+    """
+    if isinstance(value, float | complex):
+        return type(value), struct.pack("dd", value.real, value.imag)
+    if isinstance(value, list | tuple):
+        return type(value), *map(key_of, value)
+    if isinstance(value, dict):
+        return type(value), *((key_of(name), key_of(each)) for name, each in value.items())
+    if isinstance(value, slice):
+        return slice, key_of((value.start, value.stop, value.step))
+    return type(value), value
 
 
 def _guard(
@@ -47,7 +64,7 @@ def expect_value(value: Any, expected: object, name: str) -> None:
     Raises:
         InputError: `value` is not what the model was optimized with.
     """
-    if type(value) is not type(expected) or value != expected:
+    if value is not expected and key_of(value) != key_of(expected):
         raise InputError(
             f"this model was optimized for {name}={expected!r}: optimize it again with example"
             f" inputs that pass the {name} you need."

@@ -5,6 +5,7 @@ The repr of a numpy number, or of an object, has names that the code does not kn
 
 from __future__ import annotations
 
+import ast
 import cmath
 import enum
 import sys
@@ -34,13 +35,37 @@ def literal(value: Any) -> Any:
 
 def _literal(value: Any) -> Any:
     plain: Any = value.item() if isinstance(value, _of_numpy()) else value
-    finite = type(plain) is not complex or (plain is value and cmath.isfinite(plain))
+    exact = type(plain) is not complex or (plain is value and _is_printed(plain))
     enumerated = isinstance(plain, enum.Enum) and not isinstance(plain, enum.Flag)
     if enumerated or isinstance(plain, fx.Node | torch._ops.OpOverload):
         return plain
-    if type(plain) in _PRINTED and finite:
+    if type(plain) in _PRINTED and exact:
         return plain
     raise TypeError(f"code cannot name a {type(value).__name__}")
+
+
+def _is_printed(number: complex) -> bool:
+    """Whether the text of a number is that number; (-0+0j) is a sum, and lacks the sign."""
+    return cmath.isfinite(number) and repr(ast.literal_eval(repr(number))) == repr(number)
+
+
+def is_literal(value: Any, within: bool = False) -> bool:
+    """Whether generated code can write down the arguments of a node.
+
+    fx prints what is `within` a dict by the repr of that, without a look at its parts.
+    """
+    if isinstance(value, dict):
+        return all(is_literal(each, True) for pair in value.items() for each in pair)
+    if isinstance(value, slice):
+        return is_literal((value.start, value.stop, value.step), within)
+    if isinstance(value, list | tuple) and not (within and hasattr(value, "_fields")):
+        return all(is_literal(each, within) for each in value)
+    if isinstance(value, fx.Node):
+        return True
+    try:
+        return _literal(value) is value and (type(value) in _PRINTED or not within)
+    except TypeError:
+        return False
 
 
 def _of_numpy() -> tuple[Any, ...]:

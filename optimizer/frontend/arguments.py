@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from optimizer.core.errors import CaptureError
 from optimizer.core.guards import chooses_a_branch, expect_call, expect_none_given, expect_value
 from optimizer.core.inputs import Call
+from optimizer.core.literals import is_literal
 
 NO_ARGUMENTS = Call((), {})
 STARS: dict[Any, str] = {
@@ -83,8 +84,8 @@ class Arguments(fx.Tracer):
 
     def _argument(self, parameter: inspect.Parameter, given: Mapping[str, Any]) -> Any:
         optional = parameter.default is not parameter.empty
-        if isinstance(parameter.default, torch.Tensor):
-            raise self.fail(f"the default of '{parameter.name}' is a tensor")
+        if optional and not is_literal(parameter.default):
+            raise self.fail(f"the default of '{parameter.name}' has no literal")
         default = (parameter.default,) if optional else ()
         node = self.create_node("placeholder", parameter.name, default, {})
         return self._input(node, given.get(parameter.name, parameter.default))

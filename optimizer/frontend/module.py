@@ -25,6 +25,7 @@ from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.inputs import Call, ExampleInputs
 from optimizer.core.report import Report, Size, listing
 from optimizer.frontend.arguments import STARS
+from optimizer.frontend.names import give_free_names, require_written
 from optimizer.frontend.tracer import Tracer
 
 _OPTIMIZE_AGAIN = (
@@ -110,8 +111,10 @@ def loaded(model: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
     Raises:
         InputError: the checkpoint is not one of the original model.
     """
+    ours = isinstance(model, OptimizedModule | Unchanged)
+    load: Any = model.refit if ours else model.load_state_dict
     try:
-        getattr(model, "refit", model.load_state_dict)(state_dict)
+        load(state_dict)
     except Exception as error:  # whatever a mapping that is no checkpoint leads to
         raise InputError(f"pass a checkpoint of the original model: {error}") from error
     return model
@@ -195,7 +198,13 @@ class OptimizedModule(_Result, fx.GraphModule):
     def of(
         cls, module: fx.GraphModule, report: Report, recipe: Recipe | bytes | None = None
     ) -> OptimizedModule:
-        """The same graph with the modules that it calls, and a report completed by its size."""
+        """The same graph with the modules that it calls, and a report completed by its size.
+
+        Raises:
+            CaptureError: code cannot be written of it.
+        """
+        give_free_names(module, module.graph, cls._class())
+        require_written(module.graph)
         optimized = cls(module, module.graph, type(module).__name__)
         graph = report.graph_after or listing(module)
         report = replace(report, after=Size.of(optimized), graph_after=graph)
@@ -284,6 +293,11 @@ def _carried(held: Mapping[str, Any], module: ModuleType) -> ModuleType:
 class Retracer(Tracer):
     """Records code that was generated from a graph, where no argument chooses a branch."""
 
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        graph = super().trace(root, concrete_args)
+        give_free_names(root, graph)  # fx calls a layer by the first name that it finds
+        return graph
+
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
@@ -292,7 +306,7 @@ class Retracer(Tracer):
         for parameter in list(inspect.signature(root_fn).parameters.values())[1:]:
             default = () if parameter.default is parameter.empty else (parameter.default,)
             target = STARS.get(parameter.kind, "") + parameter.name
-            made[parameter.name] = self.create_proxy("placeholder", target, default, {})
+            made[parameter.name] = self.proxy(self.create_node("placeholder", target, default, {}))
         code: Any = root_fn
         names = code.__code__.co_varnames[1 : len(made) + 1]
         function: Any = _patch_function(code, len(made) + 1)

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from optimizer.core.guards import key_of
 from optimizer.core.node import NOT_USER_CODE
 
 _CONTINUE = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM", "STORE_ATTR", "DELETE_ATTR")
@@ -188,7 +189,7 @@ def _state_of(module: nn.Module, besides: tuple[str, ...]) -> Any:
     inside = [*values.values()]
     for table in [each for each in inside if isinstance(each, dict)]:
         inside += table.values()
-    return [value if is_immutable(value) else id(value) for value in inside]
+    return [key_of(value) if is_immutable(value) else id(value) for value in inside]
 
 
 # What these packages do depends on what they are given; of random numbers, on a state seen here.

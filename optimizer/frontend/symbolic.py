@@ -16,13 +16,14 @@ from optimizer.core.context import put_back, undisturbed
 from optimizer.core.copy import part, structural_copy
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, storages_in
-from optimizer.core.node import attribute, clean, is_plain, line_of, reason_of
+from optimizer.core.node import attribute, clean, has_global_hooks, is_plain, line_of, reason_of
 from optimizer.core.random import DRAWS, ProcessState, undrawn
 from optimizer.facts.effects import is_users_module
 from optimizer.facts.propagation import Fact, Facts
 from optimizer.frontend.arguments import sees_how_it_is_called
 from optimizer.frontend.caches import are_constants, listing, put_entries, take_entries
 from optimizer.frontend.canonicalize import spell
+from optimizer.frontend.names import give_free_names, require_written
 from optimizer.frontend.state import Outside, python_state
 from optimizer.frontend.tracer import Tracer
 from optimizer.frontend.type_tests import tests_for_none
@@ -117,11 +118,13 @@ def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx
 def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
     """`capture` for arguments that are known to be usable."""
     try:
+        require(not has_global_hooks(), "hooks of all modules see each call: remove them first")
         state = ProcessState()
         module = put_back(state.restore, lambda: _carefully_captured(model, call, state))
         require(not _writes_a_constant(module), "it writes a tensor that it makes itself")
         part(tensor for _, tensor in _constants(module))
         spell(module)
+        require_written(module.graph)
         module.graph.lint()
     except Exception as error:  # whatever a user's forward does with traced values
         raise CaptureError(_told(error)) from error
@@ -156,6 +159,7 @@ def _captured(
     """Trace and observe; if `trusting`, what depends on no input is taken to be a constant."""
     tracer = partial(Tracer, call, record_factories=not trusting, generators=generators)
     copied, graph = _trace(model, call, tracer, trusting=trusting)
+    give_free_names(copied, graph)
     module = _LazyGraphModule(copied, graph, type(model).__name__)
     for name, tensor in _constants(module):  # a global's tensor is an object of the caller's
         setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
@@ -228,6 +232,7 @@ def adopt(module: fx.GraphModule, call: Call) -> fx.GraphModule:
     """Bring a graph that was recorded elsewhere to the form of a captured one."""
     observe(module, call)
     spell(module)
+    require_written(module.graph)
     module.graph.lint()
     return module
 

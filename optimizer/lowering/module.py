@@ -40,8 +40,11 @@ class LoweredModule(OptimizedModule):
     """An optimized model that runs calls like the example's on fused kernels of their device.
 
     Those calls return tensors that carry no gradient, and run no hooks of its submodules; a call
-    with an input that requires a gradient runs the portable code, as does any other call.
+    with an input that requires a gradient runs the portable code, as does any other call, and any
+    while there are hooks of all modules, which see those that the portable code calls.
     """
+
+    _prepared_plans: _Plans | None = None  # of an instance; a name that no layer of a model gets
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

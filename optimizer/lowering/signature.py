@@ -10,6 +10,8 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from optimizer.core.guards import key_of
+from optimizer.core.node import has_global_hooks
 from optimizer.lowering.policies import policy_of
 
 _NUMBERS = (bool, int, float, str, type(None))
@@ -68,7 +70,8 @@ def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any]
 def _geometry(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.layout
-    return type(leaf), leaf
+    key: Hashable = key_of(leaf)
+    return key
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
@@ -76,7 +79,7 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 def _is_watched() -> bool:
-    """Whether somebody looks at the operators of this call, or changes what they do."""
+    """Whether somebody looks at the operators or modules of this call, or changes what they do."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
@@ -84,4 +87,5 @@ def _is_watched() -> bool:
         or torch._C._len_torch_dispatch_stack()
         or _functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
+        or has_global_hooks()
     )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from optimizer.core.guards import key_of
 from optimizer.facts.facts import (
     facts_of,
     is_pure,
@@ -58,21 +59,7 @@ def _twin(again: fx.Node) -> fx.Node | None:
 
 
 def _call(node: fx.Node) -> Any:
-    return node.op, node.target, _key((node.args, node.kwargs))
-
-
-def _key(value: Any) -> Any:
-    """Something that is equal only for arguments that no function can tell apart."""
-    if isinstance(value, fx.Node):
-        return value
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_key, value))
-    if isinstance(value, dict):
-        return dict, tuple((name, _key(each)) for name, each in value.items())
-    if isinstance(value, slice):
-        return slice, _key((value.start, value.stop, value.step))
-    # The text of a number has its sign, also that of zero, and all its digits.
-    return type(value), repr(value) if isinstance(value, (int, float, complex)) else value
+    return node.op, node.target, key_of((node.args, node.kwargs))
 
 
 class _Twice(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from optimizer.core.errors import CaptureError, InputError
+from optimizer.core.guards import key_of
 from optimizer.core.node import attribute, callee, fresh_name, module_of, owner
 from optimizer.facts.facts import computation
 from optimizer.frontend.canonicalize import spell
@@ -150,12 +151,11 @@ class Match:
         if isinstance(expected, list | tuple):
             same_length = len(expected) == len(actual)
             return same_length and all(map(self._same, expected, actual))
-        return bool(expected == actual)
+        return bool(key_of(expected) == key_of(actual))
 
     def _same_node(self, expected: fx.Node, actual: Any) -> bool:
         if expected in self.values:
-            known = self.values[expected]
-            return type(known) is type(actual) and bool(known == actual)
+            return bool(key_of(self.values[expected]) == key_of(actual))
         self.values[expected] = actual
         if expected.op == "placeholder":
             return True
@@ -192,7 +192,8 @@ class Match:
 
 
 def _settings(node: fx.Node) -> dict[str, Any]:
-    return {key: value for key, value in vars(module_of(node)).items() if key[0] != "_"}
+    held = vars(module_of(node)).items()
+    return {key: key_of(value) for key, value in held if key[0] != "_"}
 
 
 Build = Callable[[fx.Node, Match], Any]

@@ -36,6 +36,7 @@ def test_the_page_has_three_guards() -> None:
     assert len(GUARDS) == 3
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("guard", GUARDS)
 def test_the_check_of_the_page_sees_each_guard_go(guard: str) -> None:
     with pytest.raises(Counterexample):

@@ -146,6 +146,7 @@ def compared(folder: Path, *arguments: str) -> tuple[int, dict[str, dict[str, An
     return done.returncode, {each["name"]: each for each in found}, done.stdout
 
 
+@pytest.mark.integration
 class TestPlantedChanges:
     @pytest.mark.parametrize(
         ("changes", "code", "expected"),

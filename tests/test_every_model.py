@@ -14,6 +14,8 @@ import models
 import optimizer
 from optimizer.core.node import module_of
 
+pytestmark = pytest.mark.integration
+
 # Difference over the output's largest value. A fold rounds each weight once, by up to 6e-8 of it,
 # and a hundred of them in a row, whose errors add up like random ones, come to about 1e-6. Here
 # they measure 2e-7 to 6e-6. A wrong epsilon is ten bounds off: see the last test. Where the kernels
@@ -96,12 +98,28 @@ def test_both_levels_give_the_models_answer(name: str) -> None:
     for result, bound in ((same, 0.0), (close, BOUND)):
         new, new_spec = pytree.tree_flatten(result)
         assert new_spec == spec
-        assert [(t.shape, t.dtype) for t in new] == [(t.shape, t.dtype) for t in old]
-        near = all(normwise(one, other) <= bound for one, other in zip(old, new, strict=True))
-        assert near or (bound and nearer(in_float64(name), old, new))
+        assert_near(name, old, new, bound)
     assert "fold_affine" not in exact.report.counts()
     assert foldable_pairs(fast) == []
     assert fast.report.counts().get("fold_affine", 0) == FOLDS.get(name, folds_of_small(name))
+
+
+def assert_near(name: str, old: list[torch.Tensor], new: list[torch.Tensor], bound: float) -> None:
+    assert [(t.shape, t.dtype) for t in new] == [(t.shape, t.dtype) for t in old]
+    near = all(normwise(one, other) <= bound for one, other in zip(old, new, strict=True))
+    assert near or (bound and nearer(in_float64(name), old, new))
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_level_2_gives_the_models_answer(name: str) -> None:
+    _, expected = answered(name)
+
+    fast, result = optimized(name, 2)
+
+    (old, spec), (new, new_spec) = pytree.tree_flatten(expected), pytree.tree_flatten(result)
+    assert new_spec == spec
+    assert_near(name, old, new, BOUND)
+    assert fast.report.choices or fast.report.remarks
 
 
 def folds_of_small(name: str) -> int:

@@ -15,6 +15,8 @@ from optimizer.analysis import Ceilings, roofline
 from optimizer.core.device import device_of
 from tests.conftest import address
 
+pytestmark = pytest.mark.integration
+
 PAGE = (Path(__file__).parent.parent / "docs" / "figures.md").read_text()
 NOWHERE = Ceilings(flops=1e11, bytes=1e10)
 

@@ -111,6 +111,7 @@ def test_the_rest_is_what_is_not_on_record_as_found(
     assert list(_record.read(_record.FOLDER, "catalogue_by_tests")) == [second, first, third]
 
 
+@pytest.mark.integration
 def test_what_changes_nothing_survives_and_what_only_a_test_sees_does_not() -> None:
     reworded = replace(AS_IT_IS, new=TEXT.replace("is read elsewhere", "has other readers"))
     assert reworded.new != TEXT

@@ -12,6 +12,8 @@ import pytest
 import models
 from optimizer import workloads
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parent.parent
 A_MODEL = "from torch import nn, ones\n\ndef build():\n    return nn.ReLU().eval(), ones(2)\n"
 MODELS_OF_THE_USER = {

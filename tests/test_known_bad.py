@@ -126,6 +126,7 @@ def test_the_motifs_alone_find_torch_fuse_wrong_at_once() -> None:
         check_pass(torch_fuse, "conv bn", alphabet=programs, max_examples=20)
 
 
+@pytest.mark.integration
 def test_the_hunt_lists_distinct_defects_each_with_a_test() -> None:
     found = {target: _hunt.hunt(target, examples=40) for target in ("fx_fuse", "dead_code")}
     signatures = [each.signature for defects in found.values() for each in defects]
@@ -149,6 +150,7 @@ def test_a_hunt_without_a_target_is_a_hunt_on_all_that_are_installed(
     assert capsys.readouterr().out.split("\n")[:-1] == [f"{name}: 0 defects" for name in of_torch]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("target", _hunt.targets())
 def test_a_target_of_the_hunt_passes_where_it_is_right(target: str) -> None:
     subject, count = _hunt.Hunted(target), subjects.named(target).hunt.examples // 6

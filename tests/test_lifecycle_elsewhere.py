@@ -153,6 +153,7 @@ def test_to_optimize_again_changes_nothing(optimized: Any) -> None:
 NAMES = ("toy_model", "masked_assign", "resnet18", "shufflenet_v2_x1_0", "vit_b_16", "swin_t")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", NAMES)
 def test_a_workload_gives_the_same_code_each_time_and_from_two_threads(name: str) -> None:
     workload = models.load(name)

@@ -204,6 +204,7 @@ def test_loading_twice_gives_the_same_bits_and_shares_nothing():
     assert all(one.data_ptr() != other.data_ptr() for one, other in pairs)
 
 
+@pytest.mark.integration
 def test_another_process_with_another_hash_seed_builds_the_same_bits():
     code = f"import runpy; print(runpy.run_path({__file__!r})['digest']({LIGHT!r}))"
 

@@ -76,6 +76,7 @@ def test_a_mistake_is_planted_in_a_copy_only() -> None:
     assert sys.modules["tests.quality.score"] is _score
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", [*MOTIFS, "capture", "lowering"])
 def test_the_package_as_it_is_passes(name: str) -> None:
     tried = _examples.first_failing_model([name], 5)

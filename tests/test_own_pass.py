@@ -14,6 +14,8 @@ import pytest
 
 from optimizer.testing import Counterexample
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[1]
 CODE = (ROOT / "docs" / "own_pass" / "double_negation.py").read_text()
 GUARDS = [line for line in CODE.splitlines(keepends=True) if line.startswith("    require(")]

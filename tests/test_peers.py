@@ -428,6 +428,7 @@ def test_every_torchvision_model_is_measured():
 TASK = {"device": "cpu", "dtype": "float32", "model": "tiny_convnet", "batch": 2, "threads": 1}
 
 
+@pytest.mark.integration
 def test_real_peers_answer_as_eager_does():
     peers = ["fx_fuse", "optimized-2"]
     cells = measured(peers, lambda peer: worker({**TASK, "peer": peer}, 120), PLAN)

@@ -11,6 +11,8 @@ from tests.quality import mutants as _mutants
 from tests.quality import shrink as _shrink
 from tests.quality.__main__ import main
 
+pytestmark = pytest.mark.integration
+
 CATALOGUE = _mutants.catalogue()
 A_PASS = CATALOGUE["fuse_linear_relu: another activation taken for ReLU"]
 

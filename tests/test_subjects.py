@@ -38,6 +38,7 @@ def beside(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return installed
 
 
+@pytest.mark.integration
 class TestThePackageOfTheDocs:
     @pytest.mark.usefixtures("beside")
     def test_it_has_every_role(self) -> None:

@@ -160,7 +160,7 @@ class Chooser:
         """
         device = policy_of(inputs) or Policy()
         engines = self.engines if device.takes_engines else {}
-        untimed = next(iter(engines), device.untimed(region, inputs))
+        untimed = (*engines, device.untimed(region, inputs))
         offered = [*engines, *device.offered(region, inputs)]
         what, key = _described(region), key_of(region, inputs, engines)
         times = Times(inputs, BRIEF)
@@ -179,7 +179,7 @@ class Chooser:
         if not offered:
             return program
         key = f"call {key_of(line, inputs)}"
-        return self._run_by(offered, "the whole call", key, program, Times(inputs), offered[0])
+        return self._run_by(offered, "the whole call", key, program, Times(inputs), offered[:1])
 
     def _run_by(
         self,
@@ -188,7 +188,7 @@ class Chooser:
         key: str,
         program: Program,
         times: Times,
-        untimed: str,
+        untimed: Sequence[str],
     ) -> Program:
         makers: Makers = CANDIDATES | self.engines
         given = program, times.inputs
@@ -204,20 +204,21 @@ class Chooser:
         self.verified.add(key)
         return self.pick(what, key, ready, untimed, times)
 
-    def settled(self, key: str, policy: str, names: Container[str]) -> str:
-        """What needs no timing: an earlier decision, or the policy where nothing is timed.
+    def settled(self, key: str, policy: Sequence[str], names: Container[str]) -> Sequence[str]:
+        """What needs no timing, the first that can be made: an earlier decision, or the policy.
 
-        A decision for what is not among `names`, of another version maybe, counts for nothing.
+        The policy counts where nothing is timed. A decision for what is not among `names`, of
+        another version maybe, counts for nothing.
         """
-        found = self.known.get(key, "")
-        return found if found in names else "" if self.tunes else policy
+        decided = [self.known[key]] if self.known.get(key) in names else []
+        return [*decided, *policy] if decided or not self.tunes else []
 
     def pick(
         self,
         what: str,
         key: str,
         makers: Mapping[str, Callable[[], Made | str]],
-        policy: str,
+        policy: Sequence[str],
         times: Times,
     ) -> Made:
         """The fastest of what can be made, or what is settled; `AS_IT_IS` where that is no good.
@@ -226,12 +227,12 @@ class Chooser:
         """
         settled = self.settled(key, policy, makers)
         spent = dict[str, float]()
-        offered = {settled: makers[settled]} if settled else makers
-        made = dict(self._made(offered, times, spent))
+        offered = {name: makers[name] for name in settled or makers}
+        made = dict(self._made(offered, times, spent, first=bool(settled)))
         rejected = {name: found for name, found in made.items() if isinstance(found, str)}
         good = {name: found for name, found in made.items() if not isinstance(found, str)}
         seconds = self.race(good, times) if len(good) > 1 else {}
-        best = settled if settled in good else _fastest(seconds)
+        best = next(iter(good), AS_IT_IS) if settled else _fastest(seconds)
         self.known[key] = best
         self.choices.append(Choice(what, key, best, seconds, rejected, spent))
         chosen = good[best] if best in good else makers[best]()
@@ -239,11 +240,16 @@ class Chooser:
         return chosen
 
     def _made(
-        self, makers: Mapping[str, Callable[[], Made | str]], times: Times, spent: dict[str, float]
+        self,
+        makers: Mapping[str, Callable[[], Made | str]],
+        times: Times,
+        spent: dict[str, float],
+        *,
+        first: bool,
     ) -> Iterator[tuple[str, Made | str]]:
         """What can be made, or why not: nothing after an engine that is clearly faster.
 
-        The seconds that each took are noted in `spent`.
+        With `first`, nothing after the first that can. The seconds of each are noted in `spent`.
         """
         won = False
         for name, make in makers.items():
@@ -253,6 +259,8 @@ class Chooser:
             made = make()
             spent[name] = time.perf_counter() - start
             yield name, made
+            if first and not isinstance(made, str):
+                return
             if name in self.engines and not isinstance(made, str):
                 won = won or times.is_clearly_faster(name, AS_IT_IS)
 

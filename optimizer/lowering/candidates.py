@@ -161,7 +161,8 @@ def _wrong(
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with the very strides, gaps included."""
+    """Copies with the very strides, gaps included; what is to be negated in reading is by then."""
+    tensors = [each.resolve_neg() for each in tensors]
     storages = [each.untyped_storage().clone() for each in tensors]  # type: ignore[no-untyped-call]
     return list(map(on_storage, tensors, storages))
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self
@@ -90,15 +91,22 @@ class LoweredModule(OptimizedModule):
         if found:
             raise InputError(f"such a call is not lowered: {found}.")
 
-    def prepare(self, call: Call, chooser: Chooser, judge: Judge = lambda *_: None) -> Plan:
+    def prepare(
+        self,
+        call: Call,
+        chooser: Chooser,
+        judge: Judge = lambda *_: None,
+        plans: _Plans | None = None,
+    ) -> Plan:
         """Make a plan for calls like this one, which must do nothing but compute their output.
 
-        `judge` says what is wrong with its answer in the precision that was chosen.
+        `judge` says what is wrong with its answer in the precision that was chosen. The plan goes
+        to `plans`, those of the weights that it is made of: other ones may come meanwhile.
 
         Raises:
             InputError: such a call can only run the portable code; the message says why.
         """
-        signature = Signature.of(*call)
+        signature, plans = Signature.of(*call), self._plans if plans is None else plans
         if signature is None:
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
         require_one_device([*signature.tensors, *tensors_of(self)])
@@ -107,7 +115,7 @@ class LoweredModule(OptimizedModule):
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 plan = make_plan(self, self.run_portable, call, chooser, self._tuning.precision)
                 known = self._decisions(signature.key)
-                self._plans[signature.key] = plan
+                plans[signature.key] = plan
                 chosen = {choice.key: choice.chosen for choice in plan.choices}
                 self.meta["lowered"] = {**self.meta.get("lowered", {}), signature.key: chosen}
                 if known is None:
@@ -153,19 +161,20 @@ class LoweredModule(OptimizedModule):
 
     def _prepare_here(self, key: Key, call: Call) -> Plan | None:
         """Pack the weights for what was chosen; choose anew on a device where nothing was."""
-        if not self._plans.lock.acquire(blocking=False):
+        plans = self._plans
+        if not plans.lock.acquire(blocking=False):
             return None  # another thread does
         known = self._decisions(key)
         seconds = self._tuning.seconds if known is None else 0
         try:
-            return self.prepare(call, self._chooser(seconds, known or {}))
+            return self.prepare(call, self._chooser(seconds, known or {}), plans=plans)
         except InputError as error:
             self.meta["lowered"] = {**self.meta["lowered"], key: None}
             remarks = (*self.report.remarks, f"on {key.devices[0]}: {str(error).rstrip('.')}")
             self.meta["report"] = replace(self.report, remarks=remarks)
             return None
         finally:
-            self._plans.lock.release()
+            plans.lock.release()
 
     def forget(self, call: Call) -> None:
         """Run the portable code again for calls like this one."""
@@ -183,13 +192,18 @@ class LoweredModule(OptimizedModule):
         self._forget_packed()
         return self
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint of this module, whose weights are then packed anew."""
+        with self._packing_anew():
+            return super().load_state_dict(*args, **kwargs)
+
     def _load_from_state_dict(self, *args: Any) -> None:
-        self._forget_packed()
-        super()._load_from_state_dict(*args)
+        with self._packing_anew():
+            super()._load_from_state_dict(*args)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._forget_packed()
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        with self._packing_anew():
+            return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Refuse to be trained: what was packed would stay as it is.
@@ -208,6 +222,15 @@ class LoweredModule(OptimizedModule):
         if isinstance(value, torch.Tensor | nn.Module):
             self._forget_packed()
         super().__setattr__(name, value)
+
+    @contextmanager
+    def _packing_anew(self) -> Iterator[None]:
+        """Forget what was packed before the weights change, and what others packed meanwhile."""
+        self._forget_packed()
+        try:
+            yield
+        finally:
+            self._forget_packed()
 
     def _forget_packed(self) -> None:
         """Pack anew at the next call: the weights, their device or their dtype will change."""

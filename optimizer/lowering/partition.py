@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import getitem
+from typing import Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -35,10 +36,10 @@ POINTWISE = frozenset((
     "max_pool2d", "max_pool3d",
 ))  # fmt: skip
 _COMPUTED = POINTWISE | {  # no group_norm: OpenVINO 2025.4.1 ends the process at a sum of one
-    "sub", "__sub__", "neg", "div", "__truediv__", "mish", "softplus", "softmax",
+    "sub", "__sub__", "neg", "div", "__truediv__", "mish", "softmax",
     "batch_norm", "layer_norm", "normalize",
     "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
-    "adaptive_max_pool2d", "mean", "sum", "amax",
+    "mean", "sum", "amax",
 }  # fmt: skip
 MOVED = frozenset((
     "cat", "chunk", "split", "getitem", "__getitem__", "reshape", "view", "flatten", "squeeze",
@@ -48,6 +49,20 @@ MOVED = frozenset((
 _PLACED = frozenset((
     "pad", "roll", "expand", "expand_as", "stack", "unflatten", "reshape_as", "view_as",
 ))  # fmt: skip
+# How these work, of what every engine knows: an operator that one lacks would cost the region.
+_INTERPOLATE = {"input": None, "size": None, "scale_factor": None, "mode": "nearest"} | {
+    "align_corners": None, "recompute_scale_factor": None, "antialias": False,
+}  # fmt: skip
+_PAD = {"input": None, "pad": None, "mode": "constant", "value": None}
+_POOL = {"input": None, "kernel_size": None, "stride": None, "padding": 0} | {
+    "ceil_mode": False, "count_include_pad": True, "divisor_override": None,
+}  # fmt: skip
+_KNOWN_TO_ENGINES: dict[str, tuple[dict[str, Any], str, tuple[Any, ...]]] = {
+    "interpolate": (_INTERPOLATE, "mode", ("nearest", "linear", "bilinear", "trilinear")),
+    "pad": (_PAD, "mode", ("constant", "reflect")),
+    "avg_pool2d": (_POOL, "divisor_override", (None,)),
+    "avg_pool3d": (_POOL, "divisor_override", (None,)),
+}
 LARGEST = 2.0**32  # of what is moderate
 _EPSILON = {"layer_norm": 4, "batch_norm": 7, "normalize": 3}  # its place
 _SMALLEST = 1e-12  # that keeps a norm of equal values from a division by zero
@@ -111,6 +126,10 @@ def _is_moderate(node: fx.Node) -> bool:
     if name in _EPSILON:
         given = node.kwargs.get("eps", (*node.args, *[1e-5] * 8)[_EPSILON[name]])
         return isinstance(given, float) and given >= _SMALLEST
+    if name in _KNOWN_TO_ENGINES:
+        parameters, parameter, known = _KNOWN_TO_ENGINES[name]
+        given = named_arguments(node, parameters)
+        return given[parameter] in known and not given.get("antialias")
     if name == "scaled_dot_product_attention":
         mask = named_arguments(node, ATTENTION)["attn_mask"]
         return mask is None or is_attribute(mask)

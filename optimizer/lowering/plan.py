@@ -143,7 +143,7 @@ def make_plan(
     key = f"{precision.name} {key_of(line.module, line.inputs)}"
     makers: dict[str, Callable[[], Plan | str]] = {AS_IT_IS: make}
     makers |= {precision.name: functools.partial(_or_why_not, make, precision)}
-    found = chooser.pick("its precision", key, makers, precision.name, Times((line.inputs,)))
+    found = chooser.pick("its precision", key, makers, [precision.name], Times((line.inputs,)))
     found.choices = (chooser.choices[-1], *found.choices)
     return found
 

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from optimizer.core.copy import is_ordinary
 from optimizer.core.guards import GUARDS
 from optimizer.core.inputs import Call, storages_in, tensors_in
 from optimizer.core.literals import literal
@@ -146,6 +147,7 @@ def straight_line(
         output = run(*own.args, **own.kwargs)
     _require(not effects.counts, "a size depends on values")
     outputs = tensors_in(output)
+    _require(all(map(is_ordinary, outputs)), "an output is more than its storage and shape")
     _require_own_storages(outputs, inputs)
     module = recorder.finished(outputs)
     return StraightLine(module, inputs, tuple(outputs), _rebuild(output))

@@ -73,7 +73,7 @@ class Compiled(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> Any:
         """What the region makes of inputs of the sizes that it was compiled for."""
         if os.getpid() == self.process and all(map(_is_moderate, inputs)):
-            return self.run([tensor.contiguous() for tensor in inputs])
+            return self.run([tensor.resolve_neg().contiguous() for tensor in inputs])
         return self.run_region(*inputs)
 
 

@@ -17,19 +17,33 @@ from optimizer.core.context import undisturbed
 from optimizer.core.copy import snapshot
 from optimizer.core.errors import CaptureError, InputError, OptimizerWarning
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_flags, require_module
+from optimizer.core.node import tensors_of
 from optimizer.core.report import Line, Report, Size, listing
 from optimizer.facts.effects import called_as_they_are
 from optimizer.facts.facts import obstacle
 from optimizer.frontend.choose import FRONT_ENDS, FrontEnds, choose, record
 from optimizer.frontend.module import OptimizedModule, Recipe, Unchanged
-from optimizer.frontend.symbolic import has_unknown_facts, may_draw, writes_nothing_lasting
+from optimizer.frontend.symbolic import (
+    has_unknown_facts,
+    leaves_nothing_behind,
+    may_draw,
+    writes_nothing_lasting,
+)
 from optimizer.lowering.engines import Engines
 from optimizer.lowering.module import LoweredModule, lower
 from optimizer.lowering.tuning import Tuning
 from optimizer.passes import all_passes, select
 from optimizer.rewrite.contract import LOWERED, Pass
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
-from optimizer.verify.equivalence import Answer, Difference, answer, compare_answers, reference
+from optimizer.verify.equivalence import (
+    Answer,
+    Difference,
+    answer,
+    compare_answers,
+    difference,
+    reference,
+)
+from optimizer.verify.leaves import incomparable
 
 Check: TypeAlias = Literal["final", "each"] | None
 
@@ -119,13 +133,14 @@ class Run:
     ) -> None:
         self.started = time.perf_counter()
         self.tuning = tuning or Tuning()
+        self.original = model
         self.model, self.is_snapshot = snapshot(model)
         self.call, self.level, self.check = call, level, check
         self.passes = list(passes)
         self.front_ends, self.front_end = front_ends, ""
         self.remarks = list(_remarks(model, call))
         self.expected: Answer | None = None
-        self.share, self.draws = False, True
+        self.share, self.draws, self.itself, self.is_copy = False, True, False, False
         self.graph: tuple[Line, ...] = ()
         self.left: list[str] = []  # what is called as it is
 
@@ -146,6 +161,7 @@ class Run:
     def _attempt(self) -> OptimizedModule | Unchanged:
         self.front_end, module = record(self.front_ends, self.model, self.call)
         self.share, self.draws = writes_nothing_lasting(module), may_draw(module)
+        self.itself = leaves_nothing_behind(module)
         if self.call and self.expected is None and (self.check or has_unknown_facts(module)):
             self.expected = self._reference()  # facts are unknown also where inputs are wrong
         before, self.graph = Size.of(module), listing(module)
@@ -166,7 +182,9 @@ class Run:
         kind = LoweredModule if self.level >= LOWERED else OptimizedModule
         reason = obstacle(module.graph) if self.level >= LOWERED else ""  # the facts stay behind
         optimized = kind.of(module, self._report(before, pipeline), recipe)
-        if self.check == "final" and self._difference(optimized):
+        if found := self._difference(optimized):
+            if self.check == "each":
+                raise CaptureError(f"the optimized model gives another answer ({found})")
             self.check = "each"  # once more, to find out which pass it was
             return self._attempt()
         if isinstance(optimized, LoweredModule):
@@ -196,9 +214,27 @@ class Run:
         """The model's own answer; None where it cannot be copied, and so not be asked."""
         assert self.call is not None
         try:
-            return reference(self.model, self.call, share=self.share, draws=self.draws)
+            model = self.original if self.itself else self.model
+            draws, itself = self.draws, self.itself
+            return reference(model, self.call, share=self.share, draws=draws, itself=itself)
         except CaptureError:
             return None
+
+    def _require_a_copy(self) -> None:
+        """Let the answer of the snapshot count where the model has other weights by now.
+
+        Raises:
+            CaptureError: it has the same, and yet answers otherwise: its copies are none.
+        """
+        assert self.call is not None
+        assert self.expected is not None
+        copys = reference(self.model, self.call, share=self.share, draws=False)
+        tensors = zip(tensors_of(self.model), tensors_of(self.original), strict=True)
+        if not all(torch.equal(one, other) for one, other in tensors):
+            self.expected = copys
+        elif difference(self.expected, copys):
+            self.model, self.is_snapshot = self.original, False
+            raise CaptureError("a copy of the model gives another answer than the model itself")
 
     def _difference(self, module: nn.Module) -> Difference | None:
         if self.check is None or self.expected is None or self.call is None:
@@ -209,7 +245,12 @@ class Run:
             actual = answer(module, self.call, share=self.share, numbers=numbers)
         except Exception as error:  # a broken graph may raise anything
             return Difference("output", float("inf"), f"raised {type(error).__name__}: {error}")
-        return compare_answers(self.model, self.call, self.expected, actual, exact=exact)
+        found = compare_answers(self.model, self.call, self.expected, actual, exact=exact)
+        if found and self.itself and not self.is_copy:
+            self._require_a_copy()
+            self.is_copy = True
+            return self._difference(module)
+        return found
 
     def _do_without(self, failure: FaultyPassError) -> None:
         self.passes = [each for each in self.passes if each.name != failure.name]
@@ -223,13 +264,17 @@ class Run:
             level=self.level,
             fired=tuple(pipeline.fired) if pipeline else (),
             refused=tuple(pipeline.refused) if pipeline else (),
-            remarks=(*self.remarks, *self.left) if pipeline else tuple(self.remarks),
+            remarks=(*self.remarks, *self.left * bool(pipeline), *self._not_compared()),
             before=before,
             graph_before=self.graph if pipeline else (),
             checked=self.check or "",
             front_end=self.front_end,
             seconds=time.perf_counter() - self.started,
         )
+
+    def _not_compared(self) -> Iterator[str]:
+        output = self.expected.output if self.expected and self.check else None
+        return (f"not checked: output{each}" for each in incomparable(output))
 
 
 def _remarks(model: nn.Module, call: Call | None) -> Iterator[str]:

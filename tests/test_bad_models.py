@@ -301,10 +301,6 @@ def boxed(value: Tensor) -> Box:
 
 
 @fx.wrap
-def as_array(value: Tensor) -> Any:
-    return value.numpy()
-
-
 def recorded(self: Net, x: Tensor) -> Any:
     return {"all": [Record(Record(self.pair(x)), 2)]}
 
@@ -364,13 +360,6 @@ def test_an_iterator_is_an_input_error_and_not_read() -> None:
     with pytest.raises(InputError, match="read once only"):
         optimizer.optimize(Net(lambda self, xs: self.pair(next(xs))), ([given],), level=1)
     assert next(given) is X
-
-
-def test_what_cannot_be_compared_is_left_as_it_is() -> None:
-    fast = optimizer.optimize(Net(lambda self, x: as_array(self.pair(x))), X, level=1)
-
-    [remark] = fast.report.remarks
-    assert remark.startswith("left as it is: ")
 
 
 def hooked() -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import pytest
@@ -363,6 +364,8 @@ def test_code_is_trusted_by_the_name_of_its_package(package: str, trusted: bool)
     def double(x: Tensor) -> Tensor:
         return x * 2
 
+    globals_of_the_package = {"__name__": package}
+    double = FunctionType(double.__code__, globals_of_the_package)
     double.__module__ = package
     graph = optimizer.capture(nn.ReLU(), torch.ones(2))
     relu = next(node for node in graph.graph.nodes if node.op == "call_function")

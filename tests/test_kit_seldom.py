@@ -7,7 +7,6 @@ import os
 import runpy
 import signal
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -104,8 +103,9 @@ def test_a_score_tries_the_mutants_that_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(_score, "ProcessPoolExecutor", lambda n, *_, **more: ThreadPoolExecutor(n))
-    tried = lambda mutant, by, budget: dataclasses.replace(SURVIVES, mutant=mutant, by=by[0])  # noqa: E731
+    tried = lambda mutant, by, *_: dataclasses.replace(SURVIVES, mutant=mutant, by=by[0])  # noqa: E731
     monkeypatch.setattr(_score, "try_mutant", tried)
+    monkeypatch.setattr(_score, "try_sound", lambda mutant, by, budget: {})
 
     assert main(["score", A_PASS.name, "--by", "tests"]) == 1
     assert f"| {A_PASS.name} | own | survives |" in capsys.readouterr().out
@@ -125,16 +125,10 @@ def test_what_is_no_counterexample_is_not_made_small(monkeypatch: pytest.MonkeyP
     assert _shrink.shrunk(["fuse_linear_relu"], 3) is None
 
 
-def test_a_change_that_breaks_the_package_or_never_ends_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_change_that_breaks_the_package_is_found() -> None:
     found = _score.try_mutant(dataclasses.replace(A_PASS, new="there is no such name"))
     assert found.killed
     assert found.evidence.startswith("SyntaxError: ")
-
-    monkeypatch.setitem(_score.FINDERS, "models", lambda mutant, budget: time.sleep(60))
-    monkeypatch.setattr(_score, "_SECONDS", 0.1)
-    assert _score.try_mutant(A_PASS).evidence == "it never ends"
 
 
 def test_tests_that_do_not_run_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,16 +197,6 @@ def test_random_states_are_kept_where_numpy_is_not_there(monkeypatch: pytest.Mon
     assert not state.changed()
 
 
-def test_phases_that_never_come_to_an_end_are_cut_off() -> None:
-    module: Any = optimizer.capture(Rows(lambda m, x: x + 1), ROWS)
-    pipeline = Pipeline(module)
-    pipeline._phase = lambda passes, phase: True  # type: ignore[method-assign]
-
-    pipeline.run(())
-
-    torch.testing.assert_close(module(ROWS), ROWS + 1)
-
-
 def test_a_graph_of_dynamo_runs_as_it_is_under_autocast_and_after_many_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from optimizer.core.context import ignoring
 from optimizer.core.errors import CaptureError
+from optimizer.core.random import undrawn
 
 _IMMUTABLE = frozenset((bool, int, float, str, type(None)))
 _PROTOCOL = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
@@ -83,8 +84,11 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(value), value.detach().clone())  # deepcopy refuses
     if kind is set and not value:
         return memo.setdefault(id(value), set())
-    if not isinstance(value, nn.Module) or _says_how(kind):
+    if not isinstance(value, nn.Module):
         return copy.deepcopy(value, memo)
+    if _says_how(kind):
+        made = undrawn(lambda: copy.deepcopy(value, memo))  # new layers draw their weights
+        return _like(value, made, memo)
     module = memo[id(value)] = kind.__new__(kind)
     module.__setstate__(_copied_items(vars(value), {}, memo))
     return module
@@ -101,6 +105,45 @@ def _says_how(kind: type) -> bool:
     """Whether the class of a module has a way of its own to be copied."""
     own = any(getattr(kind, name) is not getattr(nn.Module, name) for name in _PROTOCOL)
     return own or hasattr(kind, "__deepcopy__")
+
+
+def _like(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Give what a class copied in a way of its own the modes of the model, and require the rest.
+
+    Raises:
+        TypeError: it holds a module of the model's, other weights or values, or lacks hooks.
+    """
+    modules = dict(model.named_modules())
+    for name, other in copied.named_modules():
+        one = modules.get(name, other)
+        other.training = one.training
+        if isinstance(one, torch.jit.ScriptModule):
+            continue  # torch copies it, and its tables are no dicts
+        if other in modules.values() or not _holds_the_same(one, other, memo):
+            where = f"'{name}'" if name else type(model).__name__
+            raise TypeError(f"its class has a way of its own, whose copy is not like {where}")
+    return copied
+
+
+def _holds_the_same(module: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> bool:
+    """Whether a copy has the hooks, plain values and tensors of a module, as far as it has any."""
+    plain = {name: value for name, value in vars(module).items() if type(value) in _IMMUTABLE}
+    values = all(getattr(copied, name, value) == value for name, value in plain.items())
+    others = copied._parameters | copied._buffers
+    pairs = [
+        (old, others.get(name)) for name, old in (module._parameters | module._buffers).items()
+    ]
+    weights = all(
+        old is None or new is None or new is memo.get(id(old)) or torch.equal(old, new)
+        for old, new in pairs
+    )
+    return values and weights and _hooks_of_users(module) == _hooks_of_users(copied)
+
+
+def _hooks_of_users(module: nn.Module) -> int:
+    """How many hooks of its calls are not torch's own, which checks the inputs of an export so."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return sum(str(each.__module__).partition(".")[0] != "torch" for each in hooks)
 
 
 def _memo(

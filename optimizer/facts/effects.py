@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from contextlib import suppress
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -73,10 +74,22 @@ def name_of_call(node: fx.Node) -> str:
     return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
 
 
+_OURS = frozenset(("", "torch", "_operator", "builtins", "math", "optimizer"))
+
+
 def home_of(node: fx.Node) -> str:
-    """The package whose code a node calls; empty where a function or a method does not tell."""
-    code = type(module_of(node)) if node.op == "call_module" else node.target
-    return str(getattr(code, "__module__", None) or "").partition(".")[0]
+    """The package whose code a node calls; empty where a function or a method does not tell.
+
+    A decorator names itself after what it wraps: where one is another's than that, the other's.
+    """
+    code: Any = type(module_of(node)) if node.op == "call_module" else node.target
+    homes = [""]
+    while code is not None:
+        inside = code.__globals__.get("__name__") if isinstance(code, FunctionType) else None
+        named = (getattr(code, "__module__", None), inside)
+        homes += [str(name).partition(".")[0] for name in named if name]
+        code = getattr(code, "__dict__", {}).get("__wrapped__")
+    return next((home for home in homes if home not in _OURS), homes[-1])
 
 
 def is_users_module(node: fx.Node) -> bool:
@@ -91,8 +104,7 @@ def may_vary_rank(node: fx.Node) -> bool:
 
 def is_users_code(node: fx.Node) -> bool:
     """Whether it runs code that is neither torch's nor Python's."""
-    ours = ("", "torch", "_operator", "builtins", "math", "optimizer")
-    return is_users_module(node) or (node.op == "call_function" and home_of(node) not in ours)
+    return is_users_module(node) or (node.op == "call_function" and home_of(node) not in _OURS)
 
 
 def may_do_anything(node: fx.Node) -> bool:

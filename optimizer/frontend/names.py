@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from itertools import count
+from types import FunctionType
 from typing import Any
 
 from torch import fx, nn
@@ -22,6 +23,7 @@ from torch import fx, nn
 from optimizer.core.errors import require
 from optimizer.core.literals import is_literal
 from optimizer.core.node import attribute
+from optimizer.facts.effects import home_of
 
 
 def give_free_names(
@@ -73,10 +75,15 @@ def require_written(graph: fx.Graph) -> None:
     """Require that code can be written of a graph.
 
     Raises:
-        CaptureError: a number, or the default of an argument, has no literal, or the name of an
-            argument is that by which the code names something else.
+        CaptureError: a number, or the default of an argument, has no literal; the name of an
+            argument is that by which the code names something else; or a user's function has the
+            name of one of torch's, as `functools.wraps(torch.relu)` gives it.
     """
     for node in graph.nodes:
+        is_function = isinstance(node.target, FunctionType)
+        pretends = is_function and str(node.target.__module__).partition(".")[0] == "torch"
+        own = not pretends or home_of(node) == "torch"
+        require(own, f"'{node.name}' calls a function by the name of one of torch's")
         place = f"the default of '{node.target}'" if node.op == "placeholder" else f"'{node.name}'"
         require(is_literal((node.args, node.kwargs)), f"{place} holds what code cannot name")
     for name in _hiding(graph):

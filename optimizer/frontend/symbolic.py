@@ -18,7 +18,7 @@ from optimizer.core.errors import CaptureError, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, storages_in
 from optimizer.core.node import attribute, clean, has_global_hooks, is_plain, line_of, reason_of
 from optimizer.core.random import DRAWS, ProcessState, undrawn
-from optimizer.facts.effects import is_users_module
+from optimizer.facts.effects import called_as_they_are, is_users_module, may_do_anything
 from optimizer.facts.propagation import Fact, Facts
 from optimizer.frontend.arguments import sees_how_it_is_called
 from optimizer.frontend.caches import are_constants, listing, put_entries, take_entries
@@ -158,9 +158,10 @@ def _captured(
 ) -> fx.GraphModule:
     """Trace and observe; if `trusting`, what depends on no input is taken to be a constant."""
     tracer = partial(Tracer, call, record_factories=not trusting, generators=generators)
-    copied, graph = _trace(model, call, tracer, trusting=trusting)
+    copied, graph, fills_caches = _trace(model, call, tracer, trusting=trusting)
     give_free_names(copied, graph)
     module = _LazyGraphModule(copied, graph, type(model).__name__)
+    module.meta["fills_caches"] = fills_caches
     for name, tensor in _constants(module):  # a global's tensor is an object of the caller's
         setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
     if call is not None:
@@ -173,8 +174,8 @@ def _captured(
 
 def _trace(
     model: nn.Module, call: Call | None, tracer_of: Callable[..., Tracer], *, trusting: bool
-) -> tuple[nn.Module, fx.Graph]:
-    """Trace a copy; once more around each submodule that turns out not to let it."""
+) -> tuple[nn.Module, fx.Graph, bool]:
+    """Trace a copy, once more around each submodule that does not let it; does it fill caches?"""
     opaque: dict[str, str] = {}
     while True:
         copied = structural_copy(model)
@@ -183,7 +184,7 @@ def _trace(
         tracer = tracer_of(opaque=opaque, outside=outside)
         require(is_plain(copied), "the model itself has hooks, parametrizations or a __call__")
         if isinstance(copied, fx.GraphModule) and issubclass(copied._tracer_cls or object, Tracer):
-            return copied, _recorded_before(copied)
+            return copied, _recorded_before(copied), False
         told = call is not None or not sees_how_it_is_called(type(copied).forward)
         require(told, "its forward is decorated and may see how it is called: pass example inputs")
         require("" not in opaque, opaque.get("", ""))
@@ -199,7 +200,7 @@ def _trace(
             stateful = differing_when_recorded_again(model, tracer, graph)
         again = partial(tracer_of, opaque=opaque)
         if not stateful or (trusting and call and _finds(copied, model, again, graph)):
-            return copied, graph
+            return copied, graph, bool(stateful)
         known = "" in stateful or stateful <= set(opaque)
         require(not known, "its forward keeps state in Python")
         opaque |= dict.fromkeys(stateful, "its forward keeps state in Python")
@@ -299,6 +300,13 @@ def may_draw(module: fx.GraphModule) -> bool:
     """Whether a call may draw random numbers, by operators of torch."""
     known = [(node, node.meta.get("fact")) for node in module.graph.nodes]
     return any(not f or f.random or f.error or is_users_module(node) for node, f in known)
+
+
+def leaves_nothing_behind(module: fx.GraphModule) -> bool:
+    """Whether a call is sure to change nothing at all: the caller's own model may be called."""
+    clean = writes_nothing_lasting(module) and not has_unknown_facts(module)
+    calls = any(map(may_do_anything, module.graph.nodes)) or called_as_they_are(module)
+    return clean and not (calls or may_draw(module) or module.meta.get("fills_caches"))
 
 
 def writes_nothing_lasting(module: fx.GraphModule) -> bool:

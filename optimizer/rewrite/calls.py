@@ -14,8 +14,8 @@ from torch.nn.modules.conv import _ConvNd
 from optimizer.core.errors import InputError
 from optimizer.core.node import fresh_name, is_plain, module_of
 from optimizer.core.ops import writes
+from optimizer.facts.effects import is_users_code, is_users_module
 
-_TRUSTED = ("torch", "_operator", "math", "builtins")
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _FRESH = (nn.Linear, _ConvNd, _NormBase)  # modules whose result is a tensor of its own
 
@@ -124,10 +124,9 @@ def may_write(node: fx.Node) -> bool:
     """Whether a node may write a tensor that it is given, or that its module holds."""
     if node.op == "call_module":
         module = module_of(node)
-        trusted = is_plain(module) and type(module).__module__.startswith(_TRUSTED)
-        return not trusted or module.training or overwrites(node)
-    home = str(getattr(node.target, "__module__", None) or "torch")
-    return overwrites(node) or (node.op == "call_function" and not home.startswith(_TRUSTED))
+        untrusted = is_users_module(node) or not is_plain(module)
+        return untrusted or module.training or overwrites(node)
+    return is_users_code(node) or overwrites(node)
 
 
 def take_place(node: fx.Node, value: fx.Node) -> None:

@@ -71,6 +71,9 @@ class Pipeline:
             changed = [self._phase(passes, phase) for phase in PHASES]
             if not any(changed):
                 break
+        else:
+            last = self.fired[-1].name
+            raise FaultyPassError(last, "and another phase undo one another without end")
         _guard(self.module.graph)
         self.module.graph.lint()
 

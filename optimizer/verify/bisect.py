@@ -12,7 +12,7 @@ from optimizer.core.context import undisturbed
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
 from optimizer.core.node import clean
 from optimizer.core.report import Rewrite
-from optimizer.frontend.symbolic import capture_call
+from optimizer.frontend.symbolic import capture_call, leaves_nothing_behind
 from optimizer.passes import select
 from optimizer.rewrite.contract import Pass
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
@@ -103,7 +103,8 @@ class _Bisection:
     def __init__(self, model: nn.Module, call: Call, passes: tuple[Pass, ...]) -> None:
         self.model, self.call, self.passes = model, call, passes
         self.exact = all(each.numerics == "exact" for each in passes)
-        self.expected = reference(model, call)
+        itself = leaves_nothing_behind(capture_call(model, call))
+        self.expected = reference(model, call, itself=itself)
 
     def culprit(self) -> Culprit | None:
         good, bad = self._trial(0), self._trial(None)

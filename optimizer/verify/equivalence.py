@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from optimizer.core.copy import structural_copy
 from optimizer.core.errors import CaptureError, DeviceError, InputError
-from optimizer.core.inputs import Call, opened
+from optimizer.core.inputs import Call
 from optimizer.core.random import Again, Drawn, Own, Recorded, undrawn
 from optimizer.frontend.state import Outside
+from optimizer.verify.choices import Choices
+from optimizer.verify.leaves import leaves_of, says_nothing
 
 # Largest difference, relative to the largest value of the output, that passes without a
 # second look. Rounding in a deep network stays a hundredfold below; a wrong formula does not.
@@ -26,6 +29,7 @@ BOUNDS = {
     torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
 }
+_WIDE = {float: torch.float64, complex: torch.complex128}
 # How much further from the float64 answer than the original's a result may be.
 _WORSE_THAN_EAGER = 4.0
 
@@ -50,34 +54,50 @@ class Difference:
     place: str
     error: float
     reason: str
+    old: Any = field(default=None, repr=False, compare=False)
+    new: Any = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.place}: {self.reason}"
 
 
 def answer(
-    module: nn.Module, call: Call, *, share: bool = False, numbers: Recorded | None = None
+    module: nn.Module,
+    call: Call,
+    *,
+    share: bool = False,
+    numbers: Recorded | None = None,
+    itself: bool = False,
 ) -> Answer:
     """Call a copy of a module on copies of its inputs; neither is changed.
 
     Parameters are copied as well, for a forward may write them, unless `share` says otherwise.
     Random numbers are drawn from `numbers`, where given. The caller's random state stays as it is.
+    With `itself`, the module is called and not a copy of it: a call must leave nothing behind.
     """
-    copied = structural_copy(module, share=share)
+    copied = module if itself else structural_copy(module, share=share)
     own = call.copied()
     with torch.no_grad(), Outside(copied).kept(), numbers or nullcontext():
         output = undrawn(lambda: copied(*own.args, **own.kwargs))
     return Answer(output, (own.args, own.kwargs), numbers.drawn if numbers else [])
 
 
-def reference(model: nn.Module, call: Call, *, share: bool = False, draws: bool = True) -> Answer:
-    """The original's answer. `draws` is whether it may draw random numbers.
+def reference(
+    model: nn.Module,
+    call: Call,
+    *,
+    share: bool = False,
+    draws: bool = True,
+    itself: bool = False,
+) -> Answer:
+    """The original's answer, as `answer` has it. `draws` is whether it may draw random numbers.
 
     Raises:
         InputError: the model itself rejects the inputs.
     """
     try:
-        return answer(model, call, share=share, numbers=Own() if draws else None)
+        numbers = Own() if draws else None
+        return answer(model, call, share=share, numbers=numbers, itself=itself)
     except (CaptureError, DeviceError):
         raise
     except Exception as error:  # whatever a user's forward raises
@@ -99,38 +119,73 @@ def largest_error(expected: Answer, actual: Answer) -> float:
 
 
 def _differences(expected: Answer, actual: Answer, *, exact: bool) -> Iterator[Difference]:
-    pairs = (("output", expected.output, actual.output), ("input", expected.inputs, actual.inputs))
-    for place, old, new in pairs:
-        old_leaves, old_spec = pytree.tree_flatten_with_path(opened(old))
-        new_leaves, new_spec = pytree.tree_flatten_with_path(opened(new))
-        if old_spec != new_spec:
+    for place, old, new in (("output", expected.output, actual.output), _inputs(expected, actual)):
+        (old_leaves, old_structure), (new_leaves, new_structure) = leaves_of(old), leaves_of(new)
+        if old_structure != new_structure:
             yield Difference(place, float("inf"), "has another structure")
             return
-        for (path, one), (_, other) in zip(old_leaves, new_leaves, strict=True):
-            name = place + pytree.keystr(path)
-            found = _leaf_difference(name, one, other, exact=exact or place == "input")
-            if found is not None:
+        bounds = {} if exact or place == "input" else _bounds_for(old_leaves.values())
+        for (path, one), other in zip(old_leaves.items(), new_leaves.values(), strict=True):
+            if found := _leaf_difference(place + path, one, other, bounds):
                 yield found
 
 
-def _leaf_difference(place: str, old: Any, new: Any, *, exact: bool) -> Difference | None:
+def _inputs(expected: Answer, actual: Answer) -> tuple[str, Any, Any]:
+    return "input", expected.inputs, actual.inputs
+
+
+def _bounds_for(leaves: Iterable[Any]) -> dict[Any, float]:
+    """The bounds by dtype, and for Python's numbers that of the coarsest tensor beside them."""
+    dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)} & BOUNDS.keys()
+    coarsest = max((BOUNDS[dtype] for dtype in dtypes), default=BOUNDS[torch.float32])
+    return {**BOUNDS, float: coarsest, complex: coarsest}
+
+
+def _leaf_difference(
+    place: str, old: Any, new: Any, bounds: Mapping[Any, float]
+) -> Difference | None:
+    if type(old) in _WIDE and type(old) is type(new):
+        bound, dtype = bounds.get(type(old), 0.0), _WIDE[type(old)]
+        one, other = torch.tensor([old, new], dtype=dtype)
+        return _tensor_difference(place, one, other, bound)
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
-        same = _equal(old, new)
-        return None if same else Difference(place, float("inf"), f"is {new!r}, not {old!r}")
-    for name in ("shape", "dtype", "device", "layout"):
+        reason = f"is {new!r}, not {old!r}"
+        return None if _equal(old, new) else Difference(place, float("inf"), reason, old, new)
+    for name in ("shape", "dtype", "device"):
         one, other = getattr(old, name), getattr(new, name)
         if one != other:
             return Difference(place, float("inf"), f"has {name} {other}, not {one}")
+    real = old.dtype.to_real() if old.is_complex() else old.dtype
+    return _tensor_difference(place, old, new, bounds.get(real, 0.0))
+
+
+def _tensor_difference(
+    place: str, old: torch.Tensor, new: torch.Tensor, bound: float
+) -> Difference | None:
     error = relative_error(old, new)
-    bound = 0.0 if exact else BOUNDS.get(old.dtype, 0.0)
-    finite = f"relative error {error:.2g}, more than {bound:.2g}"
-    reason = finite if math.isfinite(error) else "NaN or infinities are elsewhere"
-    return Difference(place, error, reason) if error > bound else None
+    if error <= bound and (bound or _same_signs(old, new)):
+        return None
+    reason = f"relative error {error:.2g}, more than {bound:.2g}"
+    if not error:
+        reason = "a zero has another sign"
+    elif not math.isfinite(error):
+        reason = "NaN or infinities are elsewhere"
+    return Difference(place, error, reason, old, new)
+
+
+def _same_signs(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether equal numbers have equal bits: a zero has a sign, which a division shows."""
+    if not (old.is_floating_point() or old.is_complex()):
+        return True
+    signs = [torch.signbit(_comparable(each)) for each in (old, new)]
+    return torch.equal(*(sign & ~_comparable(old).isnan() for sign in signs))
 
 
 def _equal(old: Any, new: Any) -> bool:
-    with suppress(Exception):  # two arrays, for one, are neither equal nor different
-        return type(old) is type(new) and bool(old == new)
+    if type(old) is not type(new) or says_nothing(old):
+        return type(old) is type(new)
+    with suppress(Exception):  # whatever a user's class raises
+        return bool(old == new)
     return False
 
 
@@ -138,6 +193,8 @@ def relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
     """Largest difference over largest finite magnitude; infinite where NaN or inf differ."""
     if expected.numel() == 0:
         return 0.0
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return _error_of_integers(expected.cpu(), actual.cpu())
     old, new = _comparable(expected), _comparable(actual)
     finite = torch.isfinite(old)
     if not torch.equal(finite, torch.isfinite(new)):
@@ -148,6 +205,14 @@ def relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
         old, new = old[finite], new[finite]
     worst = (old - new).abs().max().item() if old.numel() else 0.0
     return worst / max(old.abs().max().item(), 1e-300) if worst else 0.0
+
+
+def _error_of_integers(old: torch.Tensor, new: torch.Tensor) -> float:
+    """As they are: float64 has no room for those beyond 2**53."""
+    if torch.equal(old, new):
+        return 0.0
+    worst = (old.double() - new.double()).abs().max().item()
+    return max(worst / max(old.double().abs().max().item(), 1.0), sys.float_info.min)
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,32 +228,68 @@ def compare_answers(
 
     An exact result may differ where the model itself does not repeat its bits. A rounded one
     may differ where the model amplifies rounding: then the answer in float64 decides, from
-    which it may not be much further than the model's own.
+    which it may not be much further than the model's own. Integers and flags may be others that
+    rounding would choose.
     """
     found = list(_differences(expected, actual, exact=exact))
     if not found:
         return None
-    if any(math.isinf(each.error) or each.place.startswith("input") for each in found):
-        return found[0]
+    again = answer(model, call, numbers=expected.numbers())
     if exact:
-        again = answer(model, call, numbers=expected.numbers())
         repeats = difference(expected, again, exact=True) is None
         return found[0] if repeats else difference(expected, actual)
-    return None if _as_good_as(model, call, expected, actual) else found[0]
+    if difference(replace(expected, inputs=()), replace(again, inputs=())):
+        return found[0]  # a copy of the model is another model, whose opinion does not count
+    choices = cache(partial(_choices, model, call, expected))
+    found = [each for each in found if not (_is_whole(each.old) and _allowed(choices(), each))]
+    if any(math.isinf(each.error) or each.place.startswith("input") for each in found):
+        return found[0]
+    worse = _worse(model, call, expected, found) if found else []
+    return next((each for each in worse if not _allowed(choices(), each)), None)
 
 
-def _as_good_as(model: nn.Module, call: Call, expected: Answer, actual: Answer) -> bool:
+def _is_whole(value: Any) -> bool:
+    """Whether it is an integer, a flag or a tensor of them."""
+    if isinstance(value, torch.Tensor):
+        return not (value.is_floating_point() or value.is_complex())
+    return isinstance(value, int)
+
+
+def _choices(model: nn.Module, call: Call, expected: Answer) -> Choices:
+    """What the model chooses in this call, of values that rounding moves."""
+    choices = Choices(BOUNDS)
+    with suppress(Exception), choices:  # a mode may be more than a user's code allows
+        answer(model, call, numbers=Again(expected.drawn) if expected.drawn else None)
+    return choices
+
+
+def _allowed(choices: Choices, found: Difference) -> bool:
+    with suppress(Exception):  # of another shape than what was chosen, or no number
+        return found.place.startswith("output") and choices.allow(found.old, found.new)
+    return False
+
+
+def _worse(
+    model: nn.Module, call: Call, expected: Answer, found: Sequence[Difference]
+) -> Sequence[Difference]:
+    """Those that are further from the answer in float64 than the model's own."""
     try:
         double = structural_copy(model).double()
-        truth = answer(double, call.map(_double), numbers=Again(expected.drawn))
+        truth = leaves_of(answer(double, call.map(_double), numbers=Again(expected.drawn)).output)
+        return [each for each in found if not _as_good(each, truth[0])]
     except Exception:  # a forward that names its dtype; then there is no second opinion
-        return False
-    leaves = (pytree.tree_leaves(opened(each.output)) for each in (truth, expected, actual))
-    return all(
-        relative_error(true, new) <= _WORSE_THAN_EAGER * relative_error(true, old)
-        for true, old, new in zip(*leaves, strict=True)
-        if isinstance(true, torch.Tensor)
-    )
+        return found
+
+
+def _as_good(found: Difference, truth: Mapping[str, Any]) -> bool:
+    """Of integers and flags, by how many differ: by how much says little."""
+    true = torch.as_tensor(truth[found.place.removeprefix("output")])
+    measure = _count_of_others if _is_whole(found.old) else relative_error
+    return measure(true, found.new) <= _WORSE_THAN_EAGER * measure(true, found.old) < math.inf
+
+
+def _count_of_others(expected: Any, actual: Any) -> float:
+    return float((torch.as_tensor(expected) != torch.as_tensor(actual)).sum())
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:

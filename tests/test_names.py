@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import optimizer
+from optimizer import InputError
 from optimizer.frontend.module import OptimizedModule, Unchanged
 
 ROWS = torch.linspace(-2, 2, 32).reshape(1, 2, 4, 4)
@@ -279,14 +280,49 @@ WITHOUT_LITERAL = (
 @LEVELS
 @pytest.mark.parametrize("default", WITHOUT_LITERAL, ids=lambda each: str(type(each)))
 @torch.no_grad()
-def test_a_default_that_has_no_literal_leaves_the_model_as_it_is(default: Any, level: int) -> None:
+def test_a_default_without_a_literal_is_returned_as_in_eager(default: Any, level: int) -> None:
     model = with_default(default)
 
     fast = optimized(model, ROWS, level=level, check=None)
 
-    assert "the default of 'given' has no literal" in str(fast.report)
     torch.testing.assert_close(fast(ROWS)[0], model(ROWS)[0])
     assert type(fast(ROWS)[1]) is type(default)
+
+
+def then(function: Callable[[Tensor, Any], Tensor], default: Any) -> nn.Module:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, given: Any = default) -> Any:
+            return function(self.layer(x), given)
+
+    return Model().eval()
+
+
+BOUND: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any, Any]] = {
+    "a function": (lambda y, given: given(y), F.relu, torch.tanh),
+    "a lambda": (lambda y, given: given(y), lambda y: y * 2, torch.tanh),
+    "a number of numpy": (lambda y, given: y * given, np.float32(0.5), 0.25),
+}
+
+
+@LEVELS
+@pytest.mark.parametrize("name", BOUND)
+@torch.no_grad()
+def test_a_default_without_a_literal_is_bound(name: str, level: int) -> None:
+    function, default, other = BOUND[name]
+    model = then(function, default)
+
+    fast = optimized(model, ROWS, level=level)
+
+    assert "left as it is" not in str(fast.report)
+    torch.testing.assert_close(fast(ROWS), model(ROWS))
+    with pytest.raises(InputError, match="optimized for given="):
+        fast(ROWS, other)
+    again = optimizer.optimize(model, (ROWS, other), level=level, tune_seconds=0)
+    torch.testing.assert_close(again(ROWS, other), model(ROWS, other))
 
 
 LITERALS = (

@@ -83,12 +83,17 @@ class Arguments(fx.Tracer):
         return lambda *args: root_fn(*args, **keyword), positional
 
     def _argument(self, parameter: inspect.Parameter, given: Mapping[str, Any]) -> Any:
-        optional = parameter.default is not parameter.empty
-        if optional and not is_literal(parameter.default):
-            raise self.fail(f"the default of '{parameter.name}' has no literal")
-        default = (parameter.default,) if optional else ()
-        node = self.create_node("placeholder", parameter.name, default, {})
-        return self._input(node, given.get(parameter.name, parameter.default))
+        name, default = parameter.name, parameter.default
+        optional = default is not parameter.empty
+        bound = optional and not is_literal(default)
+        if bound and name in given:
+            raise self.fail(f"the default of '{name}' has no literal")
+        written: Any = ... if bound else default
+        node = self.create_node("placeholder", name, (written,) if optional else (), {})
+        if bound:  # as it is, in a call that gives no other
+            self.create_proxy("call_function", expect_value, (self.proxy(node), ..., name), {})
+            return default
+        return self._input(node, given.get(name, default))
 
     def _input(self, node: fx.Node, value: Any) -> Any:
         proxy, name = self.proxy(node), str(node.target)

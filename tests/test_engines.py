@@ -572,3 +572,77 @@ def test_strides_that_change_more_than_single_elements_are_written_down() -> Non
 
     assert any("as_strided_" in str(node.target) for node in made.graph.nodes)
     assert torch.equal(made(x)[0], Strided()(x)[0])
+
+
+LACKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softplus": F.softplus,
+    "bicubic": lambda y: F.interpolate(y, scale_factor=2, mode="bicubic"),
+    "smoothed": lambda y: F.interpolate(y, size=(5, 5), mode="bilinear", antialias=True),
+    "replicated": lambda y: F.pad(y, (1, 1, 1, 1), mode="replicate"),
+    "circular": lambda y: F.pad(y, (1, 1, 1, 1), mode="circular"),
+    "another divisor": lambda y: F.avg_pool2d(y, 2, divisor_override=3),
+    "the largest of parts": lambda y: F.adaptive_max_pool2d(y, 3),
+}
+
+
+class Between(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+@pytest.mark.parametrize("seconds", [0, 0.1])
+@pytest.mark.parametrize("name", LACKED)
+def test_what_an_engine_lacks_ends_its_region(name: str, seconds: float, engine: str) -> None:
+    model, x = Between(LACKED[name]), image()
+
+    fast = lowered(model, x, engine, tune_seconds=seconds)
+
+    assert [choice.chosen for choice in fast.report.choices] == [*engines_here([engine])] * 2
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_untimed_an_engine_that_fails_is_followed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ValueError("it lacks an operator")
+
+    monkeypatch.setattr("optimizer.lowering.autotune.Compiled", broken)
+    model, x = Between(torch.relu), image()
+    fast = lowered(model, x, engine, tune_seconds=0)
+
+    [choice] = fast.report.choices
+    assert choice.chosen == "packed weights, channels_last"
+    assert [*choice.rejected.values()] == ["ValueError: it lacks an operator"]
+
+
+@pytest.mark.parametrize("given", ["the example", "a later input"])
+def test_an_input_that_is_negated_in_reading(given: str, engine: str) -> None:
+    """Source: `torch._neg_view`, which `.imag` of a conjugate is, too."""
+    model, plain = Between(torch.relu), image()
+    negated = torch._neg_view(-plain)
+
+    fast = lowered(model, negated if given == "the example" else plain, engine)
+
+    assert compiled(fast, plain)
+    torch.testing.assert_close(fast(negated), model(negated))
+    torch.testing.assert_close(fast(plain), model(plain))
+
+
+def test_a_value_that_is_negated_in_reading(engine: str) -> None:
+    class Imaginary(Between):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.fft.fft(x).conj().imag)
+
+    model, x = Imaginary(torch.relu), image()
+    fast = lowered(model, x, engine)
+
+    assert compiled(fast, x)
+    torch.testing.assert_close(fast(x), model(x))

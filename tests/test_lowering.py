@@ -9,7 +9,7 @@ import math
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -1087,66 +1087,6 @@ def test_a_sum_of_two_convolutions_and_more_does_not_end_the_process(after: Any)
     fast = lowered(model, x, tune_seconds=0)
 
     torch.testing.assert_close(fast(x), model(x))
-
-
-LACKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "softplus": F.softplus,
-    "bicubic": lambda y: F.interpolate(y, scale_factor=2, mode="bicubic"),
-    "smoothed": lambda y: F.interpolate(y, size=(5, 5), mode="bilinear", antialias=True),
-    "replicated": lambda y: F.pad(y, (1, 1, 1, 1), mode="replicate"),
-    "circular": lambda y: F.pad(y, (1, 1, 1, 1), mode="circular"),
-    "another divisor": lambda y: F.avg_pool2d(y, 2, divisor_override=3),
-}
-
-
-class Between(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.function(self.first(x)))
-
-
-@pytest.mark.parametrize("seconds", [0, 0.1])
-@pytest.mark.parametrize("name", LACKED)
-def test_what_an_engine_lacks_ends_its_region(name: str, seconds: float) -> None:
-    model = Between(LACKED[name]).eval()
-
-    fast = lowered(model, image(), tune_seconds=seconds)
-
-    assert [choice.chosen for choice in fast.report.choices] == [best()] * 2
-    assert [choice.rejected for choice in fast.report.choices] == [{}, {}]
-    torch.testing.assert_close(fast(image()), model(image()))
-
-
-def test_untimed_a_candidate_that_fails_is_followed_by_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Broken:
-        def __init__(self, *_: Any) -> None:
-            raise ValueError("it lacks an operator")
-
-    monkeypatch.setattr(_choose, "Compiled", Broken)
-    fast = lowered(net(), image(), tune_seconds=0)
-
-    [choice] = fast.report.choices
-    assert choice.chosen == "packed weights, channels_last"
-    assert set(choice.rejected.values()) <= {"ValueError: it lacks an operator"}
-
-
-@pytest.mark.parametrize("lies", ["in the example", "later"])
-def test_an_input_that_is_negated_in_reading(lies: str) -> None:
-    """Source: `torch._neg_view`, which `.imag` of a conjugate is, too."""
-    model, plain = net(), image()
-    negated = torch._neg_view(-plain)
-
-    fast = lowered(model, negated if lies == "in the example" else plain)
-
-    assert fast.report.choices
-    torch.testing.assert_close(fast(negated), model(negated))
-    torch.testing.assert_close(fast(plain), model(plain))
 
 
 def test_weights_that_come_while_others_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -437,3 +437,14 @@ def test_a_function_that_calls_itself_one_of_torchs_is_the_users(level: int) -> 
     fast(X)
 
     assert [X.shape] == SEEN
+
+
+def test_where_both_overflow_the_finite_values_count() -> None:
+    """In half precision a million is infinite, in the second opinion it is not."""
+    make = lambda y: torch.stack([y, y * 1e3 * 1e3])  # noqa: E731
+    model, other = (randomize(Opaque(make).eval()).half() for _ in range(2))
+    other.layer.bias.data[0] += 1
+
+    assert model(X.half()).isinf().any()
+    with pytest.raises(EquivalenceError):
+        optimizer.check(model, other, X.half())

@@ -21,6 +21,7 @@ from optimizer.rewrite.contract import Pass
 from optimizer.verify.bisect import Culprit, bisect
 from optimizer.verify.check import check
 
+__version__ = "0.1.0"
 __all__ = [
     "CaptureError",
     "Comparison",

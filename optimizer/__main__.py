@@ -1,10 +1,11 @@
-"""The command line: `python -m optimizer passes | explain | optimize | ...`."""
+"""The command line: `optimizer`, or `python -m optimizer`, `passes | explain | optimize | ...`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return 0, or 2 with one line on stderr where an argument is of no use."""
     options = _parser().parse_args(arguments)
     try:
-        print(options.run(options))
+        print(options.run(options), flush=True)
+    except BrokenPipeError:  # of `| head`, which has read enough; Python would flush once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OptimizerError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -34,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m optimizer", description=optimizer.__doc__)
+    parser = argparse.ArgumentParser(prog="optimizer", description=optimizer.__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {optimizer.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     _add(commands, "passes", _passes, "list every pass")
     explain = _add(commands, "explain", _explain, "what a pass does and why that is safe")

@@ -268,7 +268,7 @@ def test_a_wrong_command_shows_the_usage(
         main(arguments)
 
     assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: python -m optimizer")
+    assert capsys.readouterr().err.startswith("usage: optimizer")
 
 
 def test_the_module_runs_as_a_program() -> None:
@@ -279,3 +279,24 @@ def test_the_module_runs_as_a_program() -> None:
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: there is no pass named 'nothing_like_it'")
     assert "Traceback" not in ended.stderr
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"optimizer {optimizer.__version__}\n"
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "optimizer", "passes"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()  # as `| head -0` does
+        complaints = process.stderr.read()
+
+    assert (process.returncode, complaints) == (0, "")

@@ -50,7 +50,8 @@ def ran(*arguments: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[s
 def test_only_one_name_is_taken(installed: Path) -> None:
     names = {path.name.partition("-")[0] for path in installed.iterdir()}
 
-    assert names == {"optimizer"}
+    assert names == {"optimizer", "bin"}
+    assert [path.name for path in (installed / "bin").iterdir()] == ["optimizer"]
 
 
 @pytest.mark.parametrize("file", MODELS_OF_THE_USER)

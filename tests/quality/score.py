@@ -159,17 +159,30 @@ def score(
 ) -> Iterator[Verdict]:
     """Try mutants, in processes of their own, and yield what becomes of each.
 
+    Those that the first finder finds come first; the next one is asked for the others alone.
+
     Raises:
-        UnsoundError: the package without a mistake, which is tried first, fails.
+        UnsoundError: the package without a mistake, which each finder tries first, fails.
     """
-    tried = list(mutants)
-    alike = {_looked_for_with(each, by): each for each in tried}
-    spawn, tasks = get_context("spawn"), 1 if "tests" in by else None  # pytest keeps modules
+    rest, spawn, tasks = list(mutants), get_context("spawn"), 1 if "tests" in by else None
     with ProcessPoolExecutor(processes, spawn, max_tasks_per_child=tasks) as pool:
-        found = pool.map(partial(try_sound, by=by, budget=budget), alike.values())
-        sound = dict(zip(alike, map(_require_sound, alike.values(), found), strict=True))
-        own = [sound[_looked_for_with(each, by)] for each in tried]
-        yield from pool.map(partial(_try_next_to, by=by, budget=budget), tried, own)
+        for name in by:  # pytest keeps modules: a process for each task
+            survive = []
+            for each in _tried_by(name, rest, budget, pool):
+                if each.killed or name == by[-1]:
+                    yield each
+                else:
+                    survive.append(each.mutant)
+            rest = survive
+
+
+def _tried_by(name: str, mutants: Sequence[Mutant], budget: int, pool: Any) -> Iterator[Verdict]:
+    """What one finder says of each mistake, after the package without any."""
+    alike = {_looked_for_with(each, [name]): each for each in mutants}
+    found = pool.map(partial(try_sound, by=[name], budget=budget), alike.values())
+    sound = dict(zip(alike, map(_require_sound, alike.values(), found), strict=True))
+    own = [sound[_looked_for_with(each, [name])] for each in mutants]
+    yield from pool.map(partial(_try_next_to, by=[name], budget=budget), mutants, own)
 
 
 def _try_next_to(mutant: Mutant, sound: Sound, by: Sequence[str], budget: int) -> Verdict:

@@ -86,7 +86,7 @@ class Arguments(fx.Tracer):
         name, default = parameter.name, parameter.default
         optional = default is not parameter.empty
         bound = optional and not is_literal(default)
-        if bound and name in given:
+        if bound and (name in given or isinstance(default, torch.Tensor)):
             raise self.fail(f"the default of '{name}' has no literal")
         written: Any = ... if bound else default
         node = self.create_node("placeholder", name, (written,) if optional else (), {})

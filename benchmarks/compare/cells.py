@@ -1,5 +1,7 @@
 """What is measured of both versions: one benchmark with one choice of its parameters."""
 
+# mypy: disable-error-code="import-untyped"
+
 from __future__ import annotations
 
 import importlib
@@ -76,7 +78,7 @@ def cells(conf: Any, tree: Tree, selected: Sequence[str]) -> list[Cell]:
 
 
 def _cells_of(benchmark: dict[str, Any], name: str) -> list[Cell]:
-    told = {"less_is_better": _less_is_better(name), "unit": str(benchmark["unit"])}
+    told: dict[str, Any] = {"less_is_better": _less_is_better(name), "unit": str(benchmark["unit"])}
     if not benchmark["params"]:
         return [Cell(name, index=None, benchmark=benchmark, **told)]
     choices = itertools.product(*benchmark["params"])

@@ -27,7 +27,7 @@ from .cells import cells
 from .declared import as_declared, declared_between
 from .rounds import Series, Sides, run_round
 from .trees import ComparisonError, Tree, commit_of, configuration
-from .verdicts import FAILED, FEWEST_ROUNDS, NOT_COMPARED, REGRESSED, Verdict, flagged, verdict
+from .verdicts import FAILED, FEWEST_ROUNDS, NOT_COMPARED, REGRESSED, Verdict, flagged, verdicts
 
 _USUAL = [r"^graph\.", r"^cpu\.(Latency|Memory)\..*optimized-[12]\)"]
 _ROUNDS = 8
@@ -88,11 +88,9 @@ def _compare(options: argparse.Namespace) -> int:
         stopped = _measure(first, second, sides, options)
     finally:
         sides.close()
-    by_name = {series.cell.name: series for series in second}
-    found = [verdict(series, by_name.get(series.cell.name)) for series in first]
-    verdicts = [as_declared(each, declared) for each in found]
-    _tell(verdicts, [*first, *second], about, options)
-    return 2 if stopped else _exit_code(verdicts)
+    found = [as_declared(each, declared) for each in verdicts(first, second)]
+    _tell(found, [*first, *second], about, options)
+    return 2 if stopped else _exit_code(found)
 
 
 def _measure(

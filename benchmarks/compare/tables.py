@@ -74,11 +74,11 @@ def _sorted(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 def _row(each: Verdict) -> tuple[str, ...]:
     numbers = [_number(value, each.unit) for value in (each.base, each.new)]
-    change = each.change
-    if change is None:
+    change, visible = each.change, each.visible
+    if change is None or visible is None:
         return (each.verdict, each.name, *numbers, each.reason or "exact", "")
     interval = f"{change.ratio:.3f} [{change.low:.3f}, {change.high:.3f}]"
-    return (each.verdict, each.name, *numbers, interval, f"{change.visible:.1%}")
+    return (each.verdict, each.name, *numbers, interval, f"{visible:.1%}")
 
 
 def _number(value: float | None, unit: str) -> str:

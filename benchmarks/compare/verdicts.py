@@ -1,29 +1,51 @@
 """What the rounds say of each cell, and how sure that is.
 
-The logarithm of new over base is taken in each round; the rounds are the sample, for what differs
-between two processes differs in all calls of one. A change counts where a t-test is below a
-false-discovery rate over all cells (Benjamini and Hochberg, 1995), is larger than what the base
-shows against itself, and shows again in rounds of its own.
+The logarithm of new over base is fitted over the rounds, for what differs between two processes
+differs in all calls of one. Screen liberally, confirm strictly: what a t-test leaves below a
+false-discovery rate over all cells (Benjamini and Hochberg, 1995) is measured in rounds of its
+own, and told where those are below 5 % divided by their number (Bonferroni; Dunn, 1961).
 """
+
+# mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, stdev
+from statistics import median
 from typing import Any
 
+from .robust import fit
 from .rounds import AGAIN, BASE, NEW, Series
 
 REGRESSED, INTENDED, IMPROVED, SAME, INCONCLUSIVE, FAILED, NOT_COMPARED = (
     "regressed", "intended", "improved", "same", "inconclusive", "failed", "not compared"
 )  # fmt: skip
-_RATE = 0.01  # of false discoveries among what is measured again
-_AGAIN = 0.05  # of a change that is none to show again
-_SMALL = 0.02  # a change that is not told of
+_RATE = 0.1  # of false discoveries among what is measured again
+_CHANCE = 0.05  # of any that is none to be told
+_SMALL = math.log1p(0.02)  # a change that is not told of
 _EQUAL = 0.05  # what an interval of "same" lies within
+_SEEN = 0.8  # of the changes of the size that is seen
 FEWEST_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Looks:
+    """How many cells the first rounds compared, and how many of them the second."""
+
+    first: int = 1
+    second: int = 1
+
+    @classmethod
+    def of(cls, first: Sequence[Series], second: Sequence[Series]) -> Looks:
+        """As many, at least one: what would be measured again is one of those that were."""
+        return cls(*(max(1, len(_timed(several))) for several in (first, second)))
+
+    @property
+    def chances(self) -> tuple[float, float]:
+        """Below which the first and the second rounds must be where one cell changed."""
+        return _RATE / self.first, _CHANCE / self.second
 
 
 @dataclass(frozen=True)
@@ -31,43 +53,60 @@ class Change:
     """New over base: below 1 is less.
 
     Attributes:
-        ratio: the geometric mean over the rounds.
+        ratio: over all rounds.
         low: lower end of its 95 % interval.
         high: upper end.
-        chance: of so large a mean where nothing changed.
-        floor: the smallest logarithm that counts, from the base against itself.
-        visible: the smallest change that would have been seen in four of five times.
+        chance: of so large a change where nothing changed.
+        error: the standard error of the logarithm.
+        degrees: of freedom.
     """
 
     ratio: float
     low: float
     high: float
     chance: float
-    floor: float
-    visible: float
+    error: float
+    degrees: float
 
     @classmethod
     def of(cls, rounds: Sequence[dict[str, float]]) -> Change:
         """The change that some rounds show, at least two."""
         from scipy import stats
 
-        logs = [{role: math.log(value) for role, value in each.items()} for each in rounds]
-        steps = [each[NEW] - (each[BASE] + each[AGAIN]) / 2 for each in logs]
-        noise = [each[AGAIN] - each[BASE] for each in logs]
-        mean, error = fmean(steps), stdev(steps) / math.sqrt(len(steps))
-        degrees = len(steps) - 1
-        wide = stats.t.ppf(0.975, degrees) * error
-        chance = 2 * stats.t.sf(abs(mean) / error, degrees) if error else float(mean == 0)
-        floor = max(math.log1p(_SMALL), 2 * math.hypot(*noise) / len(noise))
-        least = max(floor, stats.t.ppf(1 - _RATE / 2, degrees) * error)
-        visible = math.expm1(least + stats.t.ppf(0.8, degrees) * error)
+        found = fit(rounds)
+        mean, error = found.mean, found.error
+        wide = float(stats.t.ppf(0.975, found.degrees)) * error
+        chance = 2 * stats.t.sf(abs(mean) / error, found.degrees) if error else mean == 0
         ends = (math.exp(mean), math.exp(mean - wide), math.exp(mean + wide))
-        return cls(*ends, float(chance), floor, visible)
+        return cls(*ends, float(chance), error, found.degrees)
 
     @property
     def counts(self) -> bool:
-        """Whether it is larger than what the base shows against itself."""
-        return abs(math.log(self.ratio)) > self.floor
+        """Whether it is large enough to be told of."""
+        return abs(math.log(self.ratio)) > _SMALL
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the interval is narrow, and nothing that is told of shows in it."""
+        is_narrow = self.low >= 1 - _EQUAL and self.high <= 1 + _EQUAL
+        return is_narrow and (self.low <= 1 <= self.high or not self.counts)
+
+    def visible(self, looks: Looks) -> float:
+        """The smallest change that both rounds see in four of five times, with this error."""
+        from scipy import optimize, stats
+
+        if not self.error:
+            return math.expm1(_SMALL)
+        quantiles = [stats.t.ppf(1 - chance / 2, self.degrees) for chance in looks.chances]
+        least = [max(_SMALL / self.error, quantile) for quantile in quantiles]
+
+        def missed(size: float) -> float:
+            return _SEEN - math.prod(
+                float(stats.t.cdf(size - each, self.degrees)) for each in least
+            )
+
+        size: float = optimize.brentq(missed, 0, 2 * max(least) + 9)
+        return math.expm1(size * self.error)
 
 
 @dataclass(frozen=True)
@@ -80,6 +119,7 @@ class Verdict:
         base: the number before: the median over the rounds; None where there is none.
         new: the number after.
         change: where it is not exact.
+        visible: the smallest change that would have been told in four of five times.
         reason: why there is no comparison, or why the change is intended.
     """
 
@@ -89,6 +129,7 @@ class Verdict:
     base: float | None = None
     new: float | None = None
     change: Change | None = None
+    visible: float | None = None
     reason: str = ""
 
 
@@ -96,29 +137,45 @@ def flagged(several: Sequence[Series]) -> list[Series]:
     """The cells whose change is to be looked for again."""
     from scipy import stats
 
-    timed = [s for s in several if not (s.exact or s.missing) and len(s.rounds) >= FEWEST_ROUNDS]
+    timed = _timed(several)
     changes = [Change.of(series.rounds) for series in timed]
-    chances = [min(1.0, max(change.chance, 1e-300)) for change in changes]
+    chances = [change.chance for change in changes]
     rates: Any = stats.false_discovery_control(chances) if chances else []
     found = zip(timed, changes, rates, strict=True)
     return [series for series, change, rate in found if rate <= _RATE and change.counts]
 
 
-def verdict(series: Series, again: Series | None = None) -> Verdict:
+def _timed(several: Sequence[Series]) -> list[Series]:
+    timed = [each for each in several if not (each.exact or each.missing)]
+    return [each for each in timed if len(each.rounds) >= FEWEST_ROUNDS and _is_positive(each)]
+
+
+def _is_positive(series: Series) -> bool:
+    return all(value > 0 for each in series.rounds for value in each.values())
+
+
+def verdicts(first: Sequence[Series], second: Sequence[Series] = ()) -> list[Verdict]:
+    """What is said of each cell; `second` are the rounds of those that were flagged."""
+    looks = Looks.of(first, second)
+    again = {series.cell.name: series for series in second}
+    return [verdict(series, again.get(series.cell.name), looks) for series in first]
+
+
+def verdict(series: Series, again: Series | None = None, looks: Looks = Looks()) -> Verdict:
     """What is said of a cell; `again` are the rounds that looked for its change once more."""
     cell = series.cell
-    told = {"name": cell.name, "unit": cell.unit}
+    told: dict[str, Any] = {"name": cell.name, "unit": cell.unit}
     if series.missing:
         return _without_numbers(series, told)
     base, new = (_middle(series, role) for role in (BASE, NEW))
     told |= {"base": base, "new": new}
     if series.exact:
         return _of_exact(series, told)
-    if min(min(each.values()) for each in series.rounds) <= 0:
+    if not _is_positive(series):
         return Verdict(verdict=NOT_COMPARED, reason="a number is not positive", **told)
     if len(series.rounds) < FEWEST_ROUNDS:
         return Verdict(verdict=NOT_COMPARED, reason="it was interrupted", **told)
-    return _of_timed(series, again, told)
+    return _of_timed(series, again, looks, told)
 
 
 def _without_numbers(series: Series, told: dict[str, Any]) -> Verdict:
@@ -149,14 +206,18 @@ def _direction(series: Series, is_more: bool) -> str:
     return REGRESSED if is_more is series.cell.less_is_better else IMPROVED
 
 
-def _of_timed(series: Series, again: Series | None, told: dict[str, Any]) -> Verdict:
-    first = Change.of(series.rounds)
+def _of_timed(series: Series, again: Series | None, looks: Looks, told: dict[str, Any]) -> Verdict:
+    change, kind = Change.of(series.rounds), None
     if again is not None and len(again.rounds) >= FEWEST_ROUNDS:
         second = Change.of(again.rounds)  # by itself: the first was chosen for being large
-        alike = (first.ratio > 1) is (second.ratio > 1)
-        if alike and second.counts and second.chance < _AGAIN:
-            found = _direction(series, second.ratio > 1)
-            return Verdict(verdict=found, change=second, **told)
-        first = Change.of([*series.rounds, *again.rounds])
-    is_same = first.low >= 1 - _EQUAL and first.high <= 1 + _EQUAL
-    return Verdict(verdict=SAME if is_same else INCONCLUSIVE, change=first, **told)
+        if _confirms(second, change, looks):
+            change, kind = second, _direction(series, second.ratio > 1)
+        else:
+            change = Change.of([*series.rounds, *again.rounds])
+    kind = kind or (SAME if change.is_same else INCONCLUSIVE)
+    return Verdict(verdict=kind, change=change, visible=change.visible(looks), **told)
+
+
+def _confirms(second: Change, first: Change, looks: Looks) -> bool:
+    alike = (first.ratio > 1) is (second.ratio > 1)
+    return alike and second.counts and second.chance < looks.chances[1]

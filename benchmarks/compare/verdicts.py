@@ -101,9 +101,8 @@ class Change:
         least = [max(_SMALL / self.error, quantile) for quantile in quantiles]
 
         def missed(size: float) -> float:
-            return _SEEN - math.prod(
-                float(stats.t.cdf(size - each, self.degrees)) for each in least
-            )
+            passed = stats.t.cdf([size - each for each in least], self.degrees)
+            return _SEEN - float(passed.prod())
 
         size: float = optimize.brentq(missed, 0, 2 * max(least) + 9)
         return math.expm1(size * self.error)
@@ -208,7 +207,7 @@ def _direction(series: Series, is_more: bool) -> str:
 
 def _of_timed(series: Series, again: Series | None, looks: Looks, told: dict[str, Any]) -> Verdict:
     change, kind = Change.of(series.rounds), None
-    if again is not None and len(again.rounds) >= FEWEST_ROUNDS:
+    if again is not None and _timed([again]):
         second = Change.of(again.rounds)  # by itself: the first was chosen for being large
         if _confirms(second, change, looks):
             change, kind = second, _direction(series, second.ratio > 1)

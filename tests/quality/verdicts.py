@@ -72,6 +72,7 @@ SETTINGS = (
     Setting(noise=0.03),
     Setting(spiked=0.1),
     Setting(noise=0.005, noisier=3),
+    Setting(noise=0.005, noisier=6),
 )
 
 

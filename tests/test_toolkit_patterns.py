@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import fuse_conv_bn_eval
 
@@ -352,3 +352,27 @@ def test_refuses_and_says_what_to_do(case: str) -> None:
     assert str(raised.value).endswith(".") or kind is CaptureError
     module.recompile()
     assert module.code == code
+
+
+def overwrite(x: Tensor) -> None:
+    x.zero_()
+
+
+overwrite.__module__ = "torch_scatter"  # a package whose name begins with torch's
+fx.wrap("overwrite")
+
+
+class Overwritten(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0.5
+        y = x * 2
+        overwrite(x)
+        return torch.add(x, y)
+
+
+def test_code_of_a_package_called_like_torch_may_write() -> None:
+    module = optimizer.capture(Overwritten(), torch.ones(2))
+
+    replaced = toolkit.replace_pattern(module, lambda x: torch.add(x, x * 2), lambda x: x * 3)
+
+    assert torch.equal(replaced(torch.ones(2)), Overwritten()(torch.ones(2)))

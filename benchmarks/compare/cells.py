@@ -1,7 +1,5 @@
 """What is measured of both versions: one benchmark with one choice of its parameters."""
 
-# mypy: disable-error-code="import-untyped"
-
 from __future__ import annotations
 
 import importlib

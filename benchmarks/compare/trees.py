@@ -1,7 +1,5 @@
 """The two versions that are compared, each checked out as an asv environment of its own."""
 
-# mypy: disable-error-code="import-untyped"
-
 from __future__ import annotations
 
 import contextlib

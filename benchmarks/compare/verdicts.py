@@ -6,8 +6,6 @@ false-discovery rate over all cells (Benjamini and Hochberg, 1995) is measured i
 own, and told where those are below 5 % divided by their number (Bonferroni; Dunn, 1961).
 """
 
-# mypy: disable-error-code="import-untyped"
-
 from __future__ import annotations
 
 import math

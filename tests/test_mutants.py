@@ -176,7 +176,8 @@ def passes_or_fails(*failures: str) -> Any:
 def test_where_the_package_itself_fails_no_figure_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_score, "ProcessPoolExecutor", in_this_process)
+    for pool in ("ThreadPoolExecutor", "ProcessPoolExecutor"):
+        monkeypatch.setattr(_score, pool, in_this_process)
     monkeypatch.setitem(_score.FINDERS, "motifs", passes_or_fails("values differ", "found"))
 
     assert main(["score", A_PASS.name, "--by", "motifs"]) == 1
@@ -195,7 +196,8 @@ def test_the_package_as_it_is_runs_once_for_all_that_is_looked_for_alike(
         seen.append((mutant.name, budget))
         return _examples.Tried(failure="found" * (mutant.new != mutant.old))
 
-    monkeypatch.setattr(_score, "ProcessPoolExecutor", in_this_process)
+    for pool in ("ThreadPoolExecutor", "ProcessPoolExecutor"):
+        monkeypatch.setattr(_score, pool, in_this_process)
     monkeypatch.setitem(_score.FINDERS, "motifs", finder)
     alike = [mutant for mutant in CATALOGUE.values() if mutant.file == A_PASS.file][:3]
 
@@ -207,7 +209,21 @@ def test_the_package_as_it_is_runs_once_for_all_that_is_looked_for_alike(
 
 @contextmanager
 def in_this_process(*_: Any, **__: Any) -> Iterator[Any]:
-    yield SimpleNamespace(map=map)
+    def submit(work: Any, *arguments: Any) -> Any:
+        return SimpleNamespace(result=lambda: work(*arguments))
+
+    yield SimpleNamespace(map=map, submit=submit)
+
+
+def test_a_mistake_that_ends_its_process_is_found() -> None:
+    """Some arguments that are wrong end in a kernel that divides by 0."""
+    line = "import torch\n"
+    fatal = replace(A_PASS, name="fatal", old=line, new=f"import os\n\nos.abort()\n{line}")
+
+    (verdict,) = _score.score([fatal], ["motifs"], 1)
+
+    assert verdict.killed
+    assert verdict.evidence == _score.ENDED
 
 
 def test_time_of_the_processor_is_limited_and_its_end_finds_nothing(

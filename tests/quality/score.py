@@ -13,14 +13,15 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -29,7 +30,7 @@ from tests.quality.examples import Counts, Tried
 from tests.quality.mutants import Mutant, concerned, planted, tests_of
 
 BUDGET = 400
-OUT_OF_TIME = "ran out of time"
+OUT_OF_TIME, ENDED = "ran out of time", "its process ended"
 _SECONDS = 600  # of the processor: a mistake may make a loop endless
 
 
@@ -58,6 +59,7 @@ class _TooLong(BaseException):
 
 # What each finder made of the package without a mistake.
 Sound: TypeAlias = Mapping[str, Tried]
+Found = TypeVar("Found")
 
 
 def try_mutant(
@@ -164,11 +166,11 @@ def score(
     Raises:
         UnsoundError: the package without a mistake, which each finder tries first, fails.
     """
-    rest, spawn, tasks = list(mutants), get_context("spawn"), 1 if "tests" in by else None
-    with ProcessPoolExecutor(processes, spawn, max_tasks_per_child=tasks) as pool:
-        for name in by:  # pytest keeps modules: a process for each task
+    rest = list(mutants)
+    with ThreadPoolExecutor(processes) as threads:
+        for name in by:
             survive = []
-            for each in _tried_by(name, rest, budget, pool):
+            for each in _tried_by(name, rest, budget, threads):
                 if each.killed or name == by[-1]:
                     yield each
                 else:
@@ -179,14 +181,25 @@ def score(
 def _tried_by(name: str, mutants: Sequence[Mutant], budget: int, pool: Any) -> Iterator[Verdict]:
     """What one finder says of each mistake, after the package without any."""
     alike = {_looked_for_with(each, [name]): each for each in mutants}
-    found = pool.map(partial(try_sound, by=[name], budget=budget), alike.values())
+    ended: Sound = {name: Tried(failure=ENDED)}
+    found = pool.map(lambda each: _alone(ended, try_sound, each, [name], budget), alike.values())
     sound = dict(zip(alike, map(_require_sound, alike.values(), found), strict=True))
     own = [sound[_looked_for_with(each, [name])] for each in mutants]
-    yield from pool.map(partial(_try_next_to, by=[name], budget=budget), mutants, own)
+    yield from pool.map(partial(_try_next_to, name, budget), mutants, own)
 
 
-def _try_next_to(mutant: Mutant, sound: Sound, by: Sequence[str], budget: int) -> Verdict:
-    return try_mutant(mutant, by, budget, sound)
+def _try_next_to(name: str, budget: int, mutant: Mutant, sound: Sound) -> Verdict:
+    ended = Verdict(mutant, name, True, 1, 0.0, ENDED)
+    return _alone(ended, try_mutant, mutant, [name], budget, sound)
+
+
+def _alone(ended: Found, work: Callable[..., Found], *arguments: Any) -> Found:
+    """What is found in a process of its own: pytest keeps modules, and a mistake may end it."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as own:
+        try:
+            return own.submit(work, *arguments).result()
+        except BrokenProcessPool:
+            return ended
 
 
 def _looked_for_with(mutant: Mutant, by: Sequence[str]) -> tuple[str, ...]:

@@ -8,8 +8,11 @@ from typing import TypeVar
 Track = TypeVar("Track", bound=Callable)
 
 
-def counts(unit: str, *, less_is_better: bool = True) -> Callable[[Track], Track]:
-    """Mark a `track_` method: without it the dashboard takes more of anything to be better."""
+def counts(unit: str, *, less_is_better: bool | None = True) -> Callable[[Track], Track]:
+    """Mark a `track_` method: without it the dashboard takes more of anything to be better.
+
+    With None neither is: a change is told, and is no regression.
+    """
 
     def mark(track: Track) -> Track:
         track.unit, track.less_is_better = unit, less_is_better

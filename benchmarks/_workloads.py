@@ -62,6 +62,7 @@ HEADLINE = (
 VARIANTS = names(VARIANT)
 REWRITTEN = [name for name in VARIANTS if name != EAGER]
 PORTABLE = ["optimized-1", "fx_fuse"]  # whose graphs are counted
+LEVEL_2 = ["optimized-2", "optimized-2-openvino"]  # of which it is counted what runs them
 _WARM_UP_CALLS = 2
 
 Subject = tuple[Any, tuple[Any, ...]]
@@ -141,15 +142,18 @@ def rewriting(build: Callable[..., Subject], arguments: tuple[Any, ...], tool: s
     return functools.partial(rewrite, module, inputs)
 
 
-def rewriter(variant: str) -> Callable[[Any, Any], Any]:
-    """What makes a variant of (module, inputs); ours without the check of its answer."""
+def rewriter(variant: str, *, timed: bool = True) -> Callable[[Any, Any], Any]:
+    """What makes a variant of (module, inputs); ours without the check of its answer.
+
+    Without `timed`, what ours chooses is the same every time.
+    """
     subject, folder = named(variant), Path(tempfile.gettempdir())
 
     def rewrite(module: Any, inputs: Any) -> Any:
         if variant.startswith(OURS):
             offered("optimizer", "optimize")
         try:
-            return subject.prepare(Task(module, inputs, 1, folder, check=False))
+            return subject.prepare(Task(module, inputs, 1, folder, check=False, timed=timed))
         except NotImplementedError:
             raise
         except Exception as error:  # others have many ways to fail on a model they do not know

@@ -1,153 +1,161 @@
-"""What optimization does to each graph: exact numbers, the same on every machine and every run.
+"""What optimization does to each graph: exact numbers, the same on every run.
 
-One process optimizes every model and counts; the benchmarks only read its counts.
+The first benchmark that asks for a model in a variant has it counted, and the folder in which asv
+runs them keeps that for the others. So one model's numbers take no other's time.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import ClassVar
 
+from ._counted import counted
 from ._unit import counts
-from ._workloads import MODELS, PORTABLE, built, offered, rewriter
+from ._workloads import LEVEL_2, MODELS, PORTABLE
 from .subjects import EAGER
 
 OPTIMIZED = "optimized-1"
 
-Counts = dict[str, int]
-Graphs = dict[tuple[str, str], Counts | Exception]
+
+def setup_cache() -> str:
+    """The folder that asv gives the benchmarks of this module, and removes in the end."""
+    return str(Path.cwd())
 
 
-def setup_cache() -> Graphs:
-    return {
-        (model, variant): found for model in MODELS for variant, found in _of_model(model).items()
-    }
+setup_cache.timeout = 60
 
 
-setup_cache.timeout = 600
+class _Counted:
+    """A benchmark that reads one part of what was counted."""
 
-
-def _of_model(model: str) -> dict[str, Counts | Exception]:
-    graphs: dict[str, Counts | Exception] = {}
-    for variant in [EAGER, *PORTABLE]:
-        try:
-            module, inputs = built(model, "cpu")
-            rewritten = _graph_module(variant, module, inputs)
-            graphs[variant] = _counts(rewritten) | _work(rewritten, inputs)
-        except NotImplementedError as error:
-            graphs[variant] = error
-        except Exception as error:  # the failure of its own benchmarks, not of every other
-            graphs[variant] = RuntimeError(f"{type(error).__name__}: {error}")
-    return graphs
-
-
-def _graph_module(variant: str, module: Any, inputs: Any) -> Any:
-    if variant == EAGER:
-        return offered("optimizer", "capture")(module, inputs)
-    return rewriter(variant)(module, inputs)
-
-
-def _counts(module: Any) -> Counts:
-    parameters = list(module.parameters())
-    found = {
-        "nodes": len(module.graph.nodes),
-        "calls": sum(node.op.startswith("call_") for node in module.graph.nodes),
-        "modules": sum(1 for _ in module.modules()),
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "parameter_bytes": sum(parameter.nbytes for parameter in parameters),
-    }
-    if hasattr(module, "report"):
-        found["rewrites"] = len(module.report.fired)
-        found["refusals"] = len(module.report.refused)
-    return found
-
-
-def _work(module: Any, inputs: Any) -> Counts:
-    """What a forward takes by the shapes of its tensors; nothing runs."""
-    try:
-        ceilings = offered("optimizer.analysis", "Ceilings")(1.0, 1.0)  # no time is asked for
-        cost = offered("optimizer.analysis", "roofline")(module, inputs, ceilings)
-        live = offered("optimizer.analysis", "memory")(module, inputs)
-    except NotImplementedError:
-        return {}
-    work = {"flops": cost.flops, "bytes_moved": cost.bytes, "launches": cost.launches}
-    return work | {"live_bytes": live.peak}
-
-
-class _OfGraphs:
-    timeout = 60
+    part: ClassVar[str]
+    params: ClassVar[list[list[str]]]
+    param_names: ClassVar[list[str]] = ["model", "variant"]
+    timeout = 300  # of which the first to ask for the largest model takes 10
     version = "1"
 
-    def setup(self, graphs: Graphs, model: str, variant: str = OPTIMIZED) -> None:
-        found = graphs[model, variant]
-        if isinstance(found, Exception):
-            raise found
+    def setup(self, folder: str, model: str, variant: str = OPTIMIZED) -> None:
+        self.counts = counted(Path(folder), model, variant, self.part)
 
 
-class Graph(_OfGraphs):
+class Graph(_Counted):
     """The graph that runs: as captured (eager), as optimized, and as torch.fx's fuse leaves it."""
 
+    part = "graph"
     params: ClassVar[list[list[str]]] = [MODELS, [EAGER, *PORTABLE]]
-    param_names: ClassVar[list[str]] = ["model", "variant"]
 
     @counts("nodes")
-    def track_nodes(self, graphs: Graphs, model: str, variant: str) -> int:
-        return graphs[model, variant]["nodes"]
+    def track_nodes(self, *_: str) -> int:
+        return self.counts["nodes"]
 
     @counts("calls")
-    def track_calls(self, graphs: Graphs, model: str, variant: str) -> int:
-        return graphs[model, variant]["calls"]
+    def track_calls(self, *_: str) -> int:
+        return self.counts["calls"]
 
     @counts("modules")
-    def track_modules(self, graphs: Graphs, model: str, variant: str) -> int:
-        return graphs[model, variant]["modules"]
+    def track_modules(self, *_: str) -> int:
+        return self.counts["modules"]
 
     @counts("numbers")
-    def track_parameters(self, graphs: Graphs, model: str, variant: str) -> int:
-        return graphs[model, variant]["parameters"]
+    def track_parameters(self, *_: str) -> int:
+        return self.counts["parameters"]
 
     @counts("bytes")
-    def track_parameter_bytes(self, graphs: Graphs, model: str, variant: str) -> int:
-        return graphs[model, variant]["parameter_bytes"]
+    def track_parameter_bytes(self, *_: str) -> int:
+        return self.counts["parameter_bytes"]
 
 
-class Work(_OfGraphs):
+class Work(_Counted):
     """What one forward of that graph takes, by the shapes of its tensors."""
 
+    part = "work"
     params: ClassVar[list[list[str]]] = [MODELS, [EAGER, *PORTABLE]]
-    param_names: ClassVar[list[str]] = ["model", "variant"]
-
-    def setup(self, graphs: Graphs, model: str, variant: str = OPTIMIZED) -> None:
-        super().setup(graphs, model, variant)
-        if "flops" not in graphs[model, variant]:
-            raise NotImplementedError("this commit has no optimizer.analysis")
 
     @counts("operations")
-    def track_flops(self, graphs: Graphs, model: str, variant: str) -> int:
-        return graphs[model, variant]["flops"]
+    def track_flops(self, *_: str) -> int:
+        return self.counts["flops"]
 
     @counts("bytes")
-    def track_bytes_moved(self, graphs: Graphs, model: str, variant: str) -> int:
-        return graphs[model, variant]["bytes_moved"]
+    def track_bytes_moved(self, *_: str) -> int:
+        return self.counts["bytes_moved"]
 
     @counts("kernels")
-    def track_launches(self, graphs: Graphs, model: str, variant: str) -> int:
-        return graphs[model, variant]["launches"]
+    def track_launches(self, *_: str) -> int:
+        return self.counts["launches"]
 
     @counts("bytes")
-    def track_live_bytes(self, graphs: Graphs, model: str, variant: str) -> int:
-        return graphs[model, variant]["live_bytes"]
+    def track_live_bytes(self, *_: str) -> int:
+        return self.counts["live_bytes"]
 
 
-class Rewrites(_OfGraphs):
+class Rewrites(_Counted):
     """What optimizing at level 1 did, and what it saw and left alone."""
 
+    part = "graph"
     params: ClassVar[list[list[str]]] = [MODELS]
     param_names: ClassVar[list[str]] = ["model"]
 
     @counts("rewrites", less_is_better=False)
-    def track_fired(self, graphs: Graphs, model: str) -> int:
-        return graphs[model, OPTIMIZED]["rewrites"]
+    def track_fired(self, *_: str) -> int:
+        return self.counts["rewrites"]
 
-    @counts("rewrites")
-    def track_refused(self, graphs: Graphs, model: str) -> int:
-        return graphs[model, OPTIMIZED]["refusals"]
+    @counts("rewrites", less_is_better=None)  # a new pass that is careful refuses more
+    def track_refused(self, *_: str) -> int:
+        return self.counts["refusals"]
+
+
+class Lowered(_Counted):
+    """What runs the calls of torch's functions at level 2, where nothing is timed.
+
+    What a race on a clock chooses is not the same every time. So this is the untimed choice, that
+    of `tune_seconds=0`: an engine that is offered takes each region that it can compile; without
+    one, packed weights take the regions in which at least a third of the layers are convolutions,
+    and others run as they are, though a race might have packed them.
+    """
+
+    part = "lowered"
+    params: ClassVar[list[list[str]]] = [MODELS, LEVEL_2]
+
+    @counts("regions", less_is_better=None)  # one may be cut in two, or a first one be found
+    def track_regions(self, *_: str) -> int:
+        return self.counts["regions"]
+
+    @counts("calls", less_is_better=None)
+    def track_calls_of_engines(self, *_: str) -> int:
+        """Those in regions that an engine runs."""
+        return self.counts["engine"]
+
+    @counts("calls", less_is_better=None)
+    def track_calls_of_packed(self, *_: str) -> int:
+        """Those in regions that run on packed weights or in channels_last."""
+        return self.counts["packed"]
+
+    @counts("calls")
+    def track_calls_as_they_are(self, *_: str) -> int:
+        """Those in regions that run as they are."""
+        return self.counts["portable"]
+
+    @counts("calls")
+    def track_calls_outside(self, *_: str) -> int:
+        """Those in no region; all calls of the graph, where the call cannot be lowered at all."""
+        return self.counts["outside"]
+
+    @counts("bytes")
+    def track_held_twice(self, *_: str) -> int:
+        """Dense weights of the regions that something runs which has them in its own layout."""
+        return self.counts["held"]
+
+
+class Error(_Counted):
+    """How far the answer in float32 is from the same model's on the same inputs in float64.
+
+    At level 2 that of the untimed choice, as in `Lowered`.
+    """
+
+    part = "error"
+    params: ClassVar[list[list[str]]] = [MODELS, [EAGER, OPTIMIZED, *LEVEL_2]]
+
+    @counts("eps of the largest value")
+    def track_error(self, *_: str) -> int:
+        """The largest, as the next power of two, in eps of float32 (1.2e-7)."""
+        return self.counts["bound"]

@@ -30,6 +30,7 @@ class Task(NamedTuple):
     Attributes:
         folder: for files; gone with the process.
         check: whether one that checks its own answer is to do so.
+        timed: whether one that times its candidates is to do so, and else chooses the same always.
     """
 
     module: Any
@@ -37,6 +38,7 @@ class Task(NamedTuple):
     threads: int
     folder: Path
     check: bool = True
+    timed: bool = True
 
 
 class Hunt(NamedTuple):
@@ -171,11 +173,16 @@ def optimized(task: Task, level: int, engines: tuple[str, ...] = ()) -> Run:
     """
     import optimizer
 
+    known = inspect.signature(optimizer.optimize).parameters
     options: dict[str, Any] = {} if task.check else {"check": None}
-    if "engines" in inspect.signature(optimizer.optimize).parameters:
+    if "engines" in known:
         options["engines"] = engines
     elif engines:
         raise NotImplementedError("this commit has no engines")
+    if level > 1 and not task.timed:
+        if "tune_seconds" not in known:
+            raise NotImplementedError("this commit cannot choose without timing")
+        options["tune_seconds"] = 0
     try:
         return optimizer.optimize(task.module, task.inputs, level=level, **options)
     except ValueError as error:

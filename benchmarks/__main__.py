@@ -1,22 +1,20 @@
 """`python -m benchmarks`: measure the current commit, publish, and say where the dashboard is.
 
 `compare BASE NEW` tells what one version changed against another. `--smoke` tries the suite out on
-one small model and keeps nothing. Results are filed under the name of the machine:
-BENCHMARK_MACHINE, or its architecture and number of cores.
+one small model and keeps nothing. `machine` says under which name results are filed here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ._machine import machine_name
+from ._machine import machine_name, register
 from .peers import ASKED
 
 _COMMIT = "HEAD^!"
@@ -32,8 +30,10 @@ def main(arguments: list[str]) -> int:
         from .compare.command import main as compare
 
         return compare(arguments[1:])
-    machine = machine_name()
-    _register(machine)
+    if arguments == ["machine"]:
+        print(machine_name())
+        return 0
+    machine = register()
     if arguments == ["--smoke"]:
         return _smoke(machine)
     run = ["run", _COMMIT, "--machine", machine, *_launch(), *arguments]
@@ -49,19 +49,6 @@ def main(arguments: list[str]) -> int:
 
 def _parts() -> list[str]:
     return [*_PARTS, *(["peers"] if os.environ.get(ASKED) else [])]
-
-
-def _register(machine: str) -> None:
-    """Describe this machine to asv as `asv machine` would, but for what changes under its name.
-
-    Each difference starts new series, so the system is without its release and memory is rounded.
-    """
-    from asv.machine import Machine, MachineCollection
-
-    description = Machine.get_defaults()
-    gigabytes = round(int(description["ram"] or 0) / 1e9)
-    description |= {"machine": machine, "os": platform.system(), "ram": f"{gigabytes} GB"}
-    MachineCollection.save(machine, description)
 
 
 def _smoke(machine: str) -> int:

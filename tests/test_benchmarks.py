@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 from asv import util
-from asv.machine import MachineCollection
+from asv.config import Config
+from asv.machine import Machine, MachineCollection
 from asv_runner._aux import update_sys_path
 from asv_runner.discovery import disc_benchmarks
 
@@ -33,6 +34,7 @@ SUITE = Path(__file__).parents[1] / "benchmarks"
 update_sys_path(str(SUITE))
 BENCHMARKS = {benchmark.name: benchmark for benchmark in disc_benchmarks(str(SUITE))}
 del sys.meta_path[0]  # asv's importer, which pytest cannot work with
+MACHINE = importlib.import_module("benchmarks._machine")
 SUBJECTS = importlib.import_module("benchmarks._workloads")
 COUNTED = importlib.import_module("benchmarks._counted")
 ERROR = importlib.import_module("benchmarks._error")
@@ -551,7 +553,7 @@ def test_the_command_measures_only_what_is_asked_for(command):
     assert asked[0][-2:] == ("--bench", "resnet18")
 
 
-@pytest.mark.parametrize("name", ["", "epyc-2core"])
+@pytest.mark.parametrize("name", ["", "any name"])
 def test_a_machine_is_described_without_what_changes_under_its_name(command, monkeypatch, name):
     module, asked = command
     monkeypatch.setenv("BENCHMARK_MACHINE", name)
@@ -559,11 +561,70 @@ def test_a_machine_is_described_without_what_changes_under_its_name(command, mon
     machine = asked[0][asked[0].index("--machine") + 1]
     described = MachineCollection.load(machine)
 
-    assert machine == (name or f"{platform.machine()}-{os.cpu_count()}core")
+    assert machine == (name or MACHINE.machine_name())
     assert described["machine"] == machine
     assert described["os"] == platform.system()
     assert described["arch"] == platform.machine()
     assert described["ram"].endswith(" GB")
+
+
+def test_a_processor_is_told_by_its_numbers(monkeypatch, tmp_path):
+    for name, text, expected in (
+        ("x86", "cpu family\t: 6\nmodel\t\t: 143\nmodel name : Xeon\nstepping : 8", "6-143-8"),
+        ("second", "cpu family:6\nmodel:1\nstepping:2\n\nmodel:7", "6-1-2"),
+        ("arm", "CPU implementer: 0x41\nCPU part: 0xd40\nCPU revision: 1", "0x41-0xd40-1"),
+    ):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(MACHINE, "_PROCESSORS", tmp_path / name)
+
+        assert MACHINE._fingerprint() == f"{platform.machine()}-{expected}-{os.cpu_count()}core"
+
+
+@pytest.mark.parametrize(("brand", "part"), [("Apple M2 Pro\n", "-Apple-M2-Pro"), (None, "")])
+def test_a_processor_without_numbers_is_told_by_its_name(monkeypatch, tmp_path, brand, part):
+    def asked(*call, **more):
+        if brand is None:
+            raise FileNotFoundError
+        return brand
+
+    monkeypatch.setattr(MACHINE, "_PROCESSORS", tmp_path / "none")
+    monkeypatch.setattr(MACHINE.subprocess, "check_output", asked)
+
+    assert MACHINE._fingerprint() == f"{platform.machine()}{part}-{os.cpu_count()}core"
+
+
+def test_the_command_says_the_name_of_the_machine(command, capsys):
+    module, asked = command
+
+    assert module.main(["machine"]) == 0
+    assert capsys.readouterr().out.strip() == MACHINE.machine_name()
+    assert not asked
+
+
+def test_asv_by_itself_files_under_the_same_name(plugin, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(Machine, "hardcoded_machine_name", None)
+    plugin.setup()
+
+    assert Machine.load(interactive=False).machine == MACHINE.machine_name()
+
+
+def test_versions_of_what_is_measured_with_share_no_series(plugin, monkeypatch):
+    conf = Config.load(str(SUITE.parent / "asv.conf.json"))
+    found = {}
+    for version in ("2.13.0", "2.15.0"):
+        monkeypatch.setattr(plugin, "_versions", lambda version=version: [("torch", version)])
+        found[version] = plugin.HostOverlay(conf, "3.11", {}, {("nobuild", "OMP_NUM_THREADS"): "1"})
+
+    assert [each.name for each in found.values()] == [
+        "hostoverlay-py3.11-torch2.13.0-OMP_NUM_THREADS1",
+        "hostoverlay-py3.11-torch2.15.0-OMP_NUM_THREADS1",
+    ]
+    assert found["2.13.0"].requirements == {"torch": "2.13.0"}  # a parameter of asv's charts
+
+
+def test_torch_is_among_what_results_are_filed_under(plugin):
+    assert dict(plugin._versions())["torch"].startswith(torch.__version__.partition("+")[0])
 
 
 def test_failed_benchmarks_are_published_and_reported(command, monkeypatch):

@@ -2,20 +2,27 @@
 
 asv's own environments install the project with all it depends on, which here is gigabytes of
 PyTorch for each commit. This one makes no environment: it runs the Python that asv runs on, with
-the commit's checkout before everything else on the path.
+the commit's checkout before everything else on the path. What that Python has of PyTorch and
+OpenVINO is part of the environment's name, so that results of two versions share no series.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 from asv import util
 from asv.environment import Environment
 
+from benchmarks._machine import register
+
+_MEASURED_WITH = ("torch", "openvino")  # what a variant of the suite runs on
 _OURS = ("optimizer", "models")
 _LOCATE = """
 import importlib.util, sys
@@ -25,9 +32,24 @@ for name in sys.argv[1:]:
 """
 
 
+def setup() -> None:
+    """Name the machine as our own commands do; asv calls this as it reads the configuration."""
+    with contextlib.suppress(OSError):  # without a home folder asv itself says so, where it matters
+        register()
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in _MEASURED_WITH:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield package, importlib.metadata.version(package)
+
+
 class HostOverlay(Environment):
     tool_name = "hostoverlay"
     _requirements: ClassVar[dict[str, str]] = {}  # asv reads it before it sets it
+
+    def __init__(self, conf, python, requirements, tagged_env_vars) -> None:
+        super().__init__(conf, python, requirements | dict(_versions()), tagged_env_vars)
 
     @classmethod
     def matches(cls, python: str) -> bool:

@@ -76,3 +76,14 @@ def test_a_copy_by_padding_that_is_written_is_one() -> None:
 
     assert not idle_in(module)
     assert all(map(torch.equal, module(X), run(X)))
+
+
+def test_what_does_nothing_is_left_out_wherever_the_output_lies() -> None:
+    """The memory of what is gone is given to others, and so may be that of the padding."""
+
+    def run(x: Any) -> Any:
+        for _ in range(8):
+            x = F.pad(x.exp(), (0, 0)).sin()
+        return x
+
+    assert not idle_in(line_of(run))

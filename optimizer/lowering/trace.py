@@ -92,14 +92,11 @@ _PAD = {"input": None, "pad": None}
 def skip_idle(made: Mapping[fx.Node, set[int]], returned: set[int]) -> None:
     """Let what reads an idle call read what that is given.
 
-    Not where a caller gets its memory: padding by nothing is a copy, which may be written.
-
-    Args:
-        made: for each call, the storages of its result.
-        returned: the storages of the output.
+    Not where a caller gets its memory, one of the storages `returned`: padding by nothing is a
+    copy, which may be written. `made` has the storages of each idle call's result.
     """
     for node, storages in made.items():
-        if _is_idle(node) and storages.isdisjoint(returned):
+        if storages.isdisjoint(returned):
             node.replace_all_uses_with(node.all_input_nodes[0])
 
 
@@ -187,7 +184,7 @@ class _Recorder(TorchFunctionMode):
         self.nodes = WeakIdKeyDictionary()
         self.constants = WeakIdKeyDictionary()
         self.used: list[tuple[torch.Tensor, int]] = []
-        self.made: dict[fx.Node, set[int]] = {}  # where the result of each lies
+        self.made: dict[fx.Node, set[int]] = {}  # where the result of each that is idle lies
         self.stale = WeakIdKeyDictionary()  # what was written by another name
         self.inputs = storages_in(inputs)
         for place, tensor in enumerate(inputs):
@@ -246,9 +243,12 @@ class _Recorder(TorchFunctionMode):
         tensors = [result] if isinstance(result, torch.Tensor) else result
         sequence = isinstance(tensors, tuple | list) and tensors
         _require(bool(sequence), f"what '{name}' returns depends on values")
-        node = self._call(func, args, kwargs)
+        node, held = self._call(func, args, kwargs), storages_in(result)
+        new = held - storages_in((args, kwargs))  # it may lie where something lay that is gone
+        self.made = {idle: storages - new for idle, storages in self.made.items()}
         if tensors[0] is result:
-            self.nodes[result], self.made[node] = node, storages_in(result)
+            self.nodes[result] = node
+            self.made |= {node: held} if _is_idle(node) else {}
             return result
         for place, tensor in enumerate(tensors):
             _require(isinstance(tensor, torch.Tensor), f"'{name}' returns no tensors only")

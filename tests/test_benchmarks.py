@@ -35,13 +35,13 @@ update_sys_path(str(SUITE))
 BENCHMARKS = {benchmark.name: benchmark for benchmark in disc_benchmarks(str(SUITE))}
 del sys.meta_path[0]  # asv's importer, which pytest cannot work with
 MACHINE = importlib.import_module("benchmarks._machine")
+TIERS = importlib.import_module("benchmarks.tiers")
 SUBJECTS = importlib.import_module("benchmarks._workloads")
 COUNTED = importlib.import_module("benchmarks._counted")
 ERROR = importlib.import_module("benchmarks._error")
 OF_A_FORWARD = ["Latency.time_forward", "Memory.track_peak_memory", "Paired.track_relative_latency"]
 OF_A_GRAPH = [name for name in BENCHMARKS if name.startswith("graph.")]
 SMALL = "tiny_convnet"
-TABLES = ("summary", "figures", "census", "zoo", "subjects")  # commands and lists, no benchmarks
 
 # What is measured, by version. When this hash changes and numbers can change with it, raise
 # `version` in benchmarks/_forward.py, so that no series mixes two meanings; then record it here.
@@ -527,41 +527,13 @@ def command(monkeypatch, tmp_path):
     return module, asked
 
 
-def test_the_command_measures_publishes_and_says_where_the_dashboard_is(command, capsys):
-    module, asked = command
-    status = module.main([])
-
-    assert status == 0
-    assert [arguments[0] for arguments in asked] == [*["run"] * len(module._PARTS), "publish"]
-    assert "--directory .asv/html" in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_the_command_measures_every_part_of_the_suite_on_its_own(command):
-    module, asked = command
-    module.main([])
-    parts = [arguments[-1] for arguments in asked[:-1]]
-    names = [path.stem for path in Path(module.__file__).parent.glob("[!_]*.py")]
-
-    assert sorted(parts) == sorted(f"^{name}\\." for name in names if name not in TABLES)
-
-
-def test_the_command_measures_only_what_is_asked_for(command):
-    module, asked = command
-    module.main(["--bench", "resnet18"])
-
-    assert [arguments[0] for arguments in asked] == ["run", "publish"]
-    assert asked[0][-2:] == ("--bench", "resnet18")
-
-
 @pytest.mark.parametrize("name", ["", "any name"])
 def test_a_machine_is_described_without_what_changes_under_its_name(command, monkeypatch, name):
-    module, asked = command
     monkeypatch.setenv("BENCHMARK_MACHINE", name)
-    module.main([])
-    machine = asked[0][asked[0].index("--machine") + 1]
+    machine = MACHINE.register()
     described = MachineCollection.load(machine)
 
-    assert machine == (name or MACHINE.machine_name())
+    assert machine == (name or MACHINE._fingerprint())
     assert described["machine"] == machine
     assert described["os"] == platform.system()
     assert described["arch"] == platform.machine()
@@ -627,11 +599,17 @@ def test_torch_is_among_what_results_are_filed_under(plugin):
     assert dict(plugin._versions())["torch"].startswith(torch.__version__.partition("+")[0])
 
 
-def test_failed_benchmarks_are_published_and_reported(command, monkeypatch):
-    module, _ = command
-    monkeypatch.setattr(module, "_asv", lambda name, *more: 2 if name == "run" else 0)
+def test_everything_is_measured_and_nothing_twice(monkeypatch):
+    monkeypatch.setattr(TIERS, "absent", list)
+    monkeypatch.setenv("BENCHMARK_PEERS", "resnet18")
+    parts = TIERS.everything()
+    listing = [
+        {"name": name, "params": [list(map(repr, axis)) for axis in benchmark._params]}
+        for name, benchmark in BENCHMARKS.items()
+    ]
+    cells = [cell for each in listing for cell in TIERS.names_of(each)]
 
-    assert module.main([]) == 2
+    assert [cell for cell in cells if sum(TIERS.matches(part, cell) for part in parts) != 1] == []
 
 
 @pytest.mark.parametrize(

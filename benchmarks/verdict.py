@@ -1,0 +1,99 @@
+"""The last lines of a run: what differs from the last commit that was measured on this machine.
+
+Exact numbers differ where they are not equal, ratios where their intervals do not overlap. Times
+of separate runs are not compared here: `compare` measures both commits in turn.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .stored import Number, Run
+
+_EXACT = re.compile(r"^(graph\.|\w+\.Memory\.)")
+_RATIO = re.compile(r"^\w+\.Paired\.")
+_MORE_IS_NO_WORSE = re.compile(r"^graph\.Rewrites\.")
+_SHOWN = 12
+
+
+class Difference(NamedTuple):
+    """A cell that changed. `worse` is None where neither way is better."""
+
+    cell: str
+    before: Number
+    after: Number
+    worse: bool | None
+
+    @property
+    def text(self) -> str:
+        """As a line says it."""
+        word = {None: "differs", True: "worse", False: "better"}[self.worse]
+        return f"  {self.cell}: {_text(self.before)} to {_text(self.after)}, {word}"
+
+
+def earlier(found: Sequence[Run], commit: str, place: str, environment: str) -> Run | None:
+    """The nearest ancestor that was measured on this machine with the same versions."""
+    here = [run for run in found if run.file.parent.name == place]
+    known = {run.commit: run for run in here if run.environment == environment}
+    listing = subprocess.run(
+        ["git", "rev-list", commit], capture_output=True, text=True, check=False
+    )
+    ancestors = (each for each in listing.stdout.split() if each != commit)
+    return next((known[each] for each in ancestors if each in known), None)
+
+
+def lines(now: Run, before: Run | None) -> Iterator[str]:
+    """What to say at the end."""
+    if before is None:
+        yield "No earlier commit was measured on this machine with these versions: nothing differs."
+        return
+    found = list(differences(now, before))
+    exact = [each for each in found if _EXACT.search(each.cell)]
+    ratios = [each for each in found if each not in exact]
+    title = f"Against {before.commit[:8]}, the last that was measured here:"
+    yield f"{title} {_counted('counts and bytes', exact)}; {_counted('paired ratios', ratios)}."
+    for shown in (exact, ratios):
+        yield from (each.text for each in shown[:_SHOWN])
+        if len(shown) > _SHOWN:
+            yield f"  and {len(shown) - _SHOWN} more; the dashboard has them"
+
+
+def differences(now: Run, before: Run) -> Iterator[Difference]:
+    """What both measured, by the same definition, and found different; the worse first."""
+    same = {name for name, version in now.versions.items() if before.versions.get(name) == version}
+    both = (cell for cell in now.numbers.keys() & before.numbers.keys())
+    pairs = [(cell, before.numbers[cell], now.numbers[cell]) for cell in both
+             if cell.partition("(")[0] in same]  # fmt: skip
+    found = [Difference(*pair, _worse(*pair)) for pair in pairs if _differ(*pair)]
+    yield from sorted(found, key=lambda each: (each.worse is not True, each.cell))
+
+
+def _differ(cell: str, before: Number, after: Number) -> bool:
+    if _EXACT.search(cell):
+        return before.value != after.value
+    if not _RATIO.search(cell) or None in (*before, *after):
+        return False
+    return before.high < after.low or after.high < before.low  # type: ignore[operator]
+
+
+def _worse(cell: str, before: Number, after: Number) -> bool | None:
+    return None if _MORE_IS_NO_WORSE.search(cell) else after.value > before.value
+
+
+def _counted(what: str, found: Sequence[Difference]) -> str:
+    if not found:
+        return f"no {what} differ"
+    worse, better = (sum(each.worse is way for each in found) for way in (True, False))
+    words = ("slower", "faster") if "ratio" in what else ("larger", "smaller")
+    rest = len(found) - worse - better
+    also = f", {rest} neither" if rest else ""
+    return f"{len(found)} {what} differ ({worse} {words[0]}, {better} {words[1]}{also})"
+
+
+def _text(number: Number) -> str:
+    if number.low is None or number.high is None:
+        return f"{number.value:.10g}"
+    return f"{number.value:.3f} [{number.low:.3f}, {number.high:.3f}]"

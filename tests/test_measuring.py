@@ -248,3 +248,52 @@ def test_a_full_disk_cuts_nothing_off(project: Path) -> None:
     assert status == 1
     assert "No space left on device" in output
     assert file.read_text() == before
+
+
+def test_history_measures_earlier_commits_once_and_names_those_it_cannot(project: Path) -> None:
+    git(project, "rm", "-rq", "--cached", "models")
+    git(project, "commit", "-qm", "no models")
+    lacking = git(project, "rev-parse", "HEAD")
+    numbers = [0.1, 0.2, 0.3]
+    commits = [commit(project, number) for number in numbers]
+    arguments = ("history", "--commits", "9", "--models", "resnet18")
+    status, output = said(project, *arguments)
+
+    assert status == 0
+    assert f"{lacking[:8]}: not measured, because it has no package `models`" in output
+    for number, each in zip(numbers, commits, strict=True):
+        assert int(100 * number) in kept(project, each)["graph.Graph.track_nodes"]
+        assert f"{each[:8]}: graph counts, Paired of resnet18" in output
+
+    status, output = said(project, *arguments)
+
+    assert status == 0
+    assert "-- commit" not in output
+    assert f"{commits[0][:8]}: graph counts, Paired of resnet18" in output
+
+
+def test_history_leaves_out_what_takes_too_long_and_takes_it_up_again(project: Path) -> None:
+    now = commit(project, 0.5)
+    slow = project / "benchmarks" / "cpu.py"
+    text = slow.read_text()
+    slow.write_text(text.replace("optimizer.SECONDS", "100"))
+    arguments = ("history", "--commits", "1", "--models", "resnet18", "--minutes-each", "0.9")
+    _, output = said(project, *(*arguments[:-1], "0.1"))
+
+    assert f"{now[:8]}: nothing; no time for graph counts, Paired of resnet18" in output
+
+    slow.write_text(text)
+    _, output = said(project, *arguments)
+
+    assert f"{now[:8]}: graph counts, Paired of resnet18" in output
+
+
+def test_history_says_which_results_are_of_an_older_suite(project: Path) -> None:
+    said(project, "--bench", "^graph")
+    suite = project / "benchmarks" / "graph.py"
+    suite.write_text(suite.read_text().replace("track_nodes", "track_other_nodes"))
+    status, output = said(project, "history", "--commits", "1", "--models", "resnet18")
+
+    assert status == 0
+    assert "1 of 1 files have numbers of an older suite" in output
+    assert "Benchmarks of these names are gone: graph.Graph.track_nodes." in output

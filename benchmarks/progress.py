@@ -53,7 +53,7 @@ class Progress:
         self.told = Path(self._folder.name) / "told"
         self._part: Part | None = None
         self._where, self._passed, self._finished = "", 0, 0.0
-        self._started = time.monotonic()
+        self._started = self._began = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._speak, daemon=True)
 
@@ -69,7 +69,7 @@ class Progress:
     def begin(self, part: Part, where: str = "") -> None:
         """Hear of the next part, and where it is measured."""
         self._close()
-        self._part, self._where = part, where
+        self._part, self._where, self._began = part, where, time.monotonic()
         self._left.remove(part)
         self.told.write_text("")
         print(self.line(), flush=True)
@@ -85,12 +85,12 @@ class Progress:
             self._finished += self._part.guess
 
     def rate(self) -> float:
-        """How many times longer it takes than was guessed."""
+        """How many times longer it takes than was guessed; at first the guess weighs most."""
         done = self._finished + self._done_of_part()[1]
         return (time.monotonic() - self._started + _TRUST) / (done + _TRUST)
 
     def line(self) -> str:
-        """What a person wants to know now."""
+        """What is measured now, how much of all is done, what is left, and until when."""
         begun, done = self._done_of_part()
         part = self._part or Part("beginning", (), 0.0)
         guess = part.guess - done + sum(each.guess for each in self._left)
@@ -107,8 +107,9 @@ class Progress:
             begun = self.told.read_text().splitlines()
         except OSError:
             begun = []
-        passed = self._part.seconds * max(len(begun) - 1, 0)
-        return begun, self._part.start + passed if begun else 0.0
+        if not begun:
+            return [], min(time.monotonic() - self._began, self._part.start)
+        return begun, self._part.start + self._part.seconds * (len(begun) - 1)
 
     def _speak(self) -> None:
         while not self._over.wait(self._silence):

@@ -8,7 +8,6 @@ these versions is not measured again, so that the same command goes on where it 
 from __future__ import annotations
 
 import argparse
-import signal
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
@@ -52,18 +51,26 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, and say of each commit what became of it; 0 where nothing stopped it."""
     options = _options(arguments)
     outcomes = list[Outcome]()
-    status = 0
     with ended_by_signals():
         try:
-            _measure(options, outcomes)
+            status = _measured(options, outcomes)
+            _tell(outcomes)
         except KeyboardInterrupt:
             print("Stopped; the same command goes on from here.")
-            status = 128 + signal.SIGINT
-        except CannotMeasureError as error:
-            print(f"history: {error}")
-            status = 1
-    _tell(outcomes)
+            return measuring.STOPPED
     return status
+
+
+def _measured(options: argparse.Namespace, outcomes: list[Outcome]) -> int:
+    try:
+        _measure(options, outcomes)
+    except KeyboardInterrupt:
+        print("Stopped; the same command goes on from here.")
+        return measuring.STOPPED
+    except CannotMeasureError as error:
+        print(f"history: {error}")
+        return 1
+    return 0
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -16,8 +16,11 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from asv.util import UserError
+
 from . import stored, tiers, verdict
 from ._machine import register
+from .compare.trees import ComparisonError
 from .progress import Part, Progress
 from .running import asv, ended_by_signals, launch
 
@@ -27,6 +30,7 @@ _SERVE = f"python -m http.server --bind 127.0.0.1 --directory {_HTML} 8000"
 _FEWEST_BYTES = 100 * 2**20  # of a checkout, the pages and the results, several times over
 _FAILED = 2  # how asv ends where a benchmark failed
 _MEASURED = (0, _FAILED)
+STOPPED = 128 + signal.SIGINT
 
 
 class CannotMeasureError(Exception):
@@ -63,6 +67,9 @@ def main(arguments: Sequence[str]) -> int:
         except CannotMeasureError as error:
             print(f"benchmarks: {error}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:  # before or after the parts, which have more to say
+            print("Stopped.", file=sys.stderr)
+            return STOPPED
 
 
 def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -102,7 +109,10 @@ def here(commit: str) -> Place:
         raise CannotMeasureError(
             f"there is no commit {commit!r} here: commit first, or name one that git knows."
         )
-    place = Place(found.stdout.strip(), register(), stored.environment())
+    try:
+        place = Place(found.stdout.strip(), register(), stored.environment())
+    except (ComparisonError, UserError, OSError) as error:
+        raise CannotMeasureError(str(error)) from error
     if place.file.exists():
         require_readable(place)
     return place
@@ -166,7 +176,7 @@ def _parts(place: Place, parts: Sequence[Part], rest: Sequence[str]) -> int:
         stopped = isinstance(error, KeyboardInterrupt)
         print("Stopped." if stopped else f"benchmarks: {error}", file=sys.stderr)
         _say_what_is_left(ended, parts)
-        return 128 + signal.SIGINT if stopped else 1
+        return STOPPED if stopped else 1
     print(f"Measured in {(time.monotonic() - began) / 60:.1f} minutes.")
     return worst
 

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asv.environment import get_environments
+
+from .compare.trees import configuration
+
 RESULTS = Path("results")
 LISTING = RESULTS / "benchmarks.json"
 _NO_RESULTS = ("machine.json", "benchmarks.json")
@@ -49,13 +53,12 @@ class UnreadableError(Exception):
 
 
 def environment() -> str:
-    """What asv calls the environment of this Python here, which is part of the files' names."""
-    from .compare.trees import configuration
+    """What asv calls the environment of this Python here, which is part of the files' names.
 
-    conf = configuration()
-    from asv.environment import get_environments
-
-    (found,) = get_environments(conf, [])
+    Raises:
+        ComparisonError: there is no configuration of asv here.
+    """
+    (found,) = get_environments(configuration(), [])
     return found.name
 
 

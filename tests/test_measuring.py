@@ -209,6 +209,14 @@ def test_what_cannot_be_measured_is_a_sentence(
     assert expected in output
 
 
+def test_where_asv_is_not_configured_it_says_so(project: Path) -> None:
+    (project / "asv.conf.json").unlink()
+    status, output = said(project)
+
+    assert status == 1
+    assert "there is no asv.conf.json here" in output
+
+
 @pytest.mark.parametrize("damage", [lambda text: text[:200], lambda _: '{"results": [3]}'])
 def test_results_that_cannot_be_read_are_told_and_left_as_they_are(
     project: Path, damage: Callable[[str], str]

@@ -22,13 +22,17 @@ COLUMNS = ["result", "params", "version", "stats_ci_99_a", "stats_ci_99_b"]
 NAN = float("nan")
 
 
+MEMORY = "cpu.Memory.track_peak_memory"
+
+
 def stored(folder: Path, results: dict[str, Any], version: str = "1") -> Run:
     """A file of results of one model; ratios are given with the width of their interval."""
     rows = {}
     for name, found in results.items():
         value, width = found if isinstance(found, tuple) else (found, None)
         interval = [None, None] if width is None else [[value - width], [value + width]]
-        rows[name] = [[value], [["'one'"]], version, *interval]
+        model = "'optimized-2'" if name == MEMORY else "'one'"
+        rows[name] = [[value], [[model]], version, *interval]
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "12345678-here.json"
     about = {"commit_hash": "12345678", "env_name": "here", "result_columns": COLUMNS}
@@ -45,6 +49,7 @@ def stored(folder: Path, results: dict[str, Any], version: str = "1") -> Run:
         ({NODES: 9}, {NODES: NAN}, "no counts and bytes differ"),
         ({NODES: NAN}, {NODES: 9}, "no counts and bytes differ"),
         ({NODES: None}, {NODES: 9}, "no counts and bytes differ"),
+        ({MEMORY: 64}, {MEMORY: 96}, "no counts and bytes differ"),
         ({RATIO: (0.5, 0.01)}, {RATIO: (0.6, 0.01)}, "1 paired ratios differ (1 slower, 0 faster)"),
         ({RATIO: (0.5, 0.06)}, {RATIO: (0.6, 0.06)}, "no paired ratios differ"),
         ({RATIO: (0.5, NAN)}, {RATIO: (0.6, 0.01)}, "no paired ratios differ"),

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 import pytest
@@ -23,8 +25,10 @@ from benchmarks.compare import command
 from benchmarks.compare.cells import Cell
 from benchmarks.compare.command import Progress, main
 from benchmarks.compare.rounds import AGAIN, BASE, NEW, Series
+from benchmarks.compare.schedule import Schedule
 from benchmarks.compare.tables import markdown, text
 from benchmarks.compare.verdicts import (
+    CHANGED,
     FAILED,
     IMPROVED,
     INCONCLUSIVE,
@@ -42,7 +46,7 @@ from tests.quality.verdicts import rounds as drawn
 
 ROOT = Path(__file__).parents[1]
 SUITE = '''
-import os, random
+import os, random, time
 
 
 def measured(name):
@@ -76,6 +80,12 @@ def track_fired():
 track_fired.less_is_better = False
 
 
+def track_asleep():
+    if measured("sleeps"):
+        time.sleep(600)
+    return 1
+
+
 class Elsewhere:
     def setup(self):
         raise NotImplementedError("no such device")
@@ -92,7 +102,7 @@ def setup_cache():
 def track_nodes(cache):
     return cache["nodes"]
 """
-BEFORE = {"steady": 0.01, "cold": 0.01, "memory": 4096, "fired": 3, "nodes": 7}
+BEFORE = {"steady": 0.01, "cold": 0.01, "memory": 4096, "fired": 3, "nodes": 7, "sleeps": 0}
 
 
 def git(*arguments: str, folder: Path) -> str:
@@ -149,6 +159,19 @@ def compared(folder: Path, *arguments: str) -> tuple[int, dict[str, dict[str, An
     return done.returncode, {each["name"]: each for each in found}, done.stdout
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def processes(folder: Path) -> Iterator[str]:
+    """The commands that run benchmarks of a folder."""
+    listed = subprocess.check_output(["ps", "-ww", "-eo", "args"], text=True).splitlines()
+    return (each for each in listed if "run_server" in each and str(folder) in each)
+
+
 @pytest.mark.integration
 class TestPlantedChanges:
     @pytest.mark.parametrize(
@@ -173,7 +196,7 @@ class TestPlantedChanges:
         usual = dict.fromkeys(found, SAME) | {"toy.Elsewhere.track_speed": NOT_COMPARED}
 
         assert {name: each["verdict"] for name, each in found.items()} == usual | expected, output
-        assert len(found) == 6
+        assert len(found) == 7
         assert status == bool({REGRESSED, FAILED} & set(expected.values()))
         assert found["toy.Elsewhere.track_speed"]["reason"].endswith("no such device')")
 
@@ -252,6 +275,27 @@ class TestPlantedChanges:
         assert {each["verdict"] for each in found.values()} == {FAILED}
         assert "No module named 'nowhere'" in found["toy.track_memory"]["reason"]
 
+    def test_a_run_that_is_ended_leaves_no_process_and_is_resumed(self, repository: Path) -> None:
+        base = commit(repository, "before", sleeps=1)
+        arguments = ["HEAD", "HEAD", "-b", "memory", "-b", "asleep"]
+        command = [sys.executable, "-m", "benchmarks.compare.command", *arguments]
+        running = subprocess.Popen(command, cwd=repository, stdout=PIPE, stderr=STDOUT, text=True)
+        journal = repository / ".asv" / "compare" / f"{base[:12]}-{base[:12]}.jsonl"
+        wait_for(lambda: journal.exists() and "track_memory" in journal.read_text())
+        asleep = [*processes(repository)]
+        running.terminate()
+        output, _ = running.communicate(timeout=20)
+        left = [*processes(repository)]
+        again = compared(repository, *arguments, "--resume", "--minutes", "0.001")[1]
+
+        assert running.returncode == 2
+        assert "1 not compared, 1 same" in output
+        assert asleep
+        assert not left
+        assert json.loads(journal.read_text().splitlines()[1])["cell"] == "toy.track_memory"
+        assert again["toy.track_memory"]["verdict"] == SAME
+        assert again["toy.track_asleep"]["verdict"] == NOT_COMPARED
+
     def test_where_nothing_can_be_compared_it_says_so(self, repository: Path) -> None:
         status, found, output = compared(repository, "HEAD", "HEAD", "-b", "Elsewhere")
 
@@ -265,11 +309,13 @@ class TestPlantedChanges:
     [
         (["HEAD", "no-such-branch"], "there is no commit 'no-such-branch' here"),
         (["HEAD", "HEAD", "-b", "nothing"], "no benchmark matches 'nothing'"),
+        (["HEAD", "HEAD", "-b", "toy", "--resume"], "there is nothing to resume"),
     ],
 )
 def test_what_cannot_be_compared_is_told_in_a_sentence(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: Any, said: str
 ) -> None:
+    commit(repository, "after")
     status, _, output = compared(repository, *arguments)
 
     assert status == 2
@@ -281,6 +327,8 @@ def test_what_cannot_be_compared_is_told_in_a_sentence(
     ("arguments", "said"),
     [
         (["HEAD", "HEAD", "--rounds", "3"], "fewer than 4 tell nothing"),
+        (["HEAD", "HEAD", "--minutes", "0"], "--minutes is 0.0: name a time above 0."),
+        (["HEAD", "HEAD", "--minutes", "nan"], "--minutes is nan: name a time above 0."),
         (["HEAD", "HEAD", "--json", "no/such/folder.json"], "there is no folder"),
     ],
 )
@@ -512,7 +560,18 @@ def test_a_number_without_a_logarithm_is_not_compared() -> None:
 
 
 def test_what_was_interrupted_too_early_is_not_compared() -> None:
-    assert verdict(series(rounds(random.Random(0), count=3))).reason == "it was interrupted"
+    few = verdict(series(rounds(random.Random(0), count=3)))
+
+    assert (few.verdict, few.reason) == (NOT_COMPARED, "3 of 4 rounds were reached")
+    assert verdict(series([])).reason == "it was not reached"
+
+
+def test_what_is_neither_better_more_nor_less_has_changed() -> None:
+    cell = Cell("toy", less_is_better=None, unit="rewrites", index=None, benchmark={})
+    changed = {BASE: 4, AGAIN: 4, NEW: 5}
+
+    assert verdict(Series(cell, [changed, changed], exact=True)).verdict == CHANGED
+    assert verdict(Series(cell, [{BASE: 4, NEW: 4}], exact=True)).verdict == SAME
 
 
 @pytest.mark.parametrize("write", [text, lambda verdicts: markdown(verdicts, "title")])
@@ -538,16 +597,26 @@ def test_the_text_leaves_out_exact_numbers_that_are_the_same() -> None:
 
 
 def test_a_line_comes_while_a_cell_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(4, silence=0.02) as progress:
+    with Progress(Schedule([series([]), series([])], [], 8, minutes=1.0), silence=0.02) as progress:
         progress.tell(series([]))
         time.sleep(0.3)
 
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) >= 3
-    assert lines[0].startswith("1 of 4: toy, at most ")
+    assert re.fullmatch(r"0 of 2 reached: toy; until \d\d:\d\d:\d\d at the latest", lines[0])
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyboardInterrupt(), "interrupted; what is whole follows, --resume goes on"),
+        (OSError(28, "No space left on device"), "interrupted: [Errno 28] No space left on device"),
+    ],
+    ids=["Ctrl-C", "a full disk"],
+)
 def test_an_interruption_keeps_the_rounds_that_are_whole(
+    error: BaseException,
+    said: str,
     repository: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -556,10 +625,10 @@ def test_an_interruption_keeps_the_rounds_that_are_whole(
     draw, count = random.Random(8), 5
 
     def run_round(several: list[Series], *_: Any) -> None:
-        if several and len(several[0].rounds) == count:
-            raise KeyboardInterrupt
+        if len(several[0].rounds) == count:
+            raise error
         for each in several:
-            each.rounds += rounds(draw, count=1)
+            each.rounds += rounds(draw, count=1, spread=0.3)
 
     monkeypatch.chdir(repository)
     monkeypatch.setattr(command, "run_round", run_round)
@@ -569,5 +638,5 @@ def test_an_interruption_keeps_the_rounds_that_are_whole(
     (found,) = json.loads(file.read_text())["verdicts"]
 
     assert status == 2
-    assert found["verdict"] in (SAME, INCONCLUSIVE)
-    assert "interrupted" in capsys.readouterr().err
+    assert found["verdict"] == INCONCLUSIVE
+    assert said in capsys.readouterr().err

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from asv import runner
+from asv import runner, util
 from asv.benchmarks import Benchmarks
 
 from .trees import ComparisonError, Tree, last_line
+
+# Calls of one process are alike: more of them tell less than more processes.
+_SHORT = {"repeat": [4, 30, 0.4]}
 
 
 @dataclass(frozen=True)
@@ -23,17 +26,22 @@ class Cell:
 
     Attributes:
         name: the benchmark and its parameters, such as `cpu.Latency.time_forward(resnet18, eager)`.
-        less_is_better: whether a smaller number is the better one.
+        less_is_better: whether a smaller number is the better one; None where neither is.
         unit: of the numbers.
         index: which of the choices of its parameters; None where it has none.
         benchmark: as asv found it.
     """
 
     name: str
-    less_is_better: bool
+    less_is_better: bool | None
     unit: str
     index: int | None
     benchmark: dict[str, Any] = field(compare=False, repr=False)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it is a latency, which takes many rounds, as far as its kind tells."""
+        return bool(self.benchmark.get("type") == "time")
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class NotObservedError(Exception):
 
 
 def cells(conf: Any, tree: Tree, selected: Sequence[str]) -> list[Cell]:
-    """The cells whose names match any of the regular expressions.
+    """The cells whose names match any of the regular expressions, in the order of these.
 
     Raises:
         ComparisonError: there are none.
@@ -67,12 +75,12 @@ def cells(conf: Any, tree: Tree, selected: Sequence[str]) -> list[Cell]:
     for benchmark in found.values():
         benchmark.setdefault("timeout", conf.default_benchmark_timeout)
     listed = [cell for name in sorted(found) for cell in _cells_of(found[name], name)]
-    chosen = [cell for cell in listed if any(re.search(each, cell.name) for each in selected)]
+    chosen = [cell for each in selected for cell in listed if re.search(each, cell.name)]
     if not chosen:
         raise ComparisonError(
             f"no benchmark matches {' or '.join(map(repr, selected))}: one is {listed[0].name}."
         )
-    return chosen
+    return list(dict.fromkeys(chosen))
 
 
 def _cells_of(benchmark: dict[str, Any], name: str) -> list[Cell]:
@@ -87,13 +95,14 @@ def _cells_of(benchmark: dict[str, Any], name: str) -> list[Cell]:
     ]
 
 
-def _less_is_better(name: str) -> bool:
+def _less_is_better(name: str) -> bool | None:
     """As the benchmark says of itself, which asv does not hand on."""
     module, *path = name.split(".")
     value = importlib.import_module(f"benchmarks.{module}")
     for each in path:
         value = getattr(value, each)
-    return bool(getattr(value, "less_is_better", True))
+    told: bool | None = getattr(value, "less_is_better", True)
+    return told
 
 
 def observe(cell: Cell, tree: Tree, server: Any) -> Observed:
@@ -107,7 +116,14 @@ def observe(cell: Cell, tree: Tree, server: Any) -> Observed:
     except ComparisonError as error:
         raise NotObservedError(str(error), failed=True) from error
     chosen = None if cell.index is None else [cell.index]
-    found = runner.run_benchmark(cell.benchmark, server, False, selected_idx=chosen, cwd=folder)
+    try:
+        found = runner.run_benchmark(
+            cell.benchmark, server, False, selected_idx=chosen, extra_params=_SHORT, cwd=folder
+        )
+    except util.UserError as error:
+        if str(error) == "Interrupted.":  # what asv makes of Ctrl-C
+            raise KeyboardInterrupt from error
+        raise NotObservedError(str(error), failed=True) from error  # its server has ended
     place = cell.index or 0
     samples, value = found.samples[place], found.result[place]
     if samples:

@@ -2,20 +2,25 @@
 
 BASE and NEW are commits, branches, or . for the working tree with its changes. Rounds of new
 processes are measured of the one, the same again, and the other, in an order that is drawn. What
-changed is measured once more before it is told. The exit code is 1 where something regressed or
-fails now, and 2 where nothing could be compared.
+changed is measured once more before it is told. Without --bench these are the graphs of eight
+models, then their latency and their peak memory. The exit code is 1 where something regressed or
+fails now, and 2 where it was interrupted or nothing could be compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import random
+import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
 from asv import util
@@ -25,22 +30,43 @@ from benchmarks._machine import machine_name
 from . import tables
 from .cells import cells
 from .declared import as_declared, declared_between
+from .journal import Journal
 from .rounds import Series, Sides, run_round
+from .schedule import HasTime, Schedule
 from .trees import ComparisonError, Tree, commit_of, configuration
-from .verdicts import FAILED, FEWEST_ROUNDS, NOT_COMPARED, REGRESSED, Verdict, flagged, verdicts
+from .verdicts import FAILED, FEWEST_ROUNDS, NOT_COMPARED, REGRESSED, Verdict, verdicts
 
-_USUAL = [r"^graph\.", r"^cpu\.(Latency|Memory)\..*optimized-[12]\)"]
-_ROUNDS = 8
+_ROUNDS, _MINUTES = 8, 10.0
+_FOLDER = Path(".asv/compare")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Compare, print the verdicts, and return the exit code."""
     options = _options(arguments)
     try:
-        return _compare(options)
+        with _ended_by_a_signal():
+            return _compare(options)
     except (ComparisonError, util.UserError) as error:
         print(f"compare: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        print(f"compare: {error}: mend that, then add --resume.", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("compare: interrupted before anything was measured.", file=sys.stderr)
+    return 2
+
+
+@contextlib.contextmanager
+def _ended_by_a_signal() -> Iterator[None]:
+    """What ends the process interrupts it as Ctrl-C does, so that no child outlives it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -54,9 +80,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "-b",
         "--bench",
         action="append",
-        help="a regular expression on names as the table has them; may repeat",
+        help="a regular expression on names as the table has them; the first is measured first",
     )
-    parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"{_ROUNDS} if not given")
+    parser.add_argument(
+        "--minutes", type=float, default=_MINUTES, help=f"at most; {_MINUTES:.0f} if not given"
+    )
+    parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"at most; usually {_ROUNDS}")
+    parser.add_argument("--resume", action="store_true", help="go on where the last one ended")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts, all rounds")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write them as Markdown")
@@ -68,47 +98,78 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.rounds < FEWEST_ROUNDS:
         parser.error(f"--rounds is {options.rounds}: fewer than {FEWEST_ROUNDS} tell nothing.")
+    if not options.minutes > 0:
+        parser.error(f"--minutes is {options.minutes}: name a time above 0.")
     for path in filter(None, (options.json, options.markdown)):
         if not path.absolute().parent.is_dir():
             parser.error(f"there is no folder {str(path.parent)!r} for {path.name}: make it first.")
     return options
 
 
+def _usual() -> list[str]:
+    """What is compared where nothing is named: exact numbers, then what takes longer."""
+    from benchmarks._workloads import HEADLINE
+
+    models = "|".join(HEADLINE)
+    return [
+        rf"^graph\..*\b({models})\b(?!.*(eager|fx_fuse))",
+        rf"^cpu\.Latency\..*\(({models}), optimized-1\)",
+        rf"^cpu\.Latency\..*\(({models}), optimized-2-openvino\)",
+        rf"^cpu\.Latency\..*\(({models}), optimized-2\)",
+        rf"^cpu\.Memory\..*\(({models}), optimized-",
+    ]
+
+
 def _compare(options: argparse.Namespace) -> int:
+    started = time.monotonic()
     commits = {name: commit_of(name) for name in (options.base, options.new)}
     conf = configuration()
     base, new = commits[options.base], commits[options.new]
     declared = declared_between(base, new, options.declared) if options.declared else []
-    sides = Sides(Tree(conf, base, "base"), Tree(conf, new, "new"))
     about = {"base": base, "new": new, "machine": machine_name(), "python": sys.version.split()[0]}
-    about |= {"processor": platform.processor() or platform.machine(), "rounds": options.rounds}
+    journal = Journal(_FOLDER / f"{base[:12]}-{new[:12]}.jsonl", dict(about))
+    sides = Sides(Tree(conf, base, "base"), Tree(conf, new, "new"))
     try:
-        first = [Series(cell) for cell in cells(conf, sides.new, options.bench or _USUAL)]
-        second = list[Series]()
-        stopped = _measure(first, second, sides, options)
+        chosen = cells(conf, sides.new, options.bench or _usual())
+        found = _schedule(journal, chosen, options, started)
+        stopped = _measure(found, sides, journal, random.Random(options.seed))
     finally:
         sides.close()
-    found = [as_declared(each, declared) for each in verdicts(first, second)]
-    _tell(found, [*first, *second], about, options)
-    return 2 if stopped else _exit_code(found)
+    about |= {"processor": platform.processor() or platform.machine(), "rounds": options.rounds}
+    told = [as_declared(each, declared) for each in verdicts(found.first, found.second)]
+    _tell(told, [*found.first, *found.second], about, options)
+    return 2 if stopped else _exit_code(told)
 
 
-def _measure(
-    first: list[Series], second: list[Series], sides: Sides, options: argparse.Namespace
-) -> bool:
-    """Fill both; return whether it was interrupted, in which case what is whole stays."""
-    draw = random.Random(options.seed)
-    try:
-        with Progress(len(first) * options.rounds) as progress:
-            for _ in range(options.rounds):
-                run_round(first, sides, draw, progress.tell)
-            second += [Series(series.cell) for series in flagged(first)]
-            progress.total = progress.done + len(second) * options.rounds
-            for _ in range(options.rounds):
-                run_round(second, sides, draw, progress.tell)
-    except KeyboardInterrupt:
-        print("interrupted: what follows rests on the rounds that are whole", file=sys.stderr)
-        return True
+def _schedule(
+    journal: Journal, chosen: Sequence[Any], options: argparse.Namespace, started: float
+) -> Schedule:
+    first, second = [Series(cell) for cell in chosen], list[Series]()
+    if options.resume:
+        first, second = journal.resume(chosen)
+    else:
+        journal.begin()
+    return Schedule(first, second, options.rounds, options.minutes, started)
+
+
+def _measure(found: Schedule, sides: Sides, journal: Journal, draw: random.Random) -> bool:
+    """Fill the schedule; return whether it was interrupted, in which case what is whole stays."""
+    with Progress(found) as progress:
+
+        def measure(several: Sequence[Series], has_time: HasTime) -> None:
+            again = any(several[0] is each for each in found.second)
+            run_round(
+                several, sides, draw, has_time, progress.tell, lambda s: journal.keep(s, again)
+            )
+
+        try:
+            found.run(measure)
+        except (KeyboardInterrupt, OSError) as error:
+            told = f": {error}" if isinstance(error, OSError) else ""
+            print(f"interrupted{told}; what is whole follows, --resume goes on", file=sys.stderr)
+            return True
+    if journal.trouble:
+        print(f"compare: {journal.trouble}; --resume is not possible.", file=sys.stderr)
     return False
 
 
@@ -116,14 +177,13 @@ class Progress:
     """Says where the measurement is, at least every ten seconds while it is entered.
 
     Args:
-        total: how many cells are to be measured; those that settle early are fewer.
+        schedule: what is measured.
         silence: seconds without a line, at most.
     """
 
-    def __init__(self, total: int, silence: float = 10.0) -> None:
-        self.total, self.done, self.silence = total, 0, silence
-        self.started = time.monotonic()
-        self._cell, self._over = "", threading.Event()
+    def __init__(self, schedule: Schedule, silence: float = 10.0) -> None:
+        self.schedule, self.silence = schedule, silence
+        self._cell, self._over = "beginning", threading.Event()
         self._thread = threading.Thread(target=self._say, daemon=True)
 
     def __enter__(self) -> Self:
@@ -137,14 +197,19 @@ class Progress:
     def tell(self, series: Series) -> None:
         """Hear of a cell that begins."""
         self._cell = series.cell.name
-        self.done += 1
 
     def _say(self) -> None:
+        left = self.schedule.started + 60 * self.schedule.minutes - time.monotonic()
+        until = datetime.now() + timedelta(seconds=left)
         while not self._over.wait(self.silence):
-            spent = time.monotonic() - self.started
-            left = spent / max(self.done, 1) * (self.total - self.done)
-            rest = f", at most {left / 60:.0f} minutes more" if self.done else ""
-            print(f"{self.done} of {self.total}: {self._cell or 'beginning'}{rest}", flush=True)
+            first, second = self.schedule.first, self.schedule.second
+            reached = sum(each.is_done or len(each.rounds) >= FEWEST_ROUNDS for each in first)
+            told = f", {len(second)} are measured again" if second else ""
+            print(
+                f"{reached} of {len(first)} reached{told}: {self._cell};"
+                f" until {until:%H:%M:%S} at the latest",
+                flush=True,
+            )
 
 
 def _tell(
@@ -155,6 +220,8 @@ def _tell(
 ) -> None:
     title = f"{options.base} ({about['base'][:8]}) and {options.new} ({about['new'][:8]})"
     print(f"\n{tables.text(verdicts)}\n\n{title}: {tables.sentence(verdicts)}")
+    if any(each.verdict == NOT_COMPARED and "reached" in each.reason for each in verdicts):
+        print("More --minutes, with --resume, reach what was not reached.")
     if options.markdown:
         tables.write(options.markdown, tables.markdown(verdicts, title))
     if options.json:

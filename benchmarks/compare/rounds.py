@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .cells import Cell, NotObservedError, observe
+from .cells import Cell, NotObservedError, Observed, observe
 from .trees import Tree
 
 BASE, AGAIN, NEW = "base", "base again", "new"
@@ -25,7 +25,8 @@ class Series:
     """What all rounds found of one cell.
 
     Attributes:
-        rounds: for each, the number of each role.
+        rounds: for each, the number of each role; of an exact one that is the same, of the base
+            and the new version only.
         exact: whether the numbers are the same in every process.
         missing: why a role has no number.
         failed: the roles whose benchmark failed.
@@ -73,27 +74,59 @@ class Sides:
 
 
 def run_round(
-    several: Iterable[Series], sides: Sides, draw: random.Random, tell: Callable[[Series], None]
+    several: Iterable[Series],
+    sides: Sides,
+    draw: random.Random,
+    has_time: Callable[[], bool],
+    tell: Callable[[Series], None],
+    keep: Callable[[Series], None],
 ) -> None:
-    """Measure once more what is not settled; `tell` hears of each cell before it begins."""
-    waiting = [series for series in several if not series.is_done]
-    if not waiting:
-        return
+    """Measure each once more, while there is time.
+
+    Args:
+        several: the cells, none of which is done.
+        sides: the two versions.
+        draw: the order of the processes.
+        has_time: asked before each cell.
+        tell: hears of each cell before it begins.
+        keep: hears of it when it ends.
+    """
     with sides.servers() as servers:
-        for series in waiting:
+        for series in several:
+            if not has_time():
+                return
             tell(series)
             _measure(series, sides, servers, draw)
+            keep(series)
 
 
 def _measure(series: Series, sides: Sides, servers: dict[str, Any], draw: random.Random) -> None:
     found: dict[str, float] = {}
-    for role in draw.sample(_ROLES, len(_ROLES)):
+    waiting = draw.sample(_ROLES, len(_ROLES))
+    while waiting and not (series.exact and _suffices(found)):
+        role = waiting.pop(0)
         try:
-            observed = observe(series.cell, sides.of(role), servers[role])
+            observed = _observed_once_more(series, sides.of(role), servers[role])
         except NotObservedError as error:
             series.missing[role] = str(error)
             series.failed |= {role} if error.failed else set()
         else:
             found[role], series.exact = observed.value, observed.exact
+            waiting.sort(key=lambda each: series.exact and each == AGAIN)
     if not series.missing:
         series.rounds.append(found)
+
+
+def _suffices(found: dict[str, float]) -> bool:
+    """Whether exact numbers need no look at the base again: they are the same."""
+    return found.keys() >= {BASE, NEW} and found[BASE] == found[NEW]
+
+
+def _observed_once_more(series: Series, tree: Tree, server: Any) -> Observed:
+    """A process that fails is tried once more: not every failure is of the version."""
+    try:
+        return observe(series.cell, tree, server)
+    except NotObservedError as error:
+        if not error.failed:
+            raise
+    return observe(series.cell, tree, server)

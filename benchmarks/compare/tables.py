@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .verdicts import (
+    CHANGED,
     FAILED,
     IMPROVED,
     INCONCLUSIVE,
@@ -20,7 +21,7 @@ from .verdicts import (
     Verdict,
 )
 
-_ORDER = (FAILED, REGRESSED, INTENDED, IMPROVED, INCONCLUSIVE, NOT_COMPARED, SAME)
+_ORDER = (FAILED, REGRESSED, INTENDED, IMPROVED, CHANGED, INCONCLUSIVE, NOT_COMPARED, SAME)
 _HEAD = ("verdict", "benchmark", "before", "after", "after / before", "sees from")
 _PREFIXES = (("", 1.0), ("m", 1e-3), ("u", 1e-6), ("n", 1e-9))
 

@@ -58,11 +58,10 @@ def _snapshot() -> str:
         _git("read-tree", "HEAD", **index)
         _git("add", "--all", **index)
         tree = _git("write-tree", **index)
-    author = {f"GIT_{who}_{what}": "compare" for who in ("AUTHOR", "COMMITTER") for what in _WHO}
+    # Whose it is and of when never differs, so that one tree is one commit, and can be resumed.
+    said = {"NAME": "compare", "EMAIL": "compare", "DATE": _git("log", "-1", "--format=%cI")}
+    author = {f"GIT_{who}_{key}": said[key] for who in ("AUTHOR", "COMMITTER") for key in said}
     return _git("commit-tree", tree, "-p", "HEAD", "-m", "the working tree", **author)
-
-
-_WHO = ("NAME", "EMAIL")
 
 
 def _git(*arguments: str, **environment: str) -> str:

@@ -17,12 +17,13 @@ from typing import Any
 from .robust import fit
 from .rounds import AGAIN, BASE, NEW, Series
 
-REGRESSED, INTENDED, IMPROVED, SAME, INCONCLUSIVE, FAILED, NOT_COMPARED = (
-    "regressed", "intended", "improved", "same", "inconclusive", "failed", "not compared"
+REGRESSED, INTENDED, IMPROVED, CHANGED, SAME, INCONCLUSIVE, FAILED, NOT_COMPARED = (
+    "regressed", "intended", "improved", "changed", "same", "inconclusive", "failed", "not compared"
 )  # fmt: skip
 _RATE = 0.1  # of false discoveries among what is measured again
 _CHANCE = 0.05  # of any that is none to be told
 _SMALL = math.log1p(0.02)  # a change that is not told of
+_SETTLED = math.log1p(0.03)  # what an interval lies within that needs no further rounds
 _EQUAL = 0.05  # what an interval of "same" lies within
 _SEEN = 0.8  # of the changes of the size that is seen
 FEWEST_ROUNDS = 4
@@ -89,6 +90,12 @@ class Change:
         is_narrow = self.low >= 1 - _EQUAL and self.high <= 1 + _EQUAL
         return is_narrow and (self.low <= 1 <= self.high or not self.counts)
 
+    @property
+    def is_surely_same(self) -> bool:
+        """Whether so few rounds as there are leave no room for a change that should be told."""
+        far = max(-math.log(self.low), math.log(self.high))
+        return self.is_same and far < _SETTLED
+
     def visible(self, looks: Looks) -> float:
         """The smallest change that both rounds see in four of five times, with this error."""
         from scipy import optimize, stats
@@ -112,7 +119,8 @@ class Verdict:
 
     Attributes:
         name: of the cell.
-        verdict: regressed, intended, improved, same, inconclusive, failed or not compared.
+        verdict: regressed, intended, improved, changed (neither way is better), same,
+            inconclusive, failed or not compared.
         base: the number before: the median over the rounds; None where there is none.
         new: the number after.
         change: where it is not exact.
@@ -142,6 +150,12 @@ def flagged(several: Sequence[Series]) -> list[Series]:
     return [series for series, change, rate in found if rate <= _RATE and change.counts]
 
 
+def is_settled(series: Series) -> bool:
+    """Whether further rounds of a timed cell would hardly say anything else of it."""
+    timed = _timed([series])
+    return not timed or Change.of(series.rounds).is_surely_same
+
+
 def _timed(several: Sequence[Series]) -> list[Series]:
     timed = [each for each in several if not (each.exact or each.missing)]
     return [each for each in timed if len(each.rounds) >= FEWEST_ROUNDS and _is_positive(each)]
@@ -164,6 +178,8 @@ def verdict(series: Series, again: Series | None = None, looks: Looks = Looks())
     told: dict[str, Any] = {"name": cell.name, "unit": cell.unit}
     if series.missing:
         return _without_numbers(series, told)
+    if not series.rounds:
+        return Verdict(verdict=NOT_COMPARED, reason="it was not reached", **told)
     base, new = (_middle(series, role) for role in (BASE, NEW))
     told |= {"base": base, "new": new}
     if series.exact:
@@ -171,7 +187,8 @@ def verdict(series: Series, again: Series | None = None, looks: Looks = Looks())
     if not _is_positive(series):
         return Verdict(verdict=NOT_COMPARED, reason="a number is not positive", **told)
     if len(series.rounds) < FEWEST_ROUNDS:
-        return Verdict(verdict=NOT_COMPARED, reason="it was interrupted", **told)
+        reason = f"{len(series.rounds)} of {FEWEST_ROUNDS} rounds were reached"
+        return Verdict(verdict=NOT_COMPARED, reason=reason, **told)
     return _of_timed(series, again, looks, told)
 
 
@@ -189,7 +206,7 @@ def _middle(series: Series, role: str) -> float:
 
 
 def _of_exact(series: Series, told: dict[str, Any]) -> Verdict:
-    before = {each[role] for each in series.rounds for role in (BASE, AGAIN)}
+    before = {each[role] for each in series.rounds for role in (BASE, AGAIN) if role in each}
     after = {each[NEW] for each in series.rounds}
     if len(before) > 1 or len(after) > 1:
         reason = "it differs from process to process"
@@ -200,6 +217,8 @@ def _of_exact(series: Series, told: dict[str, Any]) -> Verdict:
 
 
 def _direction(series: Series, is_more: bool) -> str:
+    if series.cell.less_is_better is None:
+        return CHANGED
     return REGRESSED if is_more is series.cell.less_is_better else IMPROVED
 
 

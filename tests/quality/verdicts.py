@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 from benchmarks.compare.cells import Cell
 from benchmarks.compare.rounds import AGAIN, BASE, NEW, Series
 from benchmarks.compare.verdicts import (
+    FEWEST_ROUNDS,
     IMPROVED,
     INCONCLUSIVE,
     REGRESSED,
     SAME,
     Looks,
     flagged,
+    is_settled,
     verdict,
 )
 
@@ -119,18 +121,24 @@ def simulate(setting: Setting, runs: int) -> Tally:
 
 
 def _run(draw: random.Random, setting: Setting) -> list[str]:
-    """What is said of the first cell, and of those others that were measured again."""
+    """What is said of the first cell, and of those others that were measured again.
+
+    As where there is time for all: what is settled after the fewest rounds has no more.
+    """
     settings = [setting, *[replace(setting, change=0.0)] * (setting.cells - 1)]
-    first = [_series(draw, str(place), each) for place, each in enumerate(settings)]
+    first = [_series(draw, str(place), each, FEWEST_ROUNDS) for place, each in enumerate(settings)]
+    for series, each in zip(first, settings, strict=True):
+        if not is_settled(series):
+            series.rounds += rounds(draw, each, _ROUNDS - FEWEST_ROUNDS)
     places = [int(each.cell.name) for each in flagged(first)]
     again = {place: _series(draw, str(place), settings[place]) for place in places}
     looks = Looks.of(first, [*again.values()])
     return [verdict(first[at], again.get(at), looks).verdict for at in sorted({0, *places})]
 
 
-def _series(draw: random.Random, name: str, setting: Setting) -> Series:
+def _series(draw: random.Random, name: str, setting: Setting, count: int = _ROUNDS) -> Series:
     cell = Cell(name, less_is_better=True, unit="seconds", index=None, benchmark={})
-    return Series(cell, rounds(draw, setting))
+    return Series(cell, rounds(draw, setting, count))
 
 
 def table(settings: Iterable[Setting], runs: int) -> Iterator[str]:

@@ -16,7 +16,8 @@ from benchmarks.compare.cells import Cell, NotObservedError, Observed
 from benchmarks.compare.journal import Journal
 from benchmarks.compare.rounds import AGAIN, BASE, NEW, Series, Sides, run_round
 from benchmarks.compare.schedule import Schedule
-from benchmarks.compare.trees import ComparisonError
+from benchmarks.compare.trees import ComparisonError, git
+from tests.quality import alarms
 from tests.quality.verdicts import Setting
 from tests.quality.verdicts import rounds as drawn
 
@@ -111,7 +112,8 @@ class TestTheOrder:
         changed = Setting(0.1, noise=0.002)
         before = drawn(random.Random(1), changed, 8)
         first = [Series(cell("0"), before)]
-        schedule = Schedule(first, [Series(cell("0"), before[:6])], rounds=8, minutes=10, started=0.0)
+        second = [Series(cell("0"), before[:6])]
+        schedule = Schedule(first, second, rounds=8, minutes=10, started=0.0)
         run = Drawn(monkeypatch, cell0=changed)
         schedule.run(run.measure)
 
@@ -278,3 +280,20 @@ class TestTheJournal:
         journal.keep(Series(cell("a"), [{BASE: 1.0, NEW: 1.0}]), again=False)
 
         assert journal.trouble.startswith("the rounds cannot be kept in")
+
+
+def test_what_compare_is_tried_on_is_head_with_a_change_and_nothing_here_changes() -> None:
+    before = git("status", "--porcelain")
+    made = alarms.planted(alarms.PLANTED[0])
+
+    assert git("diff", "--name-only", "HEAD", made) == "optimizer/__init__.py"
+    compile(git("show", f"{made}:optimizer/__init__.py"), "planted", "exec")
+    assert git("status", "--porcelain") == before
+    assert alarms.planted(alarms.PLANTED[0]) == made
+
+
+def test_an_alarm_is_false_unless_it_was_planted() -> None:
+    said = [{"verdict": each} for each in ("regressed", "regressed", "improved", "not compared")]
+
+    assert alarms.line("nothing", [said]) == "| nothing | 1 | 3 | 0 | 3 |"
+    assert alarms.line("slower", [said], right="regressed") == "| slower | 1 | 3 | 2 | 1 |"

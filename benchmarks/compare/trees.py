@@ -36,7 +36,7 @@ def commit_of(name: str) -> str:
     if name == WORKING_TREE:
         return _snapshot()
     try:
-        return _git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+        return git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
     except subprocess.CalledProcessError as error:
         raise ComparisonError(
             f"there is no commit {name!r} here: name a commit, a branch, or . for the working tree."
@@ -49,25 +49,35 @@ def content_of(commit: str, file: str) -> str:
     Raises:
         subprocess.CalledProcessError: it has none.
     """
-    return _git("show", f"{commit}:{file}")
+    return git("show", f"{commit}:{file}")
 
 
 def _snapshot() -> str:
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
-        _git("read-tree", "HEAD", **index)
-        _git("add", "--all", **index)
-        tree = _git("write-tree", **index)
-    # Whose it is and of when never differs, so that one tree is one commit, and can be resumed.
-    said = {"NAME": "compare", "EMAIL": "compare", "DATE": _git("log", "-1", "--format=%cI")}
+        git("read-tree", "HEAD", **index)
+        git("add", "--all", **index)
+        return commit_on_no_branch(git("write-tree", **index), "the working tree")
+
+
+def commit_on_no_branch(tree: str, message: str) -> str:
+    """A commit of a tree, after HEAD.
+
+    Whose it is and of when never differs, so that one tree is one commit, and can be resumed.
+    """
+    said = {"NAME": "compare", "EMAIL": "compare", "DATE": git("log", "-1", "--format=%cI")}
     author = {f"GIT_{who}_{key}": said[key] for who in ("AUTHOR", "COMMITTER") for key in said}
-    return _git("commit-tree", tree, "-p", "HEAD", "-m", "the working tree", **author)
+    return git("commit-tree", tree, "-p", "HEAD", "-m", message, **author)
 
 
-def _git(*arguments: str, **environment: str) -> str:
-    command = ["git", *arguments]
-    environment = {**os.environ, **environment}
-    return subprocess.check_output(command, text=True, env=environment).strip()
+def git(*arguments: str, content: str | None = None, **environment: str) -> str:
+    """What git says, without blanks around it; `content` is what it reads.
+
+    Raises:
+        subprocess.CalledProcessError: it fails.
+    """
+    command, environment = ["git", *arguments], {**os.environ, **environment}
+    return subprocess.check_output(command, input=content, text=True, env=environment).strip()
 
 
 class Tree:

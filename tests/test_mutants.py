@@ -206,6 +206,10 @@ def test_the_package_as_it_is_runs_once_for_all_that_is_looked_for_alike(
     assert all(each.killed for each in verdicts)
     assert seen == [("the package as it is", 7), *((each.name, 7) for each in alike)]
 
+    seen.clear()
+    assert len(list(_score.score(alike, ["motifs"], 7, trusted=["motifs"]))) == 3
+    assert seen == [(each.name, 7) for each in alike]
+
 
 @contextmanager
 def in_this_process(*_: Any, **__: Any) -> Iterator[Any]:

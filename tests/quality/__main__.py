@@ -74,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--rest", action="store_true", help="but for those on record as found")
     score.add_argument("--budget", type=int, default=_score.BUDGET, help="models for each")
     score.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    score.add_argument(
+        "--trust", nargs="+", choices=_score.FINDERS, default=[], help="who passed just before"
+    )
     hunt = command("hunt", _run_hunt, "the defects of other tools")
     hunt.add_argument("--target", choices=_hunt.targets(), help="one of them; all if not given")
     hunt.add_argument("--examples", type=int, help="so many; else as many as each target has")
@@ -156,7 +159,9 @@ def _run_score(options: argparse.Namespace, record: Record) -> int:
 
     def recorded() -> Iterator[_score.Verdict]:
         nonlocal survive
-        for each in _score.score(rest, options.by, options.budget, options.processes):
+        for each in _score.score(
+            rest, options.by, options.budget, options.processes, options.trust
+        ):
             name, seconds = each.mutant.name, round(each.seconds, 1)
             survive += not each.killed and name not in equivalent
             record(name, killed=each.killed, examples=each.examples, seconds=seconds)

@@ -158,19 +158,28 @@ def score(
     by: Sequence[str] = ("models",),
     budget: int = BUDGET,
     processes: int = 1,
+    trusted: Sequence[str] = (),
 ) -> Iterator[Verdict]:
     """Try mutants, in processes of their own, and yield what becomes of each.
 
     Those that the first finder finds come first; the next one is asked for the others alone.
 
+    Args:
+        mutants: the mistakes.
+        by: names of `FINDERS`.
+        budget: so many generated models for each.
+        processes: so many at a time.
+        trusted: the finders that were seen to pass without a mistake just now.
+
     Raises:
-        UnsoundError: the package without a mistake, which each finder tries first, fails.
+        UnsoundError: the package without a mistake, which each other finder tries first, fails.
     """
     rest = list(mutants)
     with ThreadPoolExecutor(processes) as threads:
         for name in by:
             survive = []
-            for each in _tried_by(name, rest, budget, threads):
+            tries = _tried_trusting if name in trusted else _tried_by
+            for each in tries(name, rest, budget, threads):
                 if each.killed or name == by[-1]:
                     yield each
                 else:
@@ -186,6 +195,13 @@ def _tried_by(name: str, mutants: Sequence[Mutant], budget: int, pool: Any) -> I
     sound = dict(zip(alike, map(_require_sound, alike.values(), found), strict=True))
     own = [sound[_looked_for_with(each, [name])] for each in mutants]
     yield from pool.map(partial(_try_next_to, name, budget), mutants, own)
+
+
+def _tried_trusting(
+    name: str, mutants: Sequence[Mutant], budget: int, pool: Any
+) -> Iterator[Verdict]:
+    """What one finder says of each mistake."""
+    yield from pool.map(lambda each: _try_next_to(name, budget, each, {}), mutants)
 
 
 def _try_next_to(name: str, budget: int, mutant: Mutant, sound: Sound) -> Verdict:

@@ -112,10 +112,11 @@ def _usual() -> list[str]:
 
     models = "|".join(HEADLINE)
     return [
-        rf"^graph\..*\b({models})\b(?!.*(eager|fx_fuse))",
+        rf"^graph\..*\b({models})\b(?!.*(eager|fx_fuse|optimized-2))",
         rf"^cpu\.Memory\..*\(({models}), optimized-1\)",
         rf"^cpu\.Latency\..*\(({models}), optimized-1\)",
         rf"^cpu\.Latency\..*\(({models}), optimized-2-openvino\)",
+        rf"^graph\..*\b({models})\b.*optimized-2",
         rf"^cpu\.Latency\..*\(({models}), optimized-2\)",
         rf"^cpu\.Memory\..*\(({models}), optimized-2",
     ]

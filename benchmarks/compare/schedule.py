@@ -18,6 +18,7 @@ from .verdicts import FEWEST_ROUNDS, flagged, is_settled
 
 _TOGETHER = 8  # timed cells that share servers, and a few minutes
 _FIRST = 0.7  # of the time, for the first rounds
+_LAST = 0.97  # of the time, within which the last cell begins
 
 HasTime: TypeAlias = Callable[[], bool]
 # Measures cells once more each, while there is time.
@@ -58,7 +59,7 @@ class Schedule:
 
     def has_time(self) -> bool:
         """Whether the time is not over."""
-        return time.monotonic() < self.started + 60 * self.minutes
+        return time.monotonic() < self.started + 60 * self.minutes * _LAST
 
     def _has_time_for_first(self) -> bool:
         return time.monotonic() < self.started + 60 * self.minutes * _FIRST

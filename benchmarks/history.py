@@ -117,17 +117,18 @@ def spread(commits: Sequence[str], count: int) -> list[str]:
 
 def _parts_of(models: Sequence[str]) -> list[Part]:
     pairs = [models[start : start + _PAIR] for start in range(0, len(models), _PAIR)]
-    every, graphs = "|".join(models), "graph counts"
-    parts = [Part(graphs, (rf"^graph\..*'({every})'",), tiers.COUNT, tiers.GRAPHS)]
-    for kind, seconds in (("Memory", tiers.MEMORY), ("Paired", tiers.PAIRED)):
-        parts += [
-            Part(f"{kind} of {' and '.join(pair)}", (_of(kind, pair),), seconds) for pair in pairs
-        ]
-    return parts
+    every = "|".join(models)
+    counts = Part("graph counts", (rf"^graph\.(Graph|Work|Rewrites)\..*'({every})'",), tiers.COUNT)
+    level_2 = Part("level 2", (rf"^graph\.(Lowered|Error)\..*'({every})'",), 0.2, tiers.GRAPHS)
+    paired = [Part(f"Paired of {' and '.join(pair)}", (_of("Paired", pair),), tiers.PAIRED)
+              for pair in pairs]  # fmt: skip
+    memory = Part("Memory", (_of("Memory", models, "eager", "optimized-1"),), tiers.MEMORY)
+    return [counts._replace(start=tiers.GRAPHS), *paired, memory, level_2]
 
 
-def _of(kind: str, models: Iterable[str]) -> str:
-    return rf"^cpu\.{kind}\..*'({'|'.join(models)})'"
+def _of(kind: str, models: Iterable[str], *variants: str) -> str:
+    rest = rf", '({'|'.join(variants)})'" if variants else ""
+    return rf"^cpu\.{kind}\..*'({'|'.join(models)})'{rest}"
 
 
 def _of_commit(

@@ -57,6 +57,10 @@ def _guard(
     return apply
 
 
+def _unfit(made_for: str, remedy: str) -> InputError:
+    return InputError(f"this model was optimized for {made_for}: optimize it again {remedy}.")
+
+
 @_guard
 def expect_value(value: Any, expected: object, name: str) -> None:
     """Require the argument that the model's branches were chosen by.
@@ -65,10 +69,7 @@ def expect_value(value: Any, expected: object, name: str) -> None:
         InputError: `value` is not what the model was optimized with.
     """
     if value is not expected and key_of(value) != key_of(expected):
-        raise InputError(
-            f"this model was optimized for {name}={expected!r}: optimize it again with example"
-            f" inputs that pass the {name} you need."
-        )
+        raise _unfit(f"{name}={expected!r}", f"with example inputs that pass the {name} you need")
 
 
 @_guard
@@ -79,10 +80,8 @@ def expect_shape(value: torch.Tensor, shape: tuple[int, ...], name: str) -> None
         InputError: `value` has others.
     """
     if value.shape != shape:
-        raise InputError(
-            f"this model was optimized for {name} of shape {shape} and got {tuple(value.shape)}:"
-            " optimize it again without static_shapes."
-        )
+        told = f"{name} of shape {shape} and got {tuple(value.shape)}"
+        raise _unfit(told, "without static_shapes")
 
 
 @_guard
@@ -95,20 +94,13 @@ def expect_tensor(
         InputError: `value` is something else.
     """
     if not isinstance(value, torch.Tensor):
-        raise InputError(
-            f"this model was optimized for a tensor {name} and got {value!r}:"
-            " optimize it again with example inputs of that type."
-        )
+        raise _unfit(f"a tensor {name} and got {value!r}", "with example inputs of that type")
     if rank is not None and value.dim() != rank:
-        raise InputError(
-            f"this model was optimized for {name} of {rank} dimensions and got {value.dim()}:"
-            " optimize it again with example inputs of that rank."
-        )
+        told = f"{name} of {rank} dimensions and got {value.dim()}"
+        raise _unfit(told, "with example inputs of that rank")
     if dtype is not None and value.dtype != dtype:
-        raise InputError(
-            f"this model was optimized for {name} of {dtype} and got {value.dtype}:"
-            " optimize it again with example inputs of that dtype."
-        )
+        told = f"{name} of {dtype} and got {value.dtype}"
+        raise _unfit(told, "with example inputs of that dtype")
 
 
 @_guard
@@ -119,10 +111,8 @@ def expect_given(value: Any, name: str) -> None:
         InputError: there is a None, a flag or a string in `value`.
     """
     if any(chooses_a_branch(leaf) for leaf in tree_leaves(value)):
-        raise InputError(
-            f"this model was optimized for an argument {name} that holds no None, flag or string:"
-            " optimize it again with example inputs that do."
-        )
+        told = f"an argument {name} that holds no None, flag or string"
+        raise _unfit(told, "with example inputs that do")
 
 
 @_guard
@@ -133,10 +123,8 @@ def expect_none_given(value: Any, name: str) -> None:
         InputError: there are some in `value`.
     """
     if value:
-        raise InputError(
-            f"this model was optimized for no further arguments in '{name}' and got {len(value)}:"
-            " optimize it again with example inputs that pass them."
-        )
+        told = f"no further arguments in '{name}' and got {len(value)}"
+        raise _unfit(told, "with example inputs that pass them")
 
 
 @_guard
@@ -151,11 +139,9 @@ def expect_call(
         InputError: another number is passed by position, or others are by name.
     """
     if more_args or more_kwargs or any(each is ... for each in given):
-        raise InputError(
-            f"this model was optimized for a call with {count} positional arguments and the"
-            f" keyword arguments {', '.join(names) or '(none)'}, which its forward can tell from"
-            " another: optimize it again with example inputs that are passed as you need."
-        )
+        told = f"a call with {count} positional arguments and the keyword arguments"
+        told += f" {', '.join(names) or '(none)'}, which its forward can tell from another"
+        raise _unfit(told, "with example inputs that are passed as you need")
 
 
 @_guard
@@ -167,10 +153,7 @@ def expect_structure(value: Any, structure: str, name: str) -> list[Any]:
     """
     leaves, found = tree_flatten(value)
     if str(found) != structure:
-        raise InputError(
-            f"this model was optimized for {name} of another structure: optimize it again with"
-            " example inputs of that structure."
-        )
+        raise _unfit(f"{name} of another structure", "with example inputs of that structure")
     return leaves
 
 
@@ -195,11 +178,8 @@ def expect_like(
     )
     same = value.is_meta or value.device == device  # a meta tensor is the facts' own
     if not (fits and same and value.is_contiguous() == contiguous):
-        raise InputError(
-            f"this model was optimized for {name} like the example in size, device and memory"
-            f" format, and got {tuple(value.shape)} on {value.device}: optimize it again with such"
-            " example inputs."
-        )
+        told = f"{name} like the example in size, device and memory format, and got"
+        raise _unfit(f"{told} {tuple(value.shape)} on {value.device}", "with such example inputs")
 
 
 def chooses_a_branch(value: Any) -> bool:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimizer
 from optimizer.core import device as _device
-from optimizer.core.device import Cpu, Cuda
+from optimizer.core.device import Cuda, Device
 from optimizer.core.inputs import storages_in, tensors_in
 from optimizer.lowering import autotune as _times
 from optimizer.lowering import cuda_graph as _cuda_graph
@@ -67,10 +67,10 @@ class FakeCuda(Cuda):
         return self.capturing
 
     def keep_random_state(self) -> AbstractContextManager[None]:
-        return Cpu().keep_random_state()
+        return Device().keep_random_state()
 
     def seed(self, number: int) -> None:
-        Cpu().seed(number)
+        Device().seed(number)
 
     def record(self, program: Any, inputs: Sequence[torch.Tensor]) -> Any:
         self.records += 1

@@ -11,7 +11,7 @@ from torch import nn
 from optimizer.analysis import measure as _measure
 from optimizer.analysis.measure import Comparison, Measurement, Spread, compare, measure
 from optimizer.core import device as _device
-from optimizer.core.device import Cpu, Cuda, Mps, device_named
+from optimizer.core.device import Cuda, Device, Mps, device_named
 from optimizer.core.errors import DeviceError, InputError
 
 FLOATS = torch.linspace(-1, 1, 1000)
@@ -101,7 +101,7 @@ def test_peak_memory_is_exact_to_the_byte_and_without_weights_and_inputs(module,
 
 def test_peak_memory_on_the_cpu_counts_a_workspace_inside_one_operator():
     scores = torch.randn(1000)
-    held = Cpu().peak_memory(lambda: torch.sort(scores))
+    held = Device().peak_memory(lambda: torch.sort(scores))
 
     assert held > 4000 + 8000  # values and indices, and what sorting needed beside them
 

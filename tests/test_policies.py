@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import optimizer
-from optimizer.core.device import Cpu
+from optimizer.core.device import Device
 from optimizer.lowering import autotune as _choose
 from optimizer.lowering import autotune as _times
 from optimizer.lowering import policies as _policies
@@ -20,7 +20,7 @@ from optimizer.lowering.module import LoweredModule
 from optimizer.lowering.policies import AS_IT_IS, POLICIES, require_one_device
 
 
-class Clock(Cpu):
+class Clock(Device):
     """A device whose work is done when it is waited for."""
 
     def __init__(self) -> None:

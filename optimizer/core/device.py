@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch._C import _autograd, _profiler
@@ -21,26 +21,8 @@ _CAPTURE = threading.Lock()  # one graph is captured at a time
 _RUNS_BEFORE_CAPTURE = 3  # in the first, libraries choose kernels and allocate
 
 
-class Device(Protocol):
-    """What `measure` needs of a device."""
-
-    name: str
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
-
-    def peak_memory(self, run: Callable[[], object]) -> int:
-        """The most bytes that `run()` held at once above what was allocated before it."""
-
-    def keep_random_state(self) -> AbstractContextManager[None]:
-        """On leaving the context, the generators of the CPU and this device are as on entering."""
-
-    def seed(self, number: int) -> None:
-        """Seed the generators of the CPU and this device, and of no other."""
-
-
-class Cpu:
-    """The CPU. Its calls are synchronous.
+class Device:
+    """What `measure` needs of a device; by itself the CPU, whose calls are synchronous.
 
     Peak memory is the running sum of what PyTorch's CPU allocator reports to the profiler. It sees
     the workspaces that an operator allocates for itself (36 % of the peak of a resnet18), which a
@@ -51,9 +33,10 @@ class Cpu:
     name = "cpu"
 
     def synchronize(self) -> None:
-        return
+        """Wait until the device has done all it was given."""
 
     def peak_memory(self, run: Callable[[], object]) -> int:
+        """The most bytes that `run()` held at once above what was allocated before it."""
         _autograd._enable_profiler_legacy(_MEMORY_ONLY)
         try:
             result = run()
@@ -63,13 +46,15 @@ class Cpu:
         return _highest(event.cpu_memory_usage() for thread in events for event in thread)
 
     def keep_random_state(self) -> AbstractContextManager[None]:
+        """On leaving the context, the generators of the CPU and this device are as on entering."""
         return torch.random.fork_rng(devices=[])
 
     def seed(self, number: int) -> None:
+        """Seed the generators of the CPU and this device, and of no other."""
         torch.default_generator.manual_seed(number)
 
 
-class Cuda:
+class Cuda(Device):
     """One NVIDIA (or ROCm) GPU: the caching allocator keeps the peak itself."""
 
     def __init__(self, index: int | None = None) -> None:
@@ -91,7 +76,7 @@ class Cuda:
         return torch.random.fork_rng(devices=[torch.device(self.name)])
 
     def seed(self, number: int) -> None:
-        torch.default_generator.manual_seed(number)
+        super().seed(number)
         with torch.cuda.device(self.name):
             torch.cuda.manual_seed(number)
 
@@ -138,7 +123,7 @@ class Cuda:
         return turn
 
 
-class Mps:
+class Mps(Device):
     """Apple's GPU. It keeps no peak, so allocated memory is read after every operator.
 
     Workspaces that an operator frees before it returns are not seen.
@@ -162,7 +147,7 @@ class Mps:
         return torch.random.fork_rng(devices=[0], device_type="mps")
 
     def seed(self, number: int) -> None:
-        torch.default_generator.manual_seed(number)
+        super().seed(number)
         torch.mps.manual_seed(number)
 
 
@@ -174,7 +159,7 @@ def device_named(name: str | torch.device) -> Device:
     """
     kind, _, index = str(name).partition(":")
     if kind == "cpu":
-        return Cpu()
+        return Device()
     if kind == "cuda":
         _require(torch.cuda.is_available(), "cuda", "an NVIDIA GPU")
         return Cuda(int(index) if index else None)
@@ -207,14 +192,8 @@ class _AllocatedAfterEachOperator(TorchDispatchMode):  # type: ignore[no-untyped
         super().__init__()  # type: ignore[no-untyped-call]
         self.most = 0
 
-    def __torch_dispatch__(
-        self,
-        operator: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = operator(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         self.most = max(self.most, torch.mps.current_allocated_memory())
         return result
 

@@ -119,7 +119,8 @@ def largest_error(expected: Answer, actual: Answer) -> float:
 
 
 def _differences(expected: Answer, actual: Answer, *, exact: bool) -> Iterator[Difference]:
-    for place, old, new in (("output", expected.output, actual.output), _inputs(expected, actual)):
+    pairs = ("output", expected.output, actual.output), ("input", expected.inputs, actual.inputs)
+    for place, old, new in pairs:
         (old_leaves, old_structure), (new_leaves, new_structure) = leaves_of(old), leaves_of(new)
         if old_structure != new_structure:
             yield Difference(place, float("inf"), "has another structure")
@@ -128,10 +129,6 @@ def _differences(expected: Answer, actual: Answer, *, exact: bool) -> Iterator[D
         for (path, one), other in zip(old_leaves.items(), new_leaves.values(), strict=True):
             if found := _leaf_difference(place + path, one, other, bounds):
                 yield found
-
-
-def _inputs(expected: Answer, actual: Answer) -> tuple[str, Any, Any]:
-    return "input", expected.inputs, actual.inputs
 
 
 def _bounds_for(leaves: Iterable[Any]) -> dict[Any, float]:

@@ -34,6 +34,7 @@ from optimizer.frontend.module import OptimizedModule
 from optimizer.frontend.symbolic import adopt, observe
 from optimizer.passes import select
 from optimizer.rewrite.contract import REDUCED, Pass
+from optimizer.rewrite.subgraph import hold
 
 _torch: Any = torch._C  # whose stubs lack what tells of copies on write
 log = logging.getLogger("optimizer")
@@ -183,21 +184,14 @@ class _Graph:
         for name, child in self.module.named_children():
             root.add_module(name, child)
         for name, tensor in (*self.module._parameters.items(), *self.module._buffers.items()):
-            _hold(root, name, tensor)
+            hold(root, name, tensor)
         nodes = self.module.graph.find_nodes(op="placeholder")
         weights = {nodes[i]: snapshot.get_parameter(str(i)) for i in self.held}
         for node, weight in weights.items():
-            _hold(root, node.name, weight)
+            hold(root, node.name, weight)
         module = fx.GraphModule(root, _copied(self.module, weights), "Dynamo")
         module.training = False  # what depends on it is in the graph already
         return module
-
-
-def _hold(root: nn.Module, name: str, tensor: Any) -> None:
-    if isinstance(tensor, nn.Parameter):
-        root.register_parameter(name, tensor)
-    else:
-        root.register_buffer(name, tensor)
 
 
 def _is_held(node: fx.Node, value: Any) -> bool:

@@ -34,12 +34,6 @@ else:
     from optimizer.workloads._workload import Workload
 
 __all__ = [
-    "UnavailableDeviceError",
-    "UnknownWorkloadError",
-    "Workload",
-    "load",
-    "names",
-    "seeds",
-    "synthetic",
-    "vision",
-]
+    "UnavailableDeviceError", "UnknownWorkloadError", "Workload",
+    "load", "names", "seeds", "synthetic", "vision",
+]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -43,7 +44,8 @@ class Device:
         finally:
             events = _autograd._disable_profiler_legacy()
         del result
-        return _highest(event.cpu_memory_usage() for thread in events for event in thread)
+        changes = (event.cpu_memory_usage() for thread in events for event in thread)
+        return max(accumulate(changes, initial=0))
 
     def keep_random_state(self) -> AbstractContextManager[None]:
         """On leaving the context, the generators of the CPU and this device are as on entering."""
@@ -196,14 +198,6 @@ class _AllocatedAfterEachOperator(TorchDispatchMode):  # type: ignore[no-untyped
         result = func(*args, **(kwargs or {}))
         self.most = max(self.most, torch.mps.current_allocated_memory())
         return result
-
-
-def _highest(changes: Iterable[int]) -> int:
-    held = highest = 0
-    for change in changes:
-        held += change
-        highest = max(highest, held)
-    return highest
 
 
 _MEMORY_ONLY = _profiler.ProfilerConfig(

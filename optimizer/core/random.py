@@ -70,7 +70,8 @@ class Own(Recorded):  # type: ignore[no-untyped-call]
         taking = _taking_a_generator(func)
         if taking is None:
             return _seeded(func, args, kwargs, generator)
-        if kwargs.get("generator") is None and not _holds_a_generator(args):
+        given = (*args, kwargs.get("generator"))
+        if not any(isinstance(each, torch.Generator) for each in given):
             kwargs = {**kwargs, "generator": generator}
         return taking(*args, **kwargs)
 
@@ -94,10 +95,6 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     idle = "dropout_p" in _arguments(func) and not given.get("dropout_p")
     return torch.Tag.nondeterministic_seeded in func.tags and not idle
-
-
-def _holds_a_generator(args: Any) -> bool:
-    return any(isinstance(each, torch.Generator) for each in args)
 
 
 def _taking_a_generator(func: Any) -> Any:

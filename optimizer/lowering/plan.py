@@ -17,7 +17,7 @@ from optimizer.lowering.candidates import varied
 from optimizer.lowering.policies import AS_IT_IS
 from optimizer.lowering.precision import Precision, in_precision
 from optimizer.lowering.program import LaidOut, as_function
-from optimizer.lowering.trace import NotStraightLineError, StraightLine, straight_line
+from optimizer.lowering.trace import NotStraightLineError, StraightLine, require, straight_line
 from optimizer.verify.equivalence import Answer, Difference, compare_answers, relative_error
 
 _FINDING = 1e-3  # seconds that it takes to find a plan, at most
@@ -74,11 +74,11 @@ class Plan:
             before, after = (Answer(tuple(each), ()) for each in (expected, actual))
             call = Call(tuple(inputs), {})
             found = compare_answers(line.module, call, before, after, exact=False)
-            _require(found is None, f"its answer differs ({found})")
+            require(found is None, f"its answer differs ({found})")
             return
         self.error = max(self.error, *map(relative_error, expected, actual))
         bound = self.precision.budget
-        _require(self.error <= bound, f"its answer is off by {self.error:.2g}, over {bound:.2g}")
+        require(self.error <= bound, f"its answer is off by {self.error:.2g}, over {bound:.2g}")
 
     def require_right(self, output: Any, judge: Judge) -> None:
         """Require that nothing is wrong with the output of a call by the plan.
@@ -87,7 +87,7 @@ class Plan:
             NotStraightLineError: something is.
         """
         found = judge(self.precision, Answer(output, ()))
-        _require(found is None, f"its answer differs ({found})")
+        require(found is None, f"its answer differs ({found})")
 
     def require_worth_it(
         self, runs: Mapping[str, Callable[..., Any]], times: Times, chooser: Chooser
@@ -102,12 +102,12 @@ class Plan:
         """
         if not chooser.tunes:
             lowered = any(choice.chosen != AS_IT_IS for choice in self.choices)
-            return _require(lowered, "no region of it can be")
+            return require(lowered, "no region of it can be")
         if self.saves > _CLEARLY * times.spent + _FINDING:
             return None
         seconds = chooser.race(runs, times, fewest=1)
         ratio = seconds["plan"] / seconds["portable"]
-        return _require(ratio <= WORTH_IT, f"it is not faster so: {ratio:.2f} of the time")
+        return require(ratio <= WORTH_IT, f"it is not faster so: {ratio:.2f} of the time")
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The output for the tensors of a call of this signature. It carries no gradient."""
@@ -153,8 +153,3 @@ def _or_why_not(make: Callable[..., Plan], precision: Precision) -> Plan | str:
         return make(precision)
     except NotStraightLineError as error:
         return str(error)
-
-
-def _require(condition: bool, reason: str) -> None:
-    if not condition:
-        raise NotStraightLineError(reason)

@@ -142,9 +142,9 @@ def straight_line(
     recorder, effects = _Recorder(inputs, held), Effects()
     with torch.no_grad(), effects, recorder:
         output = run(*own.args, **own.kwargs)
-    _require(not effects.counts, "a size depends on values")
+    require(not effects.counts, "a size depends on values")
     outputs = tensors_in(output)
-    _require(all(map(is_ordinary, outputs)), "an output is more than its storage and shape")
+    require(all(map(is_ordinary, outputs)), "an output is more than its storage and shape")
     _require_own_storages(outputs, inputs)
     module = recorder.finished(outputs)
     return StraightLine(module, inputs, tuple(outputs), _rebuild(output))
@@ -157,7 +157,7 @@ def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
     leaves, spec = pytree.tree_flatten(output)
     kept = [_PLACE if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     kinds = {type(leaf) for leaf in kept if leaf is not _PLACE}
-    _require(kinds <= {bool, int, float, str, type(None)}, "it returns an object of its own")
+    require(kinds <= {bool, int, float, str, type(None)}, "it returns an object of its own")
 
     def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
         given = iter(tensors)
@@ -168,13 +168,13 @@ def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
 
 def _require_dense(call: Call, copies: Sequence[torch.Tensor]) -> None:
     same = all(a.stride() == b.stride() for a, b in zip(tensors_in(call), copies, strict=True))
-    _require(same, "an input has gaps or overlaps in memory")
+    require(same, "an input has gaps or overlaps in memory")
 
 
 def _require_own_storages(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
     storages = [storages_in(tensor) for tensor in (*inputs, *outputs)]
     distinct = len(set[int]().union(*storages)) == len(storages)
-    _require(distinct, "an output shares memory with an input or another output")
+    require(distinct, "an output shares memory with an input or another output")
 
 
 class _Recorder(TorchFunctionMode):
@@ -229,20 +229,20 @@ class _Recorder(TorchFunctionMode):
         if not isinstance(value, torch.Tensor):
             return value
         name = func.__self__.__name__
-        _require(name in ("T", "mT", "H", "mH", "real", "imag"), f"it reads .{name} of a tensor")
+        require(name in ("T", "mT", "H", "mH", "real", "imag"), f"it reads .{name} of a tensor")
         self.nodes[value] = self.graph.call_function(getattr, (self._node(owner), name))
         return value
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", str(func))
-        _require(name != "max_pool1d", "max_pool1d has other strides while it is written down")
+        require(name != "max_pool1d", "max_pool1d has other strides while it is written down")
         read = [(tensor, version_of(tensor)) for tensor in tensors_in((args, kwargs))]
         result = func(*args, **kwargs)
         unchanged = all(version_of(tensor) == version for tensor, version in read)
-        _require(unchanged, f"'{name}' writes a tensor")
+        require(unchanged, f"'{name}' writes a tensor")
         tensors = [result] if isinstance(result, torch.Tensor) else result
         sequence = isinstance(tensors, tuple | list) and tensors
-        _require(bool(sequence), f"what '{name}' returns depends on values")
+        require(bool(sequence), f"what '{name}' returns depends on values")
         node, held = self._call(func, args, kwargs), storages_in(result)
         new = held - storages_in((args, kwargs))  # it may lie where something lay that is gone
         self.made = {idle: storages - new for idle, storages in self.made.items()}
@@ -251,7 +251,7 @@ class _Recorder(TorchFunctionMode):
             self.made |= {node: held} if _is_idle(node) else {}
             return result
         for place, tensor in enumerate(tensors):
-            _require(isinstance(tensor, torch.Tensor), f"'{name}' returns no tensors only")
+            require(isinstance(tensor, torch.Tensor), f"'{name}' returns no tensors only")
             self.nodes[tensor] = self.graph.call_function(operator.getitem, (node, place))
         return result
 
@@ -261,14 +261,14 @@ class _Recorder(TorchFunctionMode):
         What shares memory with it is not to be read again.
         """
         own = target in self.nodes and storages_in(target).isdisjoint(self.inputs)
-        _require(own, "it writes a tensor that is read elsewhere")
+        require(own, "it writes a tensor that is read elsewhere")
         found = returning_new(func, args, kwargs)
         if found is None:
             raise NotStraightLineError(f"it writes a tensor by '{getattr(func, '__name__', func)}'")
         pure, given, options = found
         made = pure(*given, **options)
         same = made.dtype == target.dtype and made.shape == target.shape
-        _require(same, "it writes a tensor of another dtype or shape")
+        require(same, "it writes a tensor of another dtype or shape")
         node = self._call(pure, given, options)
         storages = storages_in(target)
         self.stale.update((o, None) for o in self.nodes if storages & storages_in(o))
@@ -290,10 +290,10 @@ class _Recorder(TorchFunctionMode):
         return self.graph.call_function(func, own_args, own_kwargs)
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:
-        _require(tensor not in self.stale, "it reads a tensor that was written by another name")
+        require(tensor not in self.stale, "it reads a tensor that was written by another name")
         if tensor in self.nodes:
             return self.nodes[tensor]  # type: ignore[no-any-return]
-        _require(tensor in self.constants, "a tensor comes from code that cannot be followed")
+        require(tensor in self.constants, "a tensor comes from code that cannot be followed")
         if self.constants[tensor] is None:
             name = f"constant_{len(self.used)}"
             self.used.append((tensor, version_of(tensor)))
@@ -304,9 +304,9 @@ class _Recorder(TorchFunctionMode):
     def finished(self, outputs: Sequence[torch.Tensor]) -> fx.GraphModule:
         """The graph that returns `outputs`."""
         same = all(version_of(tensor) == version for tensor, version in self.used)
-        _require(same, "it writes a constant after reading it")
+        require(same, "it writes a constant after reading it")
         # Else every call would return the very same tensor, and a caller may write it.
-        _require(all(each in self.nodes for each in outputs), "an output depends on no input")
+        require(all(each in self.nodes for each in outputs), "an output depends on no input")
         self.graph.output(tuple(map(self._node, outputs)))
         skip_idle(self.made, storages_in(outputs))
         self.graph.eliminate_dead_code()
@@ -317,7 +317,7 @@ def _is_ours(func: Any) -> bool:
     return str(getattr(func, "__module__", "")).startswith("optimizer.")
 
 
-def _require(condition: bool, reason: str) -> None:
+def require(condition: bool, reason: str) -> None:
     if not condition:
         raise NotStraightLineError(reason)
 

@@ -104,13 +104,17 @@ def inline(
 
 
 def _add(before: fx.Node, part: fx.GraphModule, path: str) -> str:
-    root, held = owner(before), attribute(part, path)
-    name = fresh_name(root, path)
-    if isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter):
-        root.register_buffer(name, held)
-    else:
-        setattr(root, name, held)
+    name = fresh_name(owner(before), path)
+    hold(owner(before), name, attribute(part, path))
     return name
+
+
+def hold(root: nn.Module, name: str, value: Any) -> None:
+    """Register a module, a parameter or, of another tensor, a buffer."""
+    if isinstance(value, torch.Tensor | None) and not isinstance(value, nn.Parameter):
+        root.register_buffer(name, value)
+    else:
+        setattr(root, name, value)
 
 
 class Match:

@@ -23,12 +23,7 @@ from optimizer.verify.leaves import leaves_of, says_nothing
 
 # Largest difference, relative to the largest value of the output, that passes without a
 # second look. Rounding in a deep network stays a hundredfold below; a wrong formula does not.
-BOUNDS = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}
+BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _WIDE = {float: torch.float64, complex: torch.complex128}
 # How much further from the float64 answer than the original's a result may be.
 _WORSE_THAN_EAGER = 4.0
@@ -83,12 +78,7 @@ def answer(
 
 
 def reference(
-    model: nn.Module,
-    call: Call,
-    *,
-    share: bool = False,
-    draws: bool = True,
-    itself: bool = False,
+    model: nn.Module, call: Call, *, share: bool = False, draws: bool = True, itself: bool = False
 ) -> Answer:
     """The original's answer, as `answer` has it. `draws` is whether it may draw random numbers.
 

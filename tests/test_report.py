@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
+from optimizer import workloads
 from optimizer.__main__ import main
-from optimizer.core.report import Choice
+from optimizer.analysis import measured
+from optimizer.core.report import Choice, Refusal, Rewrite, Size
 
 X = torch.linspace(-1, 1, 4 * 6).reshape(4, 6)
 
@@ -49,7 +51,7 @@ def test_every_candidate_of_a_region_is_accounted_for() -> None:
         Choice("1 x linear", "c", "as it is", {"as it is": 1.0, "one": 1.1}),
     )
     report = optimizer.Report("Net", 2, choices=choices)
-    told = str(report).partition("regions: ")[2].partition("\n\n")[0]
+    told = str(report).partition("regions: ")[2]
 
     assert [line.split("  ") for line in re.sub("   +", "  ", told).split("\n")] == [
         ["3, prepared in 1.50 s, 4,000 bytes of weights held again"],
@@ -69,6 +71,7 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.rows: list[list[str]] = []
+        self.folds: list[str] = []
         self.classes: list[str] = []
         self.fetched: list[str] = []
         self.open: list[str] = []
@@ -78,6 +81,8 @@ class Page(HTMLParser):
         values = dict(attributes)
         self.fetched += [values[name] for name in ("src", "href") if name in values]
         self.classes.append(values.get("class", ""))
+        if tag == "summary":
+            self.folds.append("")
         if tag == "tr":
             self.rows.append([])
         if tag in ("td", "th"):
@@ -91,6 +96,8 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] in ("td", "th"):
             self.rows[-1][-1] += data
+        if self.open and self.open[-1] == "summary":
+            self.folds[-1] += data
 
 
 def test_a_new_node_says_which_pass_made_it_of_what(report: optimizer.Report) -> None:
@@ -119,19 +126,25 @@ def test_the_page_tells_all_and_fetches_nothing(report: optimizer.Report) -> Non
     assert page.open == []
     assert {"gone", "new"} <= set(page.classes)
     for rewrite in report.fired:
-        assert [rewrite.name, rewrite.node, rewrite.source] in page.rows
+        assert [rewrite.node, rewrite.source] in page.rows
+        assert f"{rewrite.name}: {report.counts()[rewrite.name]}" in page.folds
     for refusal in report.refused:
-        assert refusal.reason in [cell for row in page.rows for cell in row]
+        assert [refusal.node, refusal.source] in page.rows
+        assert f"{refusal.name}: {refusal.reason}: 1" in page.folds
+    assert {f"rewritten: {len(report.fired)}", "nodes of the graph: 7"} < set(page.folds)
     cells = [cell for row in page.rows for cell in row]
     assert "fuse_linear_relu of first_0, first_1, first_2" in cells
     assert ["nodes", "8", "7"] in page.rows
 
 
 def test_nodes_that_stayed_are_on_one_row(report: optimizer.Report) -> None:
-    rows = [row for row in Page(report.to_html()).rows if len(row) == 8]
+    rows = [row for row in Page(report.to_html()).rows if len(row) == 5]
 
-    stayed = [row for row in rows if row[0].startswith("second = ")]
-    assert [row[4].partition(" ")[0] for row in stayed] == ["second"]
+    marks = {row[1].partition(" ")[0]: row[0] for row in rows}
+    assert len(marks) == len(rows)
+    assert marks["second"] == ""
+    assert marks["first_1"] == "-"
+    assert "+" in marks.values()
 
 
 def test_what_is_left_as_it_is_has_a_page_as_well() -> None:
@@ -167,3 +180,52 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     assert capsys.readouterr().out.startswith("ToyModel, level 2")
     assert "fold_affine" in file.read_text(encoding="utf-8")
+
+
+def test_refusals_of_one_reason_are_one_line() -> None:
+    refused = tuple(Refusal("reuse", f"add_{n}", f"net.py:{n}", "it is read") for n in range(12))
+    report = optimizer.Report("Net", 1, refused=refused)
+
+    assert "refused: 12\n  12  reuse  it is read" in str(report)
+    assert report.refused == refused
+
+
+@pytest.mark.parametrize("kinds", [3, 30])
+def test_a_report_is_at_most_20_lines(kinds: int) -> None:
+    """Every section is seen, and what is not told is counted."""
+    reasons = [f"reason {n}\nof two" for n in range(kinds)]
+    refused = tuple(Refusal("reuse", "add", "net.py:1", reason) for reason in reasons)
+    fired = tuple(Rewrite(f"pass_{n}", "add", "net.py:1") for n in range(kinds))
+    choices = tuple(Choice(f"{n} x linear", "a", "as it is") for n in range(kinds))
+    remarks = tuple(f"remark {n}" for n in range(kinds))
+    report = optimizer.Report(
+        "Net", 2, fired, refused, remarks, before=Size(3), after=Size(2), choices=choices
+    )
+    lines = str(report).split("\n")
+
+    assert lines[0] == "Net, level 2, 0.00 s, answer not checked: 3 -> 2 nodes"
+    for title in ("rewritten: ", "refused: ", "regions: ", "remark: "):
+        assert any(line.startswith(title) for line in lines)
+    every = 2 + 3 + 4 * kinds
+    assert len(lines) == min(20, every)
+    if kinds > 3:
+        assert lines[-1] == f"... and {every - 19} more; report.to_html() lists all"
+    page = report.to_html()
+    assert all(each.reason in page for each in refused)
+
+
+@pytest.mark.parametrize("name", ["toy_model", "masked_postprocess_4096"])
+def test_figures_are_in_every_form_of_the_report(name: str) -> None:
+    workload = workloads.load(name)
+    fast = optimizer.optimize(workload.module, workload.example_inputs, level=1)
+    assert fast.report.figures == {}
+
+    report = measured(workload.module, fast, workload.example_inputs)
+
+    assert report.fired == fast.report.fired
+    old, new = report.figures["kernels"]
+    assert f"kernels {old} -> {new}, FLOPs " in str(report)
+    assert report.compared in str(report)
+    page = Page(report.to_html())
+    assert ["kernels", str(old), str(new)] in page.rows
+    assert {"FLOPs", "bytes moved", "milliseconds", "peak memory"} < {row[0] for row in page.rows}

@@ -3,7 +3,9 @@
 Nothing of this runs inside `optimize`. It imports `core`, `facts`, `frontend` and `verify`.
 """
 
-from optimizer.analysis.cost import Ceilings, Cost, Roofline, ceilings, roofline
+from optimizer.analysis.cost import Ceilings, Cost, Roofline, ceilings, measured, roofline
 from optimizer.analysis.liveness import Live, Memory, memory
 
-__all__ = ["Ceilings", "Cost", "Live", "Memory", "Roofline", "ceilings", "memory", "roofline"]
+__all__ = [
+    "Ceilings", "Cost", "Live", "Memory", "Roofline", "ceilings", "measured", "memory", "roofline",
+]  # fmt: skip

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import timeit
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils.flop_counter import flop_registry
 
+from optimizer.analysis.measure import compare
+from optimizer.core.errors import CaptureError
 from optimizer.core.inputs import ExampleInputs, as_call, require_module, storages_in, tensors_in
 from optimizer.core.node import describe, module_of, shape_text
-from optimizer.core.report import columns
+from optimizer.core.report import Report, columns
 from optimizer.facts.effects import Effects
 from optimizer.facts.propagation import Facts
 from optimizer.facts.shape_rules import EVERY_MASK_IS_FULL
@@ -207,3 +210,24 @@ def _cost(node: fx.Node, facts: Facts) -> Cost:
     except Exception as error:
         return Cost(*told, unknown=str(error).partition("\n")[0])
     return Cost(*told, ran.flops, ran.bytes, ran.launches)
+
+
+def measured(model: nn.Module, fast: Any, example_inputs: ExampleInputs) -> Report:
+    """The report of an optimized module, with what is counted and timed before and after.
+
+    Kernels, FLOPs and bytes are those of the portable code; what cannot be recorded has none.
+
+    Raises:
+        DeviceError: the inputs are on a device that cannot be measured.
+    """
+    compared = compare(model, fast, example_inputs, rounds=6)
+    sides = compared.model, compared.fast
+    figures: dict[str, Any] = {}
+    with suppress(CaptureError):
+        costs = [roofline(each, example_inputs, Ceilings(1, 1)) for each in (model, fast)]
+        counts = {"kernels": "launches", "FLOPs": "flops", "bytes moved": "bytes"}
+        figures = {name: [getattr(c, each) for c in costs] for name, each in counts.items()}
+    figures["milliseconds"] = [1e3 * each.latency.median for each in sides]
+    figures["peak memory"] = [each.peak_memory for each in sides]
+    report: Report = replace(fast.report, figures=figures, compared=str(compared))
+    return report

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import SequenceMatcher
 from html import escape
-from itertools import zip_longest
-from textwrap import indent
 from typing import Any
 
 from torch import fx
@@ -102,6 +100,10 @@ class Line:
         made = node.meta.get("made_by", ""), node.meta.get("made_from", ())
         return cls(node.name, text, shape_text(node), source_of(node), *made)
 
+    def origin(self) -> str:
+        """Which pass made it of what; empty where it is the model's."""
+        return f"{self.made_by} of {', '.join(self.made_from)}" if self.made_by else ""
+
 
 def listing(module: fx.GraphModule) -> tuple[Line, ...]:
     """All nodes of a graph, in order."""
@@ -123,6 +125,8 @@ class Report:
         choices: which program runs each region of the example's call, at level 2.
         tried: the same for a call that is not lowered; a remark says why.
         graph_before, graph_after: the nodes, and where those that are new come from.
+        figures: what `optimizer.analysis.measured` counts and times, before and after.
+        compared: the speed-up, likewise, as text.
     """
 
     model: str
@@ -139,6 +143,8 @@ class Report:
     tried: tuple[Choice, ...] = ()
     graph_before: tuple[Line, ...] = ()
     graph_after: tuple[Line, ...] = ()
+    figures: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    compared: str = ""
 
     def __deepcopy__(self, memo: Any) -> Report:
         return self  # it is never changed
@@ -148,7 +154,7 @@ class Report:
         return asdict(self)
 
     def to_html(self) -> str:
-        """The report as one page of HTML, with both graphs, that needs no network."""
+        """The whole report as one page of HTML, with the graph, that needs no network."""
         return page(self)
 
     def counts(self) -> dict[str, int]:
@@ -156,50 +162,21 @@ class Report:
         return dict(Counter(rewrite.name for rewrite in self.fired))
 
     def __str__(self) -> str:
-        rewrites = [self._head(), self._fired(), self._refused(), self._lowered()]
-        sections = [*rewrites, self._remarks(), self._sizes()]
-        return "\n\n".join(section for section in sections if section)
+        changes = [f"{name} {old} -> {new}" for name, old, new in _changes(self)]
+        told = (", ".join(changes[1:4]), ", ".join(changes[4:7]), self.compared)
+        counted = [_counted("rewritten", self.fired), _counted("refused", self.refused)]
+        remarks = [f"remark: {remark}" for remark in self.remarks]
+        return "\n".join(_fitting([self.summary(), *told], [*counted, _regions(self), remarks]))
 
-    def _head(self) -> str:
-        checked = _CHECKED[self.checked]
-        captured = "" if self.front_end in ("", "symbolic") else f", captured by {self.front_end}"
-        return f"{self.model}, level {self.level}, {self.seconds:.2f} s, {checked}{captured}"
-
-    def _fired(self) -> str:
-        if not self.fired:
-            return "rewritten: nothing"
-        rows = [(str(count), name) for name, count in self.counts().items()]
-        return f"rewritten: {len(self.fired)}\n" + indent(columns(rows), "  ")
-
-    def _refused(self) -> str:
-        if not self.refused:
-            return ""
-        rows = [(r.name, r.node, r.source, r.reason) for r in self.refused]
-        return f"refused: {len(self.refused)}\n" + indent(columns(rows), "  ")
-
-    def _lowered(self) -> str:
-        if not self.choices and not self.tried:
-            return ""
-        counts = Counter((choice.chosen, choice.region) for choice in self.choices)
-        rows = [(str(count), *what, "") for what, count in counts.items()]
-        every = self.choices or self.tried
-        whys = defaultdict[tuple[str, str], list[str]](list)
-        for name, region, why in ((n, c.region, w) for c in every for n, w in c.fates().items()):
-            whys[name, region].append(why)
-        extremes = {what: dict.fromkeys((min(found), max(found))) for what, found in whys.items()}
-        rows += [("0", *what, " to ".join(found)) for what, found in sorted(extremes.items())]
-        spent, held = (sum(sum(c.spent.values()) for c in every), sum(c.held for c in self.choices))
-        title = f"regions: {len(every)}" + ", none of them lowered" * (not self.choices)
-        title += f", prepared in {spent:.2f} s" + f", {held:,} bytes of weights held again" * bool(
-            held
-        )
-        return f"{title}\n" + indent(columns(rows), "  ") if rows else title
-
-    def _remarks(self) -> str:
-        return "\n".join(f"remark: {remark}" for remark in self.remarks)
-
-    def _sizes(self) -> str:
-        return indent(columns([("", "before", "after"), *_sizes(self)]), "  ")
+    def summary(self) -> str:
+        """What became of the model, in one line."""
+        start = f"{self.model}, level {self.level}, {self.seconds:.2f} s, {_CHECKED[self.checked]}"
+        start += "" if self.front_end in ("", "symbolic") else f", captured by {self.front_end}"
+        calls = [line.text.partition("(") for line in self.graph_before]
+        kinds = Counter(name for name, bracket, _ in calls if bracket).most_common(4)
+        saw = ", ".join(f"{count} x {name}" for name, count in kinds)
+        nodes = f": {self.before.nodes} -> {self.after.nodes} nodes" if self.after.nodes else ""
+        return start + nodes + f"; it saw {saw}" * bool(saw)
 
 
 _CHECKED = {
@@ -207,100 +184,147 @@ _CHECKED = {
     "final": "answer checked",
     "each": "answer checked after each pass",
 }
+_LINES = 20
+
+
+def _fitting(head: list[str], sections: list[list[str]]) -> Iterator[str]:
+    """At most 20 lines: of the longest sections the last ones give way."""
+    head = [line for line in head if line]
+    over = len(head) + sum(map(len, sections)) - _LINES
+    for _ in range(over + 1 if over > 0 else 0):
+        max(sections, key=len).pop()
+    yield from (" ".join(line.splitlines()) for part in (head, *sections) for line in part)
+    if over > 0:
+        yield f"... and {over + 1} more; report.to_html() lists all"
+
+
+def _counted(title: str, entries: Sequence[Rewrite]) -> list[str]:
+    rows = [(str(len(group)), *what) for what, group in grouped(entries).items()]
+    return [f"{title}: {len(entries) or 'nothing'}", *_aligned(rows, "  ")]
+
+
+def grouped(entries: Iterable[Rewrite]) -> dict[tuple[str, str], list[Rewrite]]:
+    """Rewrites by their pass, and refusals by their reason too."""
+    groups = defaultdict[tuple[str, str], list[Rewrite]](list)
+    for each in entries:
+        groups[each.name, getattr(each, "reason", "")].append(each)
+    return groups
+
+
+def _regions(report: Report) -> list[str]:
+    every = report.choices or report.tried
+    if not every:
+        return []
+    counts = Counter((choice.chosen, choice.region) for choice in report.choices)
+    rows = [(str(count), *what, "") for what, count in counts.items()]
+    whys = defaultdict[tuple[str, str], list[str]](list)
+    for name, region, why in ((n, c.region, w) for c in every for n, w in c.fates().items()):
+        whys[name, region].append(why)
+    extremes = {what: dict.fromkeys((min(found), max(found))) for what, found in whys.items()}
+    rows += [("0", *what, " to ".join(found)) for what, found in sorted(extremes.items())]
+    spent, held = sum(sum(c.spent.values()) for c in every), sum(c.held for c in report.choices)
+    title = f"regions: {len(every)}" + ", none of them lowered" * (not report.choices)
+    title += f", prepared in {spent:.2f} s"
+    title += f", {held:,} bytes of weights held again" * bool(held)
+    return [title, *_aligned(rows, "  ")]
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> str:
     """Rows of text with their cells under one another."""
+    return "\n".join(_aligned(rows))
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], margin: str = "") -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return [margin + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _changes(report: Report) -> Iterator[tuple[str, str, str]]:
+    """What a model had and its result has, by name."""
+    before, after = asdict(report.before), asdict(report.after)
+    sizes = {name: (value, after[name]) for name, value in before.items()}
+    for name, pair in (sizes | dict(report.figures)).items():
+        old, new = (f"{n:,}" if isinstance(n, int) else f"{n:.3g}" for n in pair)
+        yield name, old, new
 
 
 _STYLE = """
-body { font: 14px system-ui, sans-serif; margin: 2em; color: #222; }
-h2 { font-size: 16px; margin: 2em 0 .5em; }
-table { border-collapse: collapse; }
+body { font: 14px system-ui, sans-serif; margin: 1.5em auto; max-width: 1100px; padding: 0 1em; }
+body { color: #222; overflow-wrap: anywhere; } .wide { overflow-x: auto; }
+summary { font-weight: 600; margin: 1em 0 .4em; cursor: pointer; }
+details details summary { font-weight: 400; margin: .2em 1em; }
+details details .wide { margin-left: 2em; }
+table { border-collapse: collapse; overflow-wrap: break-word; }
 td, th { padding: 2px 12px 2px 0; text-align: left; vertical-align: top; }
-th { border-bottom: 1px solid #bbb; }
-.number { text-align: right; font-variant-numeric: tabular-nums; }
+.numbers td + td, .numbers th { text-align: right; font-variant-numeric: tabular-nums; }
 .graph { font: 12px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; }
-.graph td { padding: 1px 8px; white-space: nowrap; }
-.gone { background: #fde3e1; }
-.new { background: #dff3df; }
-.note { color: #666; }
+.gone { background: #fde3e1; } .new { background: #dff3df; } .graph td + td + td { color: #666; }
 """
+_MARKS = {"-": "gone", "+": "new"}
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """The whole page: a summary, then what happened by pass, then the graph."""
+    told = [report.summary(), report.compared, *(f"remark: {each}" for each in report.remarks)]
+    tried = [_region(choice) for choice in report.choices or report.tried]
+    regions = "regions" if report.choices else "regions, not lowered"
+    name = escape(report.model)
     parts = [
-        f"<h1>{escape(report.model)}</h1>",
-        f"<p>{escape(str(report).partition(chr(10))[0])}</p>",
-        *(f"<p>remark: {escape(remark)}</p>" for remark in report.remarks),
-        *_section("before and after", ("", "before", "after"), _sizes(report), number=True),
-        *_section("rewritten", ("pass", "node", "source"), map(_cells, report.fired)),
-        *_section("refused", ("pass", "node", "source", "reason"), map(_cells, report.refused)),
-        *_section("regions", ("region", "runs", "others"), map(_regions, report.choices)),
-        *_section("regions, not lowered", ("region", "", "tried"), map(_regions, report.tried)),
-        *_graphs(report),
+        f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{name}</title>",
+        f'<meta name=viewport content="width=device-width"><style>{_STYLE}</style></head>',
+        f"<body><h1>{name}</h1>",
+        *(f"<p>{escape(each)}</p>" for each in told if each),
+        _table("numbers", ("", "before", "after"), _changes(report)),
+        _fold(regions, len(tried), _table("", ("region", "runs", "tried"), tried), "open"),
+        _groups("rewritten", report.fired),
+        _groups("refused", report.refused),
+        _fold("nodes of the graph", len(report.graph_after), _graph(report)),
     ]
-    head = f'<meta charset="utf-8"><title>{escape(report.model)}</title><style>{_STYLE}</style>'
-    body = "\n".join(parts)
-    return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>\n{body}\n</body></html>\n"
+    return "\n".join([*parts, "</body></html>\n"])
 
 
-def _cells(row: object) -> tuple[str, ...]:
-    return tuple(asdict(row).values())  # type: ignore[call-overload]
-
-
-def _regions(choice: Choice) -> tuple[str, ...]:
+def _region(choice: Choice) -> tuple[str, ...]:
     fates = "; ".join(f"{name}: {why}" for name, why in choice.fates().items())
     return choice.region, choice.chosen, fates
 
 
-def _sizes(report: Report) -> Iterator[tuple[str, ...]]:
-    after = asdict(report.after)
-    for name, value in asdict(report.before).items():
-        yield name, f"{value:,}", f"{after[name]:,}"
+def _groups(title: str, entries: Sequence[Rewrite]) -> str:
+    folds = ""
+    for what, group in grouped(entries).items():
+        table = _table("", ("node", "source"), [(each.node, each.source) for each in group])
+        folds += _fold(": ".join(filter(None, what)), len(group), table)
+    return _fold(title, len(entries), folds, "open")
 
 
-def _section(
-    title: str, names: Iterable[str], rows: Iterable[tuple[str, ...]], *, number: bool = False
-) -> Iterator[str]:
-    rows = list(rows)
-    if not rows:
-        return
-    kind = ' class="number"' if number else ""
-    count = "" if number else f": {len(rows)}"
-    yield f"<h2>{title}{count}</h2>\n<table>"
-    yield "<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
+def _fold(title: str, count: int, body: str, state: str = "") -> str:
+    summary = f"<summary>{escape(title)}: {count}</summary>"
+    return f"<details {state}>{summary}\n{body}</details>\n" if count else ""
+
+
+def _table(kind: str, names: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table; a row that begins with a mark has its colour."""
+    lines = ["<tr>" + "".join(f"<th>{name}</th>" for name in names)]
     for row in rows:
-        yield "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell in row) + "</tr>"
-    yield "</table>"
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        lines.append(f'<tr class="{_MARKS.get(row[0], "")}">{cells}')
+    body = "</tr>\n".join([*lines, ""])
+    return f'<div class="wide"><table class="{kind}">\n{body}</table></div>'
 
 
-def _graphs(report: Report) -> Iterator[str]:
-    """Both graphs beside one another, a node that stayed on one row with itself."""
+def _graph(report: Report) -> str:
+    """Every node, before (-) and after (+), and once where it stayed."""
     old, new = report.graph_before, report.graph_after
-    if not new:
-        return
     by = {rewrite.node: rewrite.name for rewrite in report.fired}
     by |= {name: line.made_by for line in new for name in line.made_from}
-    yield '<h2>the graph</h2>\n<table class="graph">'
-    yield "<tr><th colspan=4>before</th><th colspan=4>after</th></tr>"
-    matcher = SequenceMatcher(None, [n.name for n in old], [n.name for n in new], autojunk=False)
-    for _, i, j, k, n in matcher.get_opcodes():
-        for left, right in zip_longest(old[i:j], new[k:n]):
-            stayed = left is not None and right is not None and left.name == right.name
-            gone = "" if left is None or stayed else by.get(left.name, "")
-            yield f"<tr>{_node(left, 'gone', stayed, gone)}{_node(right, 'new', stayed, '')}</tr>"
-    yield "</table>"
+    one, other = ([(line.name, line.made_by) for line in lines] for lines in (old, new))
+    matcher = SequenceMatcher(None, one, other, autojunk=False)
+    rows = list[tuple[str, ...]]()
+    for kind, i, j, k, n in matcher.get_opcodes():
+        stayed = kind == "equal"
+        rows += (_node("-", line, by.get(line.name, "")) for line in old[i:j] if not stayed)
+        rows += (_node("" if stayed else "+", line, line.origin()) for line in new[k:n])
+    return _table("graph", ("", "node", "shape", "source", "pass"), rows)
 
 
-def _node(line: Line | None, mark: str, stayed: bool, note: str) -> str:
-    if line is None:
-        return "<td></td>" * 4
-    if line.made_by:
-        note = f"{line.made_by} of {', '.join(line.made_from)}"
-    kind = f' class="{mark}"' if line.made_by or not stayed else ""
-    notes = [f'<td class="note">{escape(text)}</td>' for text in (line.shape, line.source, note)]
-    return "".join([f"<td{kind}>{escape(f'{line.name} = {line.text}')}</td>", *notes])
+def _node(mark: str, line: Line, note: str) -> tuple[str, ...]:
+    return mark, f"{line.name} = {line.text}", line.shape, line.source, note

@@ -9,31 +9,49 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 import optimizer
-from optimizer import DeviceError, InputError, OptimizerError
+from optimizer import DeviceError, EquivalenceError, InputError, OptimizerError, all_passes
 from optimizer.core.inputs import map_tensors, require_module, require_writable
 from optimizer.core.node import line_of
 from optimizer.core.report import columns
 from optimizer.lowering.tuning import Tuning
 from optimizer.passes import select
 
+EPILOG = """
+examples:
+  optimizer optimize resnet18 --html report.html
+  optimizer compare my_package.my_module:my_function --json
+  optimizer check my_module:my_function --disable fold_affine
+
+exit codes:
+  0  the command has run; what it found is on stdout
+  1  check: the optimized model gives another answer than the model
+  2  an argument cannot be used, or a package is missing; one line on stderr says which
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, or 2 with one line on stderr where an argument is of no use."""
+    """Run one command and return its exit code; what went wrong is one line on stderr."""
     options = _parser().parse_args(arguments)
     try:
-        print(options.run(options), flush=True)
+        text, figures = options.run(options)
+        print(_json(figures) if options.json else text, flush=True)
     except BrokenPipeError:  # of `| head`, which has read enough; Python would flush once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OptimizerError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, EquivalenceError) else 2
     return 0
+
+
+def _json(figures: Any) -> str:
+    """JSON knows neither NaN nor infinity, which become text."""
+    return json.dumps(json.loads(json.dumps(figures), parse_constant=str), indent=2)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     explain = _add(commands, "explain", _explain, "what a pass does and why that is safe")
     explain.add_argument("name", help="a pass")
     for name, run, text in (
-        ("optimize", _optimize, "optimize a model and print the report"),
+        ("optimize", _optimize, "optimize a model, time it against the model, print the report"),
         ("check", _check, "check that the optimized model gives the model's answers"),
         ("bisect", _bisect, "find the single rewrite that changes the answer"),
         ("compare", _compare, "time the optimized model against the model, interleaved"),
@@ -53,27 +71,24 @@ def _parser() -> argparse.ArgumentParser:
     ):
         _add_model(_add(commands, name, run, text))
         if name != "bisect":  # which looks for a rewrite
-            bits = ("bf16", "fp16", "int8")
-            commands.choices[name].add_argument("--precision", choices=bits, help="at level 3")
-            _add_engines(commands.choices[name])
-        if name in ("optimize", "cost", "memory"):
+            _add_tuning(commands.choices[name])
+        if name != "check":  # which prints no figures
             commands.choices[name].add_argument("--json", action="store_true", help="print JSON")
     commands.choices["optimize"].add_argument("--html", help="a file to write the report to")
+    for each in (parser, *commands.choices.values()):
+        each.epilog, each.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     return parser
 
 
 def _add(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, json=False)
     return parser
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        help="a registered workload (resnet18), or module:callable that returns a module and"
-        " its example inputs",
-    )
+    named = "a registered workload (resnet18), or module:callable that returns a module and its"
+    parser.add_argument("model", help=f"{named} example inputs")
     levels = "0 same bits, 1 up to rounding, 2 with kernels of the device, 3 in lower precision"
     parser.add_argument("--level", type=int, default=2, help=levels)
     parser.add_argument("--device", help="cpu, cuda or mps, to move the model there")
@@ -82,67 +97,67 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_engines(parser: argparse.ArgumentParser) -> None:
+def _add_tuning(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--precision", choices=("bf16", "fp16", "int8"), help="at level 3")
     text = "what may run parts of the model on a CPU at level 2: openvino, onnxruntime; none of"
     text += " them without a name, OpenVINO where it is installed without this option"
     parser.add_argument("--engines", nargs="*", default="auto", metavar="ENGINE", help=text)
 
 
-def _passes(options: argparse.Namespace) -> str:
-    rows = [(each.name, each.numerics, each.summary) for each in optimizer.all_passes()]
-    return columns(rows)
+Told: TypeAlias = tuple[str, Any]  # what a command prints, and the same as plain data
 
 
-def _explain(options: argparse.Namespace) -> str:
-    return optimizer.explain(options.name)
+def _passes(options: argparse.Namespace) -> Told:
+    return columns([(each.name, each.numerics, each.summary) for each in all_passes()]), None
 
 
-def _optimize(options: argparse.Namespace) -> str:
+def _explain(options: argparse.Namespace) -> Told:
+    return optimizer.explain(options.name), None
+
+
+def _optimize(options: argparse.Namespace) -> Told:
+    from optimizer.analysis import measured
+
     page = None if options.html is None else require_writable("--html", options.html)
-    _, fast, _ = _optimized(options)
+    report = measured(*_optimized(options))
     if page is not None:
-        page.write_text(fast.report.to_html(), encoding="utf-8")
-    return json.dumps(fast.report.to_dict(), indent=2) if options.json else str(fast.report)
+        page.write_text(report.to_html(), encoding="utf-8")
+    return str(report), report.to_dict()
 
 
-def _check(options: argparse.Namespace) -> str:
-    model, fast, inputs = _optimized(options, check=None)
-    optimizer.check(model, fast, inputs)
-    return f"{options.model}: the optimized model gives the model's answers."
+def _check(options: argparse.Namespace) -> Told:
+    optimizer.check(*_optimized(options, check=None))
+    return f"{options.model}: the optimized model gives the model's answers.", None
 
 
-def _bisect(options: argparse.Namespace) -> str:
-    model, inputs = _load(options)
-    found = optimizer.bisect(model, inputs, level=options.level, disable=options.disable)
-    return f"{options.model}: {found or 'no rewrite changes the answer.'}"
+def _bisect(options: argparse.Namespace) -> Told:
+    found = optimizer.bisect(*_load(options), level=options.level, disable=options.disable)
+    return f"{options.model}: {found}", asdict(found)
 
 
-def _compare(options: argparse.Namespace) -> str:
-    model, fast, inputs = _optimized(options)
-    return f"{options.model}: {optimizer.compare(model, fast, inputs)}"
+def _compare(options: argparse.Namespace) -> Told:
+    compared = optimizer.compare(*_optimized(options))
+    return f"{options.model}: {compared}", asdict(compared) | {"verdict": compared.verdict}
 
 
-def _cost(options: argparse.Namespace) -> str:
+def _cost(options: argparse.Namespace) -> Told:
     from optimizer.analysis import roofline
 
     model, fast, inputs = _optimized(options)
     before = roofline(model, inputs)
     after = roofline(fast, inputs, before.ceilings)
-    if options.json:
-        return json.dumps({"before": asdict(before), "after": asdict(after)}, indent=2)
-    return f"{after}\nbefore: {before.totals()}"
+    data = {"before": asdict(before), "after": asdict(after)}
+    return f"{after}\nbefore: {before.totals()}", data
 
 
-def _memory(options: argparse.Namespace) -> str:
+def _memory(options: argparse.Namespace) -> Told:
     from optimizer.analysis import memory
 
     _, fast, inputs = _optimized(options)
     bound = memory(fast, inputs, workspaces=True)
     measured = optimizer.measure(fast, inputs, repeats=1, warmup=1).peak_memory
-    if options.json:
-        return json.dumps(asdict(bound) | {"measured": measured}, indent=2)
     ratio = f", {measured / bound.peak:.2f} times that" if bound.peak else ""
-    return f"{bound}\nmeasured {measured:,} bytes{ratio}"
+    return f"{bound}\nmeasured {measured:,} bytes{ratio}", asdict(bound) | {"measured": measured}
 
 
 def _optimized(options: argparse.Namespace, **settings: Any) -> tuple[nn.Module, Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-from optimizer import CaptureError, InputError
+from optimizer import InputError
 from optimizer.__main__ import main
 from optimizer.core.inputs import as_call
 from optimizer.frontend.symbolic import capture_call
@@ -85,7 +86,9 @@ def test_the_rewrite_at_fault_is_found(number: int, faulty: Callable[..., None])
     assert (rewrite.name, rewrite.node) == ("fold_affine", f"norms_{number}")
     assert rewrite.source.startswith("test_bisect.py:")
     assert found.before < 1e-6 < 1e-2 < found.after
-    assert f"fold_affine at 'norms_{number}' (test_bisect.py:" in str(found)
+    told = f"rewrite {found.number} changes the answer: fold_affine at 'norms_{number}' ("
+    assert str(found).startswith(told)
+    assert "\n" not in str(found)
 
 
 @pytest.mark.parametrize("wrong", [raise_an_error, read_too_early])
@@ -125,7 +128,10 @@ def test_a_budget_makes_the_first_rewrites_of_all() -> None:
 
 
 def test_nothing_is_found_where_all_is_right() -> None:
-    assert optimizer.bisect(Tower(), X) is None
+    found = optimizer.bisect(Tower(), X)
+
+    assert not found
+    assert str(found) == "no rewrite changes the answer: after all 13 it is right."
 
 
 def test_the_callers_model_is_not_touched(faulty: Callable[..., None]) -> None:
@@ -148,7 +154,8 @@ def test_a_wrong_recording_is_number_zero(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert found is not None
     assert (found.number, found.rewrites) == (0, ())
-    assert str(found).startswith("recording the model, before any rewrite")
+    assert found
+    assert str(found).startswith("recording the model changes the answer, before any rewrite; ")
 
 
 class Branching(nn.Module):
@@ -161,19 +168,38 @@ class Branching(nn.Module):
 def test_bad_input_is_a_typed_error() -> None:
     with pytest.raises(InputError, match="rejects these example inputs"):
         optimizer.bisect(Tower(), torch.zeros(3, 2))
-    with pytest.raises(CaptureError, match="control flow"):
-        optimizer.bisect(Branching(), X)
+
+
+def test_where_it_cannot_be_told_it_says_so() -> None:
+    found = optimizer.bisect(Branching(), X)
+
+    assert not found
+    assert str(found).startswith("it cannot be told, for nothing is rewritten: ")
+    assert "control flow" in str(found)
 
 
 def test_the_command_prints_the_rewrite(
     capsys: pytest.CaptureFixture[str], faulty: Callable[..., None]
 ) -> None:
     assert main(["bisect", "toy_model"]) == 0
-    assert capsys.readouterr().out == "toy_model: no rewrite changes the answer.\n"
+    assert "toy_model: no rewrite changes the answer: " in capsys.readouterr().out
 
     faulty("bn", forget_the_norm)
 
     assert main(["bisect", "toy_model"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("toy_model: rewrite 1: fold_affine at 'bn' (")
+    assert out.startswith("toy_model: rewrite 1 changes the answer: fold_affine at 'bn' (")
     assert "relative error 0 -> " in out
+
+    assert main(["bisect", "toy_model", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rewrites"][0]["node"] == "bn"
+
+
+def test_json_has_no_infinity(
+    capsys: pytest.CaptureFixture[str], faulty: Callable[..., None]
+) -> None:
+    faulty("bn", raise_an_error)
+
+    main(["bisect", "toy_model", "--json"])
+
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["after"] == "Infinity"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +41,13 @@ def with_a_parameter(size):
 
 def importing():
     import no_such_dependency
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x - 1
+
+def branching():
+    return Branching().eval(), torch.zeros(2)
 
 def ending():
     raise SystemExit(0)
@@ -77,6 +86,9 @@ def test_optimize_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert code == 0
     assert out.startswith("ToyModel, level 2, ")
+    assert "nodes; it saw 2 x Linear, " in out
+    assert "speed-up " in out
+    assert "kernels 4 -> 3, " in out
     assert "1  fold_affine" in out
 
 
@@ -86,6 +98,8 @@ def test_optimize_prints_json_that_parses(capsys: pytest.CaptureFixture[str]) ->
     report = json.loads(capsys.readouterr().out)
     assert code == 0
     assert report["model"] == "ToyModel"
+    assert report["figures"]["kernels"] == [4, 3]
+    assert {"FLOPs", "bytes moved", "milliseconds", "peak memory"} < set(report["figures"])
     assert [rewrite["name"] for rewrite in report["fired"]] == [
         "fold_affine",
         "fuse_linear_relu",
@@ -110,15 +124,55 @@ def test_check_says_that_the_answers_agree(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.startswith("toy_model: the optimized model gives")
 
 
-def test_compare_prints_one_line(
+def test_an_answer_that_differs_has_an_exit_code_of_its_own(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizer, "compare", lambda model, fast, inputs: "1.00x")
+    def differ(model: object, fast: object, inputs: object) -> None:
+        raise optimizer.EquivalenceError("output: off by 3")
 
+    monkeypatch.setattr(optimizer, "check", differ)
+
+    assert main(["check", "toy_model"]) == 1
+    assert capsys.readouterr().err == "error: output: off by 3\n"
+
+
+def test_compare_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["compare", "toy_model"])
 
+    out = capsys.readouterr().out
     assert code == 0
-    assert capsys.readouterr().out == "toy_model: 1.00x\n"
+    assert re.fullmatch(r"toy_model: (faster|slower|no difference): speed-up .*, 20 rounds\n", out)
+
+
+def test_compare_prints_json_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["compare", "toy_model", "--json"])
+
+    compared = json.loads(capsys.readouterr().out)
+    assert compared["verdict"] in ("faster", "slower", "no difference")
+    assert compared["speedup"][0] > 0
+    assert compared["fast"]["peak_memory"] > 0
+
+
+@pytest.mark.parametrize("command", [[], ["optimize"], ["explain"], ["bisect"]])
+def test_help_has_examples_and_exit_codes(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+
+    examples, _, codes = capsys.readouterr().out.partition("examples:")[2].partition("exit codes:")
+    assert "\n  optimizer optimize resnet18 --html report.html\n" in examples
+    assert [line.split()[0] for line in codes.strip().splitlines()] == ["0", "1", "2"]
+
+
+@pytest.mark.usefixtures("here")
+def test_what_cannot_be_recorded_is_timed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["optimize", "my_model:branching"])
+
+    out = capsys.readouterr().out
+    assert "left as it is: " in out
+    assert "speed-up " in out
+    assert "kernels" not in out
 
 
 @pytest.mark.usefixtures("here")
@@ -152,7 +206,7 @@ MISTAKES = {
         ["check", "my_model:importing"],
         "No module named 'no_such_dependency', at my_model.py:25",
     ),
-    "an end of the program": (["check", "my_model:ending"], "SystemExit: 0, at my_model.py:28"),
+    "an end of the program": (["check", "my_model:ending"], "SystemExit: 0, at my_model.py:35"),
     "a module without inputs": (["check", "my_model:module_alone"], "return a module and its"),
     "no module at all": (["check", "my_model:nothing"], "returns <class 'NoneType'>: return"),
     "inputs before the module": (["check", "my_model:wrong_way_round"], "example_inputs is of"),
@@ -230,8 +284,13 @@ def test_both_reports_are_written(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_a_model_of_ones_own_is_moved_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    monkeypatch.setattr(optimizer, "bisect", lambda *given_, **_: given.extend(given_))
+    given: list[Any] = []
+
+    def found(*arguments: Any, **options: Any) -> optimizer.Culprit:
+        given.extend(arguments)
+        return optimizer.Culprit(None)
+
+    monkeypatch.setattr(optimizer, "bisect", found)
 
     main(["bisect", "my_model:build", "--device", "meta"])
 
@@ -256,7 +315,6 @@ def test_passes_to_disable_add_up(capsys: pytest.CaptureFixture[str]) -> None:
         ["optimize", "toy_model", "--precision", "fp8", "--level", "3"],
         # What a command has no use for, it does not take.
         ["check", "toy_model", "--json"],
-        ["compare", "toy_model", "--json"],
         ["bisect", "toy_model", "--precision", "bf16", "--level", "3"],
         ["memory", "toy_model", "--html", "report.html"],
     ],

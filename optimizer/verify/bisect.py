@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from optimizer.core.context import undisturbed
+from optimizer.core.errors import CaptureError
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
 from optimizer.core.node import clean
 from optimizer.core.report import Rewrite
@@ -27,27 +28,33 @@ from optimizer.verify.equivalence import (
 
 @dataclass(frozen=True)
 class Culprit:
-    """The rewrite that changes an answer.
+    """The rewrite that changes an answer; false where none was found, and a sentence in any case.
 
     Attributes:
         number: which of the rewrites it is, in the order in which they happen; 0 where the
-            recorded graph gives another answer before any.
+            recorded graph gives another answer before any; None where none was found.
         rewrites: what it replaced. A pass over the whole graph may replace several at once.
         before, after: the largest relative error of any output without it, and with it.
-        reason: what is wrong with the answer.
+        reason: what is wrong with the answer, or why none was found.
     """
 
-    number: int
-    rewrites: tuple[Rewrite, ...]
-    before: float
-    after: float
-    reason: str
+    number: int | None
+    rewrites: tuple[Rewrite, ...] = ()
+    before: float = 0.0
+    after: float = 0.0
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.number is not None
 
     def __str__(self) -> str:
-        head = "recording the model, before any rewrite"
+        if self.number is None:
+            return self.reason
+        head = "recording the model changes the answer, before any rewrite"
         if self.number:
-            head = f"rewrite {self.number}: " + "\n  ".join(map(_described, self.rewrites))
-        return f"{head}\n  relative error {self.before:.2g} -> {self.after:.2g}; {self.reason}"
+            found = ", ".join(map(_described, self.rewrites))
+            head = f"rewrite {self.number} changes the answer: {found}"
+        return f"{head}; relative error {self.before:.2g} -> {self.after:.2g}: {self.reason}"
 
 
 def _described(rewrite: Rewrite) -> str:
@@ -63,7 +70,7 @@ def bisect(
     level: int = 2,
     only: Iterable[str | Pass] | None = None,
     disable: Iterable[str] = (),
-) -> Culprit | None:
+) -> Culprit:
     """The first rewrite found that makes the answer wrong, and no longer the model's own.
 
     The same rewrites are made again and again, each time up to another number of them: the
@@ -77,16 +84,19 @@ def bisect(
         disable: as in `optimize`.
 
     Returns:
-        None where all rewrites together leave the answer right.
+        what prints as a sentence; false where all rewrites together leave the answer right, or
+        where it cannot be told, as where the model's forward cannot be recorded.
 
     Raises:
         InputError: an argument cannot be used, or the model rejects the example inputs.
-        CaptureError: the model's forward cannot be recorded, so nothing is rewritten.
         PassError: there is no pass of a given name.
     """
     passes = select(level, only, disable)
     model, call = require_module(model), as_call(example_inputs)
-    return undisturbed(lambda: _Bisection(model, call, passes).culprit())
+    try:
+        return undisturbed(lambda: _Bisection(model, call, passes).culprit())
+    except CaptureError as error:
+        return Culprit(None, reason=f"it cannot be told, for nothing is rewritten: {error}.")
 
 
 @dataclass(frozen=True)
@@ -106,12 +116,13 @@ class _Bisection:
         itself = leaves_nothing_behind(capture_call(model, call))
         self.expected = reference(model, call, itself=itself)
 
-    def culprit(self) -> Culprit | None:
+    def culprit(self) -> Culprit:
         good, bad = self._trial(0), self._trial(None)
         if good.difference:
             return Culprit(0, (), 0.0, good.error, str(good.difference))
         if not bad.difference:
-            return None
+            told = f"no rewrite changes the answer: after all {bad.steps} it is right."
+            return Culprit(None, reason=told)
         low, high = 0, bad.steps
         while high - low > 1:
             middle = (low + high) // 2

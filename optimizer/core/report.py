@@ -242,7 +242,7 @@ def _aligned(rows: Sequence[tuple[str, ...]], margin: str = "") -> list[str]:
 def _changes(report: Report) -> Iterator[tuple[str, str, str]]:
     """What a model had and its result has, by name."""
     before, after = asdict(report.before), asdict(report.after)
-    sizes = {name: (value, after[name]) for name, value in before.items()}
+    sizes = {name: (value, after[name]) for name, value in before.items() if report.after.nodes}
     for name, pair in (sizes | dict(report.figures)).items():
         old, new = (f"{n:,}" if isinstance(n, int) else f"{n:.3g}" for n in pair)
         yield name, old, new

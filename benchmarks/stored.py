@@ -125,10 +125,10 @@ def _real(value: Any) -> float | None:
     return None if value is None or math.isnan(value) else float(value)
 
 
-def suite() -> dict[str, str]:
+def suite(listing: Path = LISTING) -> dict[str, str]:
     """The versions of today's benchmarks by name, as asv listed them last."""
-    listing = json.loads(LISTING.read_text())
-    return {name: each["version"] for name, each in listing.items() if isinstance(each, dict)}
+    listed = json.loads(listing.read_text())
+    return {name: each["version"] for name, each in listed.items() if isinstance(each, dict)}
 
 
 def older_suites(found: list[Run], today: dict[str, str]) -> str:

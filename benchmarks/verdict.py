@@ -18,6 +18,7 @@ _EXACT = re.compile(r"^(graph\.|\w+\.Memory\.(?!.*'optimized-2))")
 _RATIO = re.compile(r"^\w+\.Paired\.")
 _MORE_IS_NO_WORSE = re.compile(r"^graph\.Rewrites\.")
 _SHOWN = 12
+_SAME = 0.05  # a ratio that changed by less, by the widest reading of its intervals, did not change
 
 
 class Difference(NamedTuple):
@@ -60,6 +61,23 @@ def lines(now: Run, before: Run | None) -> Iterator[str]:
         yield from (each.text for each in shown[:_SHOWN])
         if len(shown) > _SHOWN:
             yield f"  and {len(shown) - _SHOWN} more; the dashboard has them"
+
+
+def undecided(now: Run, before: Run) -> Iterator[Difference]:
+    """The paired ratios whose intervals overlap, and are too wide to say that nothing changed."""
+    for cell in sorted(now.numbers.keys() & before.numbers.keys()):
+        pair = (before.numbers[cell], now.numbers[cell])
+        if _RATIO.search(cell) and _could_be_either(*pair):
+            yield Difference(cell, *pair, None)
+
+
+def _could_be_either(before: Number, after: Number) -> bool:
+    if None in (*before, *after) or before.high < after.low or after.high < before.low:  # type: ignore[operator]
+        return False
+    if not (before.low and before.high):
+        return False  # nothing takes no time
+    least, most = after.low / before.high, after.high / before.low  # type: ignore[operator]
+    return least < 1 - _SAME or most > 1 + _SAME
 
 
 def differences(now: Run, before: Run) -> Iterator[Difference]:

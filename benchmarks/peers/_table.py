@@ -49,12 +49,25 @@ def tables(cells: dict[Key, Cell]) -> Iterator[str]:
     for (device, dtype, batch, threads), group in sorted(groups.items()):
         many = "thread" if threads == 1 else "threads"
         yield f"## {device}, {dtype}, batch {batch}, {threads} {many}\n"
-        yield from _Group(group, _FURTHEST[dtype]).lines()
+        yield from _Group(group, dtype).lines()
+
+
+def is_wrong(cell: Cell, dtype: str) -> bool:
+    """Whether the answer is further from eager's than rounding takes it, or than it promises."""
+    return bool(cell["difference"] > max(_FURTHEST[dtype], cell.get("budget", 0)))
+
+
+def speedups(cell: Cell, dtype: str) -> list[float]:
+    """Speed over eager's of each round; none where the peer failed or its answer is wrong."""
+    if "reason" in cell or is_wrong(cell, dtype):
+        return []
+    pairs = zip(cell["eager_seconds"], cell["seconds"], strict=True)
+    return [eager / seconds for eager, seconds in pairs]
 
 
 class _Group:
-    def __init__(self, cells: dict[tuple[str, str], Cell], furthest: float) -> None:
-        self.cells, self.furthest = cells, furthest
+    def __init__(self, cells: dict[tuple[str, str], Cell], dtype: str) -> None:
+        self.cells, self.dtype = cells, dtype
         self.models = list(dict.fromkeys(model for model, _ in cells))
         self.peers = ordered({peer for _, peer in cells} - {EAGER})
         self.notes: dict[str, int] = {}
@@ -99,26 +112,18 @@ class _Group:
         return f"{_rounded(median(cell['seconds']) * 1e3, 3)} ms"
 
     def _speed(self, cell: Cell) -> str:
-        if self._wrong(cell):
+        if is_wrong(cell, self.dtype):
             return f"wrong answer ({_rounded(cell['prepared'], 2)})"
-        pairs = zip(cell["eager_seconds"], cell["seconds"], strict=True)
-        spread = Spread.of(eager / seconds for eager, seconds in pairs)
+        spread = Spread.of(speedups(cell, self.dtype))
         return f"{_text(spread)} ({_rounded(cell['prepared'], 2)})"
 
     def _memory(self, cell: Cell) -> str:
         peak = cell["peak_memory"]
         return "" if peak is None else f"{peak / 2**20:.0f}"
 
-    def _wrong(self, cell: Cell) -> bool:
-        return bool(cell["difference"] > max(self.furthest, cell.get("budget", 0)))
-
     def _speedups(self, model: str, peer: str) -> list[float]:
         """Of each round; none where the peer failed."""
-        cell = self.cells.get((model, peer), {"reason": ""})
-        if "reason" in cell or self._wrong(cell):
-            return []
-        pairs = zip(cell["eager_seconds"], cell["seconds"], strict=True)
-        return [eager / seconds for eager, seconds in pairs]
+        return speedups(self.cells.get((model, peer), {"reason": ""}), self.dtype)
 
     def _mean(self, peer: str) -> str:
         found = [median(each) for model in self.models if (each := self._speedups(model, peer))]

@@ -49,11 +49,7 @@ ALARMS = [
 def listed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What the page of regressions has after each of four commits was measured."""
     project = tmp_path_factory.mktemp("project")
-    (project / "benchmarks" / "plugins").mkdir(parents=True)
-    plugins = [f"plugins/{name}.py" for name in ("alarms", "dashboard", "hostoverlay")]
-    for file in (*plugins, "_machine.py"):
-        shutil.copy(ROOT / "benchmarks" / file, project / "benchmarks" / file)
-    (project / "benchmarks" / "__init__.py").touch()
+    shutil.copytree(ROOT / "benchmarks", project / "benchmarks")
     shutil.copy(ROOT / "asv.conf.json", project)
     _make_up(project, [_commit(project, place) for place in range(4)])
     home = os.environ | {"HOME": str(project)}

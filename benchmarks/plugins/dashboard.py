@@ -6,7 +6,7 @@ asv-tachyon shows the same data with what it brings along, one click away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Dashboard(OutputPublisher):
     def publish(cls, conf, repo, benchmarks, graphs, revisions) -> None:
         folder = Path(conf.html_dir)
         util.write_json(folder / "commits.json", _subjects(revisions))
-        _answer_in_advance(folder, [path for path, _ in graphs])
+        _answer_in_advance(folder, [path for path, _ in graphs], benchmarks)
         util.write_json(folder / "index.json", {})  # asv writes it last; the installer looks for it
         cmd_install(folder, backup=False)
         (folder / "index.html").replace(folder / pages.ASV)
@@ -55,13 +55,16 @@ def _subjects(commits) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in log.splitlines())
 
 
-def _answer_in_advance(folder: Path, graphs: list[str]) -> None:
+def _answer_in_advance(folder: Path, graphs: list[str], names: Iterable[str]) -> None:
     """Empty files for what the page asks for and can do without, lest its console shows errors."""
     util.write_json(folder / "profiles.json", {"paths": {}})
     util.write_json(folder / "regressions-ignore.json", [])
-    for graph in graphs:
-        samples = folder / "samples" / Path(graph).relative_to("graphs")
-        util.write_json(f"{samples}.json", {})
+    places = {Path(graph).parent for graph in graphs}
+    asked = {place / name for place in places for name in names} | set(map(Path, graphs))
+    for graph in asked:
+        if not (folder / f"{graph}.json").exists():  # of a machine that did not measure it
+            util.write_json(folder / f"{graph}.json", [])
+        util.write_json(folder / "samples" / f"{graph.relative_to('graphs')}.json", {})
 
 
 def _readable_results(folder: str) -> Iterator[Results]:

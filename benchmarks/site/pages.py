@@ -51,11 +51,16 @@ def slug(name: str) -> str:
 
 
 def marked(text: str) -> Markup:
-    """A cell of a Markdown table: code, bold and the text of links, and nothing else of it."""
-    html = str(escape(re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)))
-    html = re.sub(r"`([^`]+)`", r"<code>\1</code>", html)
-    html = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", html)
-    return Markup(re.sub(r"\*([^*]+)\*", r"<em>\1</em>", html))
+    """A line of Markdown: code, bold, italics and the text of links, and nothing else of it."""
+    parts = re.split(r"`([^`]+)`", re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text))
+    shown = [f"<code>{escape(part)}</code>" if at % 2 else _stressed(part)
+             for at, part in enumerate(parts)]  # fmt: skip
+    return Markup("".join(shown))
+
+
+def _stressed(text: str) -> str:
+    html = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", str(escape(text)))
+    return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", html)
 
 
 def _docs(site: Site) -> dict[str, list[list[str]]]:

@@ -1,4 +1,4 @@
-"""The published dashboard in a headless Chromium: `tox run -e dashboard`.
+"""asv's views of the published dashboard in a headless Chromium: `tox run -e dashboard`.
 
 Not named test_*, so that `pytest` does not ask everyone for a browser. asv publishes made-up
 results of the real suite, and the page is opened with every other host out of reach.
@@ -6,28 +6,20 @@ results of the real suite, and the page is opened with every other host out of r
 
 from __future__ import annotations
 
-import functools
-import http.server
 import itertools
 import json
-import os
-import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import pytest
 from asv.benchmarks import Benchmarks
 from asv.config import Config
 from asv.results import Results
 from asv.runner import BenchmarkResult
-from playwright.sync_api import ConsoleMessage, Page, Route, sync_playwright
 
-ROOT = Path(__file__).parents[2]
+from .conftest import commit, copy_suite
+
 COMMITS = 4
 BENCHMARKS = [
     "cpu.Latency.time_forward",
@@ -39,83 +31,14 @@ BENCHMARKS = [
 ]
 
 
-class Dashboard(NamedTuple):
-    """An open page, what it asked other hosts for, and what it complained of."""
-
-    page: Page
-    address: str
-    requests_elsewhere: list[str]
-    complaints: list[str]
-
-    def go(self, place: str = "") -> None:
-        self.page.goto("about:blank")  # or only the fragment changes, and nothing is loaded
-        self.page.goto(f"{self.address}/{place}")
-        self.page.wait_for_load_state("networkidle")
-
-
 @pytest.fixture(scope="module")
 def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = tmp_path_factory.mktemp("project")
-    _copy_suite(project)
-    commits = [_commit(project, f"Change number {number}") for number in range(COMMITS)]
+    copy_suite(project)
+    commits = [commit(project, f"Change number {number}") for number in range(COMMITS)]
     _make_up_results(project, commits)
     subprocess.run([sys.executable, "-m", "asv", "publish"], cwd=project, check=True)
     return project / ".asv" / "html"
-
-
-@pytest.fixture(scope="module")
-def address(html: Path) -> Iterator[str]:
-    handler = functools.partial(_SilentHandler, directory=str(html))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@pytest.fixture
-def dashboard(address: str) -> Iterator[Dashboard]:
-    executable = os.environ.get("CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        opened = Dashboard(page, address, [], [])
-        page.route("**/*", functools.partial(_only_here, opened.requests_elsewhere))
-        page.on("console", functools.partial(_note_error, opened.complaints))
-        page.on("pageerror", lambda error: opened.complaints.append(str(error)))
-        yield opened
-        browser.close()
-
-
-class _SilentHandler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *message: object) -> None:
-        return
-
-
-def _only_here(elsewhere: list[str], route: Route) -> None:
-    if urlsplit(route.request.url).hostname == "127.0.0.1":
-        route.continue_()
-        return
-    elsewhere.append(route.request.url)
-    route.abort()
-
-
-def _note_error(complaints: list[str], message: ConsoleMessage) -> None:
-    if message.type == "error":
-        complaints.append(f"{message.text} {message.location.get('url', '')}")
-
-
-def _copy_suite(project: Path) -> None:
-    commands = shutil.ignore_patterns("census.py", "figures.py", "zoo.py")  # which import torch
-    shutil.copytree(ROOT / "benchmarks", project / "benchmarks", ignore=commands)
-    shutil.copy(ROOT / "asv.conf.json", project)
-    subprocess.run(["git", "init", "--quiet"], cwd=project, check=True)
-
-
-def _commit(project: Path, message: str) -> str:
-    identity = ["-c", "user.name=Nobody", "-c", "user.email=nobody@example.org"]
-    arguments = ["commit", "--quiet", "--allow-empty", "--message", message]
-    subprocess.run(["git", *identity, *arguments], cwd=project, check=True)
-    return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=project, text=True).strip()
 
 
 def _make_up_results(project: Path, commits: list[str]) -> None:
@@ -158,21 +81,21 @@ def test_the_suite_listed_what_this_test_looks_for(html):
 
 def test_nothing_is_asked_of_another_host_and_nothing_fails(dashboard):
     for place in ["", *(f"#view=explore&bench={name}" for name in BENCHMARKS)]:
-        dashboard.go(place)
+        dashboard.go(f"asv.html{place}")
 
     assert dashboard.requests_elsewhere == []
     assert dashboard.complaints == []
 
 
 def test_benchmarks_are_shown_by_name(dashboard):
-    dashboard.go()
+    dashboard.go("asv.html")
     text = dashboard.page.inner_text("body")
 
     assert [name for name in BENCHMARKS if name not in text] == []
 
 
 def test_the_chart_of_a_benchmark_draws_each_variant(dashboard):
-    dashboard.go("#view=explore&bench=cpu.Latency.time_forward")
+    dashboard.go("asv.html#view=explore&bench=cpu.Latency.time_forward")
     series = dashboard.page.inner_text("body")
     dashboard.page.wait_for_selector(".uplot canvas")
     painted = dashboard.page.evaluate("""() => {
@@ -186,7 +109,7 @@ def test_the_chart_of_a_benchmark_draws_each_variant(dashboard):
 
 
 def test_what_was_not_measured_is_shown_as_such(dashboard):
-    dashboard.go()
+    dashboard.go("asv.html")
     card = dashboard.page.get_by_text("cuda.Latency.time_forward", exact=True).locator("..")
 
     assert "—" in card.inner_text()
@@ -194,7 +117,7 @@ def test_what_was_not_measured_is_shown_as_such(dashboard):
 
 def test_a_narrow_page_is_no_wider_than_its_window(dashboard):
     dashboard.page.set_viewport_size({"width": 375, "height": 800})
-    dashboard.go()
+    dashboard.go("asv.html")
     width = dashboard.page.evaluate("document.documentElement.scrollWidth")
 
     assert width <= 375

@@ -51,7 +51,7 @@ function matrix(table, filter, matching) {
 /** What has no number comes last, whichever way. */
 function sorted(rows, at, down) {
   const value = (row) => (at ? row.cells[at].dataset.sort : row.dataset.model);
-  const compare = (a, b) => (at ? a - b : a.localeCompare(b));
+  const compare = (a, b) => (at ? a - b : a < b ? -1 : Number(a > b));
   return [...rows].sort((one, other) => {
     const [a, b] = [value(one), value(other)];
     if (a === undefined || b === undefined) return (a === undefined) - (b === undefined);
@@ -111,6 +111,7 @@ function draw(plot) {
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = colour("--quiet");
     ctx.font = `${11 * ratio}px system-ui`;
+    [ctx.textAlign, ctx.textBaseline] = ["left", "bottom"];
     for (const place of chart.steps) {
       const x = u.valToPos(place, "x", true);
       ctx.setLineDash([3 * ratio, 4 * ratio]);

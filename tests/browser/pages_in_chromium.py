@@ -1,0 +1,354 @@
+"""Our pages of the published dashboard in a headless Chromium, on the results that are committed.
+
+The names of models in a made-up folder of results try to be more than names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from .conftest import ROOT, commit, copy_suite
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\"'&"
+RATIO, LATENCY = "cpu.Paired.track_relative_latency", "cpu.Latency.time_forward"
+MEMORY = "cpu.Memory.track_peak_memory"
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is committed, published where its history is."""
+    folder = tmp_path_factory.mktemp("published") / "below"
+    _publish(ROOT, folder)
+    return folder
+
+
+def _publish(project: Path, folder: Path) -> str:
+    command = [sys.executable, "-m", "asv", "publish", "--html-dir", str(folder)]
+    home = os.environ | {"HOME": str(folder.parent)}
+    result = subprocess.run(command, cwd=project, capture_output=True, text=True, env=home)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def places(html: Path) -> list[str]:
+    found = sorted(each.name for each in (html / "machines").iterdir())
+    return [f"machines/{name}" for name in found]
+
+
+def _files(html: Path) -> list[str]:
+    pages = [each.relative_to(html) for each in html.rglob("machines/*/*.html")]
+    return ["index.html", "believe.html", *map(str, sorted(pages))]
+
+
+def test_nothing_is_asked_of_another_host_and_nothing_fails(dashboard, html) -> None:
+    for page in _files(html)[::3]:
+        dashboard.page.goto(f"{dashboard.address}/{page}")
+    dashboard.go("index.html")
+
+    assert dashboard.requests_elsewhere == []
+    assert dashboard.complaints == []
+
+
+def test_every_link_leads_to_a_page(html) -> None:
+    for name in _files(html):
+        page = html / name
+        text = page.read_text()
+        links = [part.split('"')[0].split("#")[0] for part in text.split('href="')[1:]]
+        assert [each for each in links if each and not (page.parent / each).exists()] == []
+
+
+def _stored(machine: str) -> dict[str, Any]:
+    """The file of results that the matrix of a machine is of: of the newest commit."""
+    history = subprocess.check_output(["git", "rev-list", "HEAD"], cwd=ROOT, text=True).split()
+    files = [json.loads(each.read_text()) for each in (ROOT / "results" / machine).glob("*-*.json")]
+    files = [each for each in files if each["commit_hash"] in history and RATIO in each["results"]]
+    return min(files, key=lambda each: history.index(each["commit_hash"]), default={})
+
+
+def _numbers(stored: dict[str, Any], name: str) -> dict[tuple[str, str], tuple[Any, ...]]:
+    """Value and interval by model and variant."""
+    if not stored or name not in stored["results"]:
+        return {}
+    row = dict(zip(stored["result_columns"], stored["results"][name], strict=False))
+    pairs = [(m[1:-1], v[1:-1]) for m in row["params"][0] for v in row["params"][1]]
+    columns = (row[each] or [None] * len(pairs)
+               for each in ("result", "stats_ci_99_a", "stats_ci_99_b")
+               if each in row)  # fmt: skip
+    return dict(zip(pairs, zip(*columns, strict=False), strict=True))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and value == value
+
+
+def _matrix(page: Any) -> dict[tuple[str, str], dict[str, str]]:
+    """The cells of the matrix by model and column, each with its parts."""
+    found = page.evaluate(
+        """() => [...document.querySelectorAll("#matrix tbody tr")].flatMap((row) =>
+        [...document.querySelectorAll("#matrix th[data-column]")].slice(1).map((head, at) => {
+            const cell = row.cells[at + 1];
+            const parts = [...cell.children].map((part) => [part.className, part.textContent]);
+            return [row.dataset.model, head.dataset.column,
+                {kind: cell.className, sort: cell.dataset.sort, ...Object.fromEntries(parts)}];
+        }))"""
+    )
+    return {(model, column): cell for model, column, cell in found}
+
+
+def test_every_number_of_the_matrix_is_what_the_results_have(dashboard, places) -> None:
+    compared = 0
+    for place in places:
+        dashboard.go(f"{place}/index.html")
+        machine = place.removeprefix("machines/")
+        cells, stored = _matrix(dashboard.page), _stored(machine)
+        known = {kind: _numbers(stored, kind) for kind in (RATIO, LATENCY, MEMORY)}
+        for (model, column), cell in cells.items():
+            kind, _, variant = column.partition(":")
+            compared += _as_stored(cell, kind, known, model, variant)
+
+    assert compared > 200
+
+
+def _as_stored(cell: dict[str, str], kind: str, known: Any, model: str, variant: str) -> bool:
+    benchmark = {"suite": RATIO, "memory": MEMORY}.get(kind)
+    if benchmark is None:
+        return False
+    value, low, high = (*known[benchmark].get((model, variant), ()), None, None, None)[:3]
+    if not _is_number(value):
+        assert cell["value"] in ("n/a", "failed")
+        return False
+    if kind == "memory":
+        assert float(cell["sort"]) == value / 2**20
+        return True
+    assert cell["value"] == f"{1 / value:.2f}\N{MULTIPLICATION SIGN}"
+    assert cell["interval"] == f"{1 / high:.2f} to {1 / low:.2f}"
+    kinds = {(True, True): "slower", (False, False): "faster"}
+    assert cell["kind"].split()[-1] == kinds.get((low > 1, high >= 1), "unsure")
+    latency = known[LATENCY].get((model, variant), (None,))[0]
+    if _is_number(latency):
+        shown = float(cell["more"].removesuffix(" ms").replace(",", ""))
+        assert shown == pytest.approx(latency * 1e3, rel=6e-3)
+    return True
+
+
+def test_every_number_of_a_peer_is_what_the_results_have(dashboard, places) -> None:
+    compared = 0
+    for place in places:
+        folder = ROOT / "results" / place.removeprefix("machines/")
+        dashboard.go(f"{place}/index.html")
+        cells = _matrix(dashboard.page)
+        for (model, peer), ratio in _peers(folder, dashboard.page.inner_text("main")).items():
+            shown = cells[model, f"peer:{peer}"]
+            assert shown["value"] == f"{ratio:.2f}\N{MULTIPLICATION SIGN}"
+            compared += 1
+
+    assert compared > 100
+
+
+def _peers(folder: Path, text: str) -> dict[tuple[str, str], float]:
+    """Of the file whose commit the page names."""
+    found = {}
+    for file in folder.glob("peers-*.jsonl"):
+        about, *cells = map(json.loads, file.read_text().splitlines())
+        if f"Beside other tools: commit {about['commit']}" not in text:
+            continue
+        for cell in cells:
+            alike = (cell["batch"], cell["threads"]) == (1, 1) and cell["peer"] != "eager"
+            if alike and "reason" not in cell and cell["difference"] < 1e-3:
+                pairs = zip(cell["eager_seconds"], cell["seconds"], strict=True)
+                found[cell["model"], cell["peer"]] = median(a / b for a, b in pairs)
+    return found
+
+
+def test_the_table_of_a_model_has_what_its_chart_draws(dashboard, places) -> None:
+    for place in places:
+        dashboard.go(f"{place}/resnet18.html")
+        painted = dashboard.page.evaluate(
+            """() => [...document.querySelectorAll(".plot")].map((plot) => {
+            const drawn = JSON.parse(plot.querySelector("script").textContent).series;
+            const rows = [...plot.closest(".chart").querySelectorAll("tbody tr")].reverse();
+            const shown = drawn.map((_, at) => rows.map((row) => row.cells[at + 1].dataset.sort));
+            return [drawn.map((each) => each.values.map((value) => value ?? undefined)),
+                shown.map((each) => each.map((value) => value && Number(value))),
+                plot.querySelector("canvas").width];
+        })"""
+        )
+        for drawn, shown, width in painted:
+            assert drawn == shown
+            assert width > 0
+
+
+def test_a_machine_is_one_choice_and_in_the_address(dashboard, places) -> None:
+    if len(places) < 2:
+        pytest.skip("one machine only")
+    dashboard.go(f"{places[0]}/resnet18.html")
+    links = dashboard.page.locator("nav.machines a")
+    assert links.count() == len(places)
+    links.filter(has_text=places[1].removeprefix("machines/")).first.click()
+
+    assert dashboard.page.url.endswith(f"{places[1]}/resnet18.html")
+    dashboard.page.go_back()
+    assert dashboard.page.url.endswith(f"{places[0]}/resnet18.html")
+
+
+def _order(dashboard: Any) -> list[str]:
+    return dashboard.page.eval_on_selector_all(
+        "#matrix tbody tr:not([hidden])", "rows => rows.map(row => row.dataset.model)"
+    )
+
+
+def test_what_is_sorted_and_filtered_is_in_the_address(dashboard) -> None:
+    dashboard.go("index.html")
+    as_it_was = _order(dashboard)
+    dashboard.page.locator('th[data-column="eager"] button').press("Enter")
+    assert "sort=eager&order=down" in dashboard.page.url
+    slowest = _order(dashboard)
+    dashboard.page.locator('th[data-column="eager"] button').click()
+    assert _order(dashboard) == slowest[::-1] != as_it_was
+
+    dashboard.page.go_back()
+    assert _order(dashboard) == slowest
+    dashboard.page.go_back()
+    assert _order(dashboard) == as_it_was
+
+    dashboard.page.fill("#filter", "RESNET")
+    assert all("resnet" in name for name in _order(dashboard))
+    assert "models=RESNET" in dashboard.page.url
+
+
+def test_a_link_to_what_was_chosen_shows_it(dashboard) -> None:
+    dashboard.go("index.html?sort=model&order=down&models=net")
+
+    assert _order(dashboard) == sorted(_order(dashboard), reverse=True)
+    assert dashboard.page.input_value("#filter") == "net"
+    assert dashboard.page.get_attribute('th[data-column="model"]', "aria-sort") == "descending"
+
+
+@pytest.mark.parametrize("width", [375, 1600])
+def test_no_page_is_wider_than_its_window_or_moves(dashboard, html, width) -> None:
+    dashboard.page.set_viewport_size({"width": width, "height": 800})
+    moved = """new Promise((resolve) => new PerformanceObserver((list) => resolve(
+        list.getEntries().reduce((sum, each) => sum + each.value, 0))
+        ).observe({type: "layout-shift", buffered: true}) || setTimeout(() => resolve(0), 300))"""
+    for page in ["index.html", "believe.html", next(p for p in _files(html) if "resnet18" in p)]:
+        dashboard.go(page)
+        assert dashboard.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert dashboard.page.evaluate(moved) < 0.01
+
+
+def test_pages_are_there_in_a_second(dashboard, html) -> None:
+    """The best of three: the browser, the server and the test share a machine with others."""
+    for page in ["index.html", next(p for p in _files(html) if "resnet18" in p)]:
+        taken = []
+        for _ in range(3):
+            dashboard.go(page)
+            timing = "performance.getEntriesByType('navigation')[0].loadEventEnd"
+            taken.append(dashboard.page.evaluate(timing))
+        assert 0 < min(taken) < 1000
+
+
+def test_the_numbers_are_there_without_a_script(dashboard, html) -> None:
+    context = dashboard.page.context.browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(f"{dashboard.address}/index.html")
+
+    assert page.locator("#matrix tbody .number .value").count() > 50
+    assert page.is_hidden("#filter")
+
+
+def test_asv_s_views_are_one_click_away(dashboard) -> None:
+    dashboard.go("index.html")
+    dashboard.page.get_by_role("link", name="asv’s views").click()  # noqa: RUF001
+    dashboard.page.wait_for_selector("#root :text('cpu.')")
+    dashboard.page.wait_for_load_state("networkidle")
+
+    assert dashboard.complaints == []
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with two models: one hostile, one n/a and failed; and files that are broken."""
+    project = tmp_path_factory.mktemp("project")
+    copy_suite(project)
+    first = commit(project, "<b>first</b> & foremost")
+    folder = project / "results" / "<i>there"
+    folder.mkdir(parents=True)
+    machine = {"machine": "<i>there", "arch": "", "cpu": "<u>", "num_cpu": "", "ram": "", "os": ""}
+    (folder / "machine.json").write_text(json.dumps(machine | {"version": 1}))
+    listing = {name: _benchmark(name) for name in (RATIO, LATENCY, MEMORY)}
+    (project / "results" / "benchmarks.json").write_text(json.dumps(listing | {"version": 2}))
+    text = json.dumps(_results(machine, first))
+    (folder / f"{first[:8]}-here.json").write_text(text)
+    (folder / f"{first[:8]}-cut.json").write_text(text[: len(text) // 2])
+    edited = json.loads(text) | {"results": {RATIO: [["fast"], "edited"]}}
+    (folder / f"{first[:8]}-edited.json").write_text(json.dumps(edited))
+    (folder / f"peers-{first[:8]}.jsonl").write_text('{"commit": "')
+    other = project / "results" / "other"
+    other.mkdir()
+    (other / "machine.json").write_text("{")
+    return project
+
+
+def _benchmark(name: str) -> dict[str, Any]:
+    params = [[repr(HOSTILE), "'plain'"], ["'eager'", "'optimized-1'", "'fx_fuse'"]]
+    about = {"name": name, "version": "1", "type": "track", "unit": "", "params": params}
+    return about | {"param_names": ["model", "variant"]}
+
+
+def _results(machine: dict[str, str], of: str) -> dict[str, Any]:
+    nan, values = float("nan"), [1.0, 0.5, 2.0]
+    row = [[*values, None, None, nan], _benchmark(RATIO)["params"], "1", 0, 0]
+    row += [[0.9, 0.4, 1.9, None, None, None], [1.1, 0.6, 2.1, None, None, None]]
+    columns = ["result", "params", "version", "started_at", "duration"]
+    about = {"commit_hash": of, "env_name": "here", "date": 0, "python": "", "version": 2}
+    about |= {"params": machine, "requirements": {}, "env_vars": {}}
+    about |= {"result_columns": [*columns, "stats_ci_99_a", "stats_ci_99_b"]}
+    return about | {"results": dict.fromkeys((RATIO, LATENCY, MEMORY), row)}
+
+
+@pytest.fixture
+def of_made_up(made_up: Path, html: Path, dashboard: Any) -> Any:
+    _publish(made_up, html.parent / "below" / "made-up")
+    yield dashboard
+    shutil.rmtree(html / "made-up")
+
+
+def test_names_are_only_names_and_broken_files_are_sentences(of_made_up) -> None:
+    of_made_up.go("made-up/index.html")
+    page = of_made_up.page
+
+    assert page.locator("img, main i, main b, main u").count() == 0
+    assert HOSTILE in page.inner_text("#matrix")
+    cells = _matrix(page)
+    assert cells["plain", "suite:optimized-1"]["value"] == "failed"
+    assert cells["plain", "suite:fx_fuse"]["value"] == "n/a"
+    assert cells[HOSTILE, "suite:optimized-1"]["value"].startswith("2.00")
+    told = page.text_content(".complaints")
+    assert all(name in told for name in ("-cut.json", "-edited.json", "peers-"))
+
+    page.get_by_role("link", name=HOSTILE, exact=True).first.click()
+    assert page.inner_text("h1") == HOSTILE
+    assert page.locator("img").count() == 0
+    assert of_made_up.requests_elsewhere == []
+    assert of_made_up.complaints == []
+
+
+def test_without_results_there_is_the_command_that_measures(made_up, dashboard, html) -> None:
+    for each in (made_up / "results").iterdir():
+        if each.is_dir():
+            shutil.rmtree(each)
+    _publish(made_up, html / "empty")
+    dashboard.go("empty/index.html")
+
+    assert "python -m tox run -e bench" in dashboard.page.inner_text("main")
+    assert dashboard.complaints == []

@@ -1,4 +1,4 @@
-"""A published dashboard, and a headless Chromium that opens it with every other host out of reach."""
+"""A headless Chromium that opens a published dashboard, with every other host out of reach."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def _make_up_results(project: Path, commits: list[str]) -> None:
     folder = Path(config.results_dir) / "made-up"
     folder.mkdir()
     (folder / "machine.json").write_text(json.dumps(machine | {"os": "none", "version": 1}))
-    for position, commit in enumerate(commits):
-        _results(benchmarks, machine, commit, position).save(config.results_dir)
+    for position, name in enumerate(commits):
+        _results(benchmarks, machine, name, position).save(config.results_dir)
 
 
 def _listed(project: Path) -> list[dict[str, object]]:

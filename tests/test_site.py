@@ -1,0 +1,133 @@
+"""What the pages of the dashboard are made of; tests/browser opens them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("asv")
+pytest.importorskip("jinja2")
+
+ROOT = Path(__file__).parents[1]
+RATIO, NODES = "cpu.Paired.track_relative_latency", "graph.Graph.track_nodes"
+site = importlib.import_module("benchmarks.site")
+data, numbers, pages, views = (
+    importlib.import_module(f"benchmarks.site.{name}")
+    for name in ("data", "numbers", "pages", "views")
+)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ["-c", "user.name=Nobody", "-c", "user.email=nobody@example.org"]
+    return subprocess.check_output(["git", *who, *arguments], cwd=folder, text=True).strip()
+
+
+def stored(commit: str, ratio: float, nodes: int) -> dict[str, Any]:
+    params = [["'one'"], ["'optimized-1'"]]
+    columns = ["result", "params", "version", "stats_ci_99_a", "stats_ci_99_b"]
+    results = {
+        RATIO: [[ratio], params, "1", [ratio - 0.01], [ratio + 0.01]],
+        NODES: [[nodes], params, "1"],
+    }
+    about = {"commit_hash": commit, "env_name": "here", "result_columns": columns}
+    return about | {"results": results}
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three commits, of which the last two were measured."""
+    git(tmp_path, "init", "-q")
+    folder = tmp_path / "results" / "there"
+    folder.mkdir(parents=True)
+    for place in range(3):
+        git(tmp_path, "commit", "-q", "--allow-empty", "-m", f"number {place}")
+        if place:
+            commit = git(tmp_path, "rev-parse", "HEAD")
+            text = json.dumps(stored(commit, 0.5 * place, 10 - place))
+            (folder / f"{place}-here.json").write_text(text)
+    listing = {name: {"version": "1"} for name in (RATIO, NODES)}
+    (tmp_path / "results" / "benchmarks.json").write_text(json.dumps(listing | {"version": 2}))
+    monkeypatch.chdir(tmp_path)
+    return Path("results")
+
+
+def test_the_newest_commit_is_judged_against_the_one_before(results: Path) -> None:
+    (place,) = data.load(results).places
+    verdict = views.judged(place)
+
+    assert "1 counts and bytes differ (0 larger, 1 smaller)" in verdict.sentence
+    assert "1 paired ratios differ (1 slower, 0 faster)" in verdict.sentence
+    assert [each.model for each in verdict.lists["Regressed"]] == ["one"]
+
+
+def test_a_speed_up_is_one_over_the_ratio_with_its_interval_turned(results: Path) -> None:
+    found = data.load(results)
+    (row,) = views.matrix(found, found.places[0]).rows
+    (shown, _), *_ = row.variants
+
+    assert (shown.text, shown.kind) == ("1.00\N{MULTIPLICATION SIGN}", "unsure")
+    assert shown.interval == f"{1 / 1.01:.2f} to {1 / 0.99:.2f}"
+
+
+def test_steps_name_the_commit_where_something_differs(results: Path) -> None:
+    found = data.load(results)
+    (place,) = found.places
+    stepped = views.steps(place)["one"]
+
+    assert [found.history[commit].subject for commit in stepped] == ["number 2"]
+    assert len(stepped[place.runs[-1].commit]) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"results": 3}', '{"commit_hash": "a"}'])
+@pytest.mark.parametrize("name", ["x-here.json", "machine.json", "peers-x.jsonl"])
+def test_a_broken_file_is_a_sentence(results: Path, tmp_path: Path, name: str, text: str) -> None:
+    (results / "there" / name).write_text(text)
+    found = data.load(results)
+    pages.write(found, tmp_path / "html")
+
+    assert len(found.places[0].runs) == 2
+    told = any(name in each for each in found.complaints)
+    assert told or (name == "machine.json" and text.startswith('{"'))
+
+
+def test_what_is_of_an_older_suite_is_not_shown(results: Path) -> None:
+    listing = {RATIO: {"version": "2"}, NODES: {"version": "1"}}
+    (results / "benchmarks.json").write_text(json.dumps(listing))
+    found = data.load(results)
+
+    assert all(cell.startswith(NODES) for run in found.places[0].runs for cell in run.numbers)
+    assert "older suite" in found.notes[0]
+
+
+def test_no_results_are_a_page_with_the_command(tmp_path: Path) -> None:
+    pages.write(data.load(tmp_path / "none"), tmp_path / "html")
+
+    assert "python -m tox run -e bench" in (tmp_path / "html" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["../../up", "a/b", "<b>", ".hidden", "index", "ä" * 200])
+def test_a_name_of_any_kind_is_the_name_of_a_file(name: str) -> None:
+    found = pages.slug(name)
+
+    assert found != name
+    assert "/" not in found
+    assert not found.startswith(".")
+    assert len(found) < 100
+
+
+def test_markdown_is_escaped_and_code_stays_as_it_is() -> None:
+    found = pages.marked("**`a*b*`** <i> [text](place)")
+
+    assert found == "**<code>a*b*</code>** &lt;i&gt; text"
+
+
+def test_the_tables_of_the_documentation_are_found() -> None:
+    docs = {page.stem: page.read_text() for page in (ROOT / "docs").glob("*.md")}
+
+    for page, start in (("benchmarks", pages._SIMULATED), ("fuzzing", pages._FUZZED)):
+        assert len(data.table_after(docs[page], start)) > 5

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -31,6 +31,18 @@ class Dashboard(NamedTuple):
         self.page.goto("about:blank")  # or only the fragment changes, and nothing is loaded
         self.page.goto(f"{self.address}/{place}")
         self.page.wait_for_load_state("networkidle")
+
+
+@pytest.fixture(scope="session")
+def copy_suite() -> Callable[[Path], None]:
+    """Makes a repository of a folder, with our suite and its configuration."""
+    return _copy_suite
+
+
+@pytest.fixture(scope="session")
+def commit() -> Callable[[Path, str], str]:
+    """Makes a commit with a message, and tells its hash."""
+    return _commit
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +93,14 @@ def _note_absent(complaints: list[str], response: Response) -> None:
         complaints.append(f"{response.status} {response.url}")
 
 
-def copy_suite(project: Path) -> None:
+def _copy_suite(project: Path) -> None:
     commands = shutil.ignore_patterns("census.py", "figures.py", "zoo.py")  # which import torch
     shutil.copytree(ROOT / "benchmarks", project / "benchmarks", ignore=commands)
     shutil.copy(ROOT / "asv.conf.json", project)
     subprocess.run(["git", "init", "--quiet"], cwd=project, check=True)
 
 
-def commit(project: Path, message: str) -> str:
+def _commit(project: Path, message: str) -> str:
     identity = ["-c", "user.name=Nobody", "-c", "user.email=nobody@example.org"]
     arguments = ["commit", "--quiet", "--allow-empty", "--message", message]
     subprocess.run(["git", *identity, *arguments], cwd=project, check=True)

@@ -11,14 +11,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from asv.benchmarks import Benchmarks
 from asv.config import Config
 from asv.results import Results
 from asv.runner import BenchmarkResult
-
-from .conftest import commit, copy_suite
 
 COMMITS = 4
 BENCHMARKS = [
@@ -32,7 +31,7 @@ BENCHMARKS = [
 
 
 @pytest.fixture(scope="module")
-def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def html(tmp_path_factory: pytest.TempPathFactory, copy_suite: Any, commit: Any) -> Path:
     project = tmp_path_factory.mktemp("project")
     copy_suite(project)
     commits = [commit(project, f"Change number {number}") for number in range(COMMITS)]

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import ROOT, commit, copy_suite
-
+ROOT = Path(__file__).parents[2]
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&"
 RATIO, LATENCY = "cpu.Paired.track_relative_latency", "cpu.Latency.time_forward"
 MEMORY = "cpu.Memory.track_peak_memory"
@@ -277,7 +276,7 @@ def test_asv_s_views_are_one_click_away(dashboard) -> None:
 
 
 @pytest.fixture(scope="module")
-def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_up(tmp_path_factory: pytest.TempPathFactory, copy_suite: Any, commit: Any) -> Path:
     """A repository with two models: one hostile, one n/a and failed; and files that are broken."""
     project = tmp_path_factory.mktemp("project")
     copy_suite(project)

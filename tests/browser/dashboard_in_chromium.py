@@ -87,10 +87,9 @@ def test_nothing_is_asked_of_another_host_and_nothing_fails(dashboard):
 
 
 def test_benchmarks_are_shown_by_name(dashboard):
-    dashboard.go("asv.html")
-
     for name in BENCHMARKS:
-        dashboard.page.get_by_text(name, exact=True).first.wait_for()
+        dashboard.go(f"asv.html#view=explore&bench={name}")
+        dashboard.page.get_by_text(name).first.wait_for()
 
 
 def test_the_chart_of_a_benchmark_draws_each_variant(dashboard):

@@ -245,16 +245,15 @@ def test_no_page_is_wider_than_its_window_or_moves(dashboard, html, width) -> No
         assert dashboard.page.evaluate(moved) < 0.01
 
 
-def test_pages_are_there_in_a_second(dashboard, html) -> None:
-    """The best of five: the browser, the server and the test share a machine with others."""
-    page = dashboard.page.context.browser.new_page()  # whose requests nobody looks into
+def test_a_page_takes_the_browser_less_than_a_second(dashboard, html) -> None:
+    """Of the processor: the browser, the server and the test share a machine with others."""
+    session = dashboard.page.context.new_cdp_session(dashboard.page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
     for name in ["index.html", next(p for p in _files(html) if "resnet18" in p)]:
-        taken = []
-        for _ in range(5):
-            page.goto(f"{dashboard.address}/{name}")
-            timing = "performance.getEntriesByType('navigation')[0].loadEventEnd"
-            taken.append(page.evaluate(timing))
-        assert 0 < min(taken) < 1000
+        dashboard.go(name)
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        taken = {each["name"]: each["value"] for each in metrics}
+        assert 0 < taken["TaskDuration"] < 1
 
 
 def test_the_numbers_are_there_without_a_script(dashboard, html) -> None:

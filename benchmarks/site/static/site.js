@@ -81,7 +81,7 @@ function draw(plot) {
       scales: { x: { time: false, range: [-0.5, at.length - 0.5] }, y: { range: around } },
       axes: [
         { ...axis, size: 46, space: 84, incrs: [1, 2, 3, 5, 10, 20, 50, 100], values: (_, places) => places.map(label) },
-        { ...axis, size: 62, values: (_, values) => values.map((value) => `${+value.toPrecision(4)} ${chart.unit}`) },
+        { ...axis, size: 80, values: (_, values) => values.map((value) => `${+value.toPrecision(4)} ${chart.unit}`) },
       ],
       series: [{}, ...chart.series.map(lineOf)],
       hooks: { draw: [markSteps], setCursor: [tell] },

@@ -21,6 +21,7 @@ import torch
 from hypothesis import Phase, settings
 
 torch.set_num_threads(1)
+collect_ignore = ["browser"]  # it has an environment of its own, without torch
 
 
 def address(tensor: torch.Tensor) -> int:

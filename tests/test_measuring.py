@@ -80,6 +80,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def started(project: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Our command, which hears Ctrl-C even where the tests are a background job and do not."""
     environment = os.environ | {"HOME": str(project), "BENCHMARK_MACHINE": "here"}
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks", *arguments],
@@ -88,6 +89,7 @@ def started(project: Path, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -155,12 +157,7 @@ def test_what_was_measured_is_kept_where_it_is_stopped_and_nothing_goes_on(
     slow = project / "benchmarks" / "cpu.py"
     slow.write_text(slow.read_text().replace("optimizer.SECONDS", "100"))
     process = started(project)
-    _wait(
-        lambda: (
-            process.poll() is not None
-            or (_asks_for_ratios(process.pid) and bool(_servers(project)))
-        )
-    )
+    _wait(lambda: process.poll() is not None or (_measures_ratios(process.pid)))
     process.send_signal(signum)
     output, _ = process.communicate(timeout=90)
 
@@ -177,10 +174,17 @@ def _servers(project: Path) -> list[str]:
     return [line for line in listing if "run_server" in line and str(project) in line]
 
 
-def _asks_for_ratios(parent: int) -> bool:
-    """Whether asv, which our command started, is at the second part."""
-    command = ["ps", "-ww", "-o", "args=", "--ppid", str(parent)]
-    return "Paired" in subprocess.run(command, capture_output=True, text=True).stdout
+def _measures_ratios(parent: int) -> bool:
+    """Whether asv, which our command started, has begun a cell of the second part."""
+    command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(parent)]
+    listing = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    for pid in (line.split()[0] for line in listing if "Paired" in line):
+        told = dict(
+            each.partition("=")[::2]
+            for each in Path("/proc", pid, "environ").read_text().split("\0")
+        )["BENCHMARK_TOLD"]
+        return bool(Path(told).read_text())
+    return False
 
 
 def _wait(condition: Callable[[], bool]) -> None:

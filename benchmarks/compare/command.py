@@ -10,22 +10,20 @@ fails now, and 2 where it was interrupted or nothing could be compared.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import platform
 import random
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 from asv import util
 
 from benchmarks._machine import machine_name
+from benchmarks.running import ended_by_signals
 
 from . import tables
 from .cells import cells
@@ -44,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     """Compare, print the verdicts, and return the exit code."""
     options = _options(arguments)
     try:
-        with _ended_by_a_signal():
+        with ended_by_signals():
             return _compare(options)
     except (ComparisonError, util.UserError) as error:
         print(f"compare: {error}", file=sys.stderr)
@@ -53,20 +51,6 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("compare: interrupted before anything was measured.", file=sys.stderr)
     return 2
-
-
-@contextlib.contextmanager
-def _ended_by_a_signal() -> Iterator[None]:
-    """What ends the process interrupts it as Ctrl-C does, so that no child outlives it."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -188,19 +188,6 @@ def test_the_table_of_a_model_has_what_its_chart_draws(dashboard, places) -> Non
             assert width > 0
 
 
-def test_a_machine_is_one_choice_and_in_the_address(dashboard, places) -> None:
-    if len(places) < 2:
-        pytest.skip("one machine only")
-    dashboard.go(f"{places[0]}/resnet18.html")
-    links = dashboard.page.locator("nav.machines a")
-    assert links.count() == len(places)
-    links.filter(has_text=places[1].removeprefix("machines/")).first.click()
-
-    assert dashboard.page.url.endswith(f"{places[1]}/resnet18.html")
-    dashboard.page.go_back()
-    assert dashboard.page.url.endswith(f"{places[0]}/resnet18.html")
-
-
 def _order(dashboard: Any) -> list[str]:
     return dashboard.page.eval_on_selector_all(
         "#matrix tbody tr:not([hidden])", "rows => rows.map(row => row.dataset.model)"
@@ -293,6 +280,14 @@ def made_up(tmp_path_factory: pytest.TempPathFactory, copy_suite: Any, commit: A
     edited = json.loads(text) | {"results": {RATIO: [["fast"], "edited"]}}
     (folder / f"{first[:8]}-edited.json").write_text(json.dumps(edited))
     (folder / f"peers-{first[:8]}.jsonl").write_text('{"commit": "')
+    second = machine | {"machine": "second"}
+    (project / "results" / "second").mkdir()
+    (project / "results" / "second" / "machine.json").write_text(
+        json.dumps(second | {"version": 1})
+    )
+    (project / "results" / "second" / f"{first[:8]}-here.json").write_text(
+        json.dumps(_results(second, first))
+    )
     other = project / "results" / "other"
     other.mkdir()
     (other / "machine.json").write_text("{")
@@ -341,6 +336,18 @@ def test_names_are_only_names_and_broken_files_are_sentences(of_made_up) -> None
     assert page.locator("img").count() == 0
     assert of_made_up.requests_elsewhere == []
     assert of_made_up.complaints == []
+
+
+def test_a_machine_is_one_choice_and_in_the_address(of_made_up, html) -> None:
+    (there,) = {each.name for each in (html / "made-up" / "machines").iterdir()} - {"second"}
+    page = of_made_up.page
+    of_made_up.go("made-up/machines/second/plain.html")
+    assert page.locator("nav.machines a").count() == 2
+    page.locator("nav.machines a").filter(has_text="<i>there").click()
+
+    assert page.url.endswith(f"machines/{there}/plain.html")
+    page.go_back()
+    assert page.url.endswith("machines/second/plain.html")
 
 
 def test_without_results_there_is_the_command_that_measures(made_up, dashboard, html) -> None:

@@ -557,6 +557,20 @@ class Head(nn.Module):
         return self.then(self.layer(x), x)
 
 
+class Masked(nn.Module):
+    """No region: each of its operators is called as it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 0, x, -x)
+
+
+def test_a_call_that_is_lowered_without_a_region_is_told() -> None:
+    fast = lowered(Masked(), image())
+
+    assert plan_of(fast, image()) is not None
+    assert fast.report.remarks == ("calls like the example run as a straight line of operators",)
+
+
 class TestWhatIsNotLowered:
     def test_without_example_inputs(self) -> None:
         fast = optimizer.optimize(net(), level=2)

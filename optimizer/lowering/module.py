@@ -303,7 +303,9 @@ def lower(
         tuning.keep({choice.key: choice.chosen for choice in plan.choices})
     except (InputError, OSError) as error:  # what became of the file meanwhile
         return f"its decisions were not kept: {error}"
-    return _in_precision(plan.precision, plan.error) if plan.precision else ""
+    if plan.precision:
+        return _in_precision(plan.precision, plan.error)
+    return "" if plan.choices else "calls like the example run as a straight line of operators"
 
 
 def _in_precision(precision: Precision, error: float) -> str:

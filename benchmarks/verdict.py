@@ -1,7 +1,8 @@
 """The last lines of a run: what differs from the last commit that was measured on this machine.
 
-Exact numbers differ where they are not equal, ratios where their intervals do not overlap. Times
-of separate runs are not compared here: `compare` measures both commits in turn.
+Exact numbers differ where they are not equal. Paired ratios differ where their intervals do not
+overlap, which says nothing of slower or faster: a process has its luck, which its interval does not
+see. `compare` measures both commits in turn, and decides.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ _SAME = 0.05  # a ratio that changed by less, by the widest reading of its inter
 
 
 class Difference(NamedTuple):
-    """A cell that changed. `worse` is None where neither way is better."""
+    """A cell that changed. `worse` is None where neither way is, or that is not known."""
 
     cell: str
     before: Number
     after: Number
     worse: bool | None
+
+    @property
+    def is_ratio(self) -> bool:
+        """Whether it is of calls in turn in one process, and has an interval."""
+        return bool(_RATIO.search(self.cell))
 
     @property
     def text(self) -> str:
@@ -53,10 +59,10 @@ def lines(now: Run, before: Run | None) -> Iterator[str]:
         yield "No earlier commit was measured on this machine with these versions: nothing differs."
         return
     found = list(differences(now, before))
-    exact = [each for each in found if _EXACT.search(each.cell)]
-    ratios = [each for each in found if each not in exact]
+    ratios = [each for each in found if each.is_ratio]
+    exact = [each for each in found if not each.is_ratio]
     title = f"Against {before.commit[:8]}, the last that was measured here:"
-    yield f"{title} {_counted('counts and bytes', exact)}; {_counted('paired ratios', ratios)}."
+    yield f"{title} {_counted_exact(exact)}; {_counted_ratios(ratios, before.commit)}."
     for shown in (exact, ratios):
         yield from (each.text for each in shown[:_SHOWN])
         if len(shown) > _SHOWN:
@@ -99,17 +105,29 @@ def _differ(cell: str, before: Number, after: Number) -> bool:
 
 
 def _worse(cell: str, before: Number, after: Number) -> bool | None:
-    return None if _MORE_IS_NO_WORSE.search(cell) else after.value > before.value
+    if _MORE_IS_NO_WORSE.search(cell) or _RATIO.search(cell):
+        return None
+    return after.value > before.value
 
 
-def _counted(what: str, found: Sequence[Difference]) -> str:
+def _counted_exact(found: Sequence[Difference]) -> str:
     if not found:
-        return f"no {what} differ"
+        return "no counts and bytes differ"
     worse, better = (sum(each.worse is way for each in found) for way in (True, False))
-    words = ("slower", "faster") if "ratio" in what else ("larger", "smaller")
     rest = len(found) - worse - better
     also = f", {rest} neither" if rest else ""
-    return f"{len(found)} {what} differ ({worse} {words[0]}, {better} {words[1]}{also})"
+    return f"{len(found)} counts and bytes differ ({worse} larger, {better} smaller{also})"
+
+
+def _counted_ratios(found: Sequence[Difference], commit: str) -> str:
+    if not found:
+        return "no paired ratios differ"
+    higher = sum(each.after.value > each.before.value for each in found)
+    decides = f"`python -m benchmarks compare {commit[:8]} HEAD` decides"
+    return (
+        f"{len(found)} paired ratios of separate runs differ ({higher} higher,"
+        f" {len(found) - higher} lower): {decides}"
+    )
 
 
 def _text(number: Number) -> str:

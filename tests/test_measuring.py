@@ -121,7 +121,7 @@ def test_headline_models_are_measured_and_compared_with_the_commit_before(
 
     assert status == 0
     assert f"Against {first[:8]}, the last that was measured here: 4 counts and bytes" in output
-    assert "4 paired ratios differ (4 slower, 0 faster)" in output
+    assert "4 paired ratios of separate runs differ (4 higher, 0 lower)" in output
     assert "  graph.Graph.track_nodes('resnet18', 'optimized-1'): 50 to 60, worse" in last
     assert "r3d_18" not in output
     assert "--directory .asv/html" in last[-1]

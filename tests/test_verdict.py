@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,12 @@ def stored(folder: Path, results: dict[str, Any], version: str = "1") -> Run:
         ({NODES: NAN}, {NODES: 9}, "no counts and bytes differ"),
         ({NODES: None}, {NODES: 9}, "no counts and bytes differ"),
         ({MEMORY: 64}, {MEMORY: 96}, "no counts and bytes differ"),
-        ({RATIO: (0.5, 0.01)}, {RATIO: (0.6, 0.01)}, "1 paired ratios differ (1 slower, 0 faster)"),
+        (
+            {RATIO: (0.5, 0.01)},
+            {RATIO: (0.6, 0.01)},
+            "1 paired ratios of separate runs differ (1 higher, 0 lower): `python -m benchmarks"
+            " compare 12345678 HEAD` decides",
+        ),
         ({RATIO: (0.5, 0.06)}, {RATIO: (0.6, 0.06)}, "no paired ratios differ"),
         ({RATIO: (0.5, NAN)}, {RATIO: (0.6, 0.01)}, "no paired ratios differ"),
         ({LATENCY: (1.0, 0.01)}, {LATENCY: (2.0, 0.01)}, "no paired ratios differ"),
@@ -61,6 +67,7 @@ def test_what_differs_is_told(tmp_path: Path, before: Any, after: Any, expected:
 
     assert expected in told[0]
     assert len(told) == 1 + expected.startswith("1")
+    assert not re.search("slower|faster|ratio.* worse", "\n".join(told))
 
 
 def test_what_was_defined_otherwise_is_not_compared(tmp_path: Path) -> None:

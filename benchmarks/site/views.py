@@ -244,7 +244,12 @@ def judged(place: Place) -> Verdict | None:
         "Regressed": [_change(each) for each in found if each.worse],
         "Improved": [_change(each) for each in found if each.worse is False],
         "Could not be told": [_change(each) for each in verdict.undecided(now, before)],
-        "Changed, and neither way is better": [_change(e) for e in found if e.worse is None],
+        "Differ from the run before, for `compare` to decide": [
+            _change(each) for each in found if each.is_ratio
+        ],
+        "Changed, and neither way is better": [
+            _change(each) for each in found if each.worse is None and not each.is_ratio
+        ],
         "Fails now": [Change(_model(cell), cell) for cell in gone],
     }
     return Verdict(sentence, lists)

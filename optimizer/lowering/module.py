@@ -303,15 +303,12 @@ def lower(
         tuning.keep({choice.key: choice.chosen for choice in plan.choices})
     except (InputError, OSError) as error:  # what became of the file meanwhile
         return f"its decisions were not kept: {error}"
-    if plan.precision:
-        return _in_precision(plan.precision, plan.error)
-    return "" if plan.choices else "calls like the example run as a straight line of operators"
-
-
-def _in_precision(precision: Precision, error: float) -> str:
+    if plan.precision is None:
+        return "" if plan.choices else "calls like the example run as a straight line of operators"
     return (
-        f"calls like the example run in {precision.name}, with a relative error of {error:.2g}"
-        f" seen and {precision.budget:.2g} allowed; other calls in the model's own precision"
+        f"calls like the example run in {plan.precision.name}, with a relative error of"
+        f" {plan.error:.2g} seen and {plan.precision.budget:.2g} allowed; other calls in the"
+        " model's own precision"
     )
 
 

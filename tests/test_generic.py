@@ -116,7 +116,7 @@ def test_what_changes_nothing_survives_and_what_only_a_test_sees_does_not() -> N
     reworded = replace(AS_IT_IS, new=TEXT.replace("is read elsewhere", "has other readers"))
     assert reworded.new != TEXT
 
-    survivor, seen = _score.score([AS_IT_IS, reworded], ["models", "tests"], budget=3)
+    survivor, seen = _score.score([AS_IT_IS, reworded], ["tests"], trusted=["tests"])
 
     assert not survivor.killed
     assert (seen.by, seen.evidence) == ("tests", "its tests fail")

@@ -116,7 +116,7 @@ def test_a_mutant_of_each_pass_is_killed(name: str) -> None:
 
 
 def test_generated_models_alone_find_a_mistake() -> None:
-    verdict = _score.try_mutant(CATALOGUE["fuse_linear_relu: another reader of the layer"])
+    verdict = _score.try_mutant(CATALOGUE["fuse_linear_relu: the bias lost"])
 
     assert (verdict.killed, verdict.by) == (True, "models")
     assert 0 < verdict.examples <= _score.BUDGET

@@ -174,7 +174,7 @@ def test_any_order_keeps_the_answer() -> None:
             candidate = Optimize(only=(name,))(candidate, spec.inputs())
         assert_equivalent(spec.build(), candidate, spec.inputs())
 
-    each(holds, count=30, max_size=8)
+    each(holds, count=15, max_size=8)
 
 
 def compiled(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:

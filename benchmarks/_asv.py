@@ -19,7 +19,7 @@ from typing import Any
 from asv import main as asv
 from asv import runner, util
 
-TOLD = "BENCHMARK_TOLD"
+from .running import TOLD
 
 
 def main() -> None:

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from ._asv import TOLD
-
+TOLD = "BENCHMARK_TOLD"  # names the file
 TOO_LONG = 124
 _PATIENCE = 10.0  # seconds that asv has to end what it started
 

@@ -21,6 +21,7 @@ pytest.importorskip("asv_tachyon")
 
 ROOT = Path(__file__).parents[1]
 OTHERS = ("__pycache__", "c*.py", "figures.py", "graph.py", "mps.py", "optimize_*.py", "zoo.py")
+Measured = tuple[Path, int, str]
 SUITE = '''
 import time
 
@@ -49,18 +50,17 @@ def git(project: Path, *arguments: str) -> str:
 def commit(project: Path, number: float, seconds: float = 0) -> str:
     text = f"NUMBER, SECONDS = {number}, {seconds}\n"
     (project / "optimizer" / "__init__.py").write_text(text)
-    git(project, "add", "optimizer", "models", ".gitignore")
+    git(project, "add", "optimizer", "models", "torch", ".gitignore")
     git(project, "commit", "-q", "--allow-empty", "-m", f"number {number}")
     return git(project, "rev-parse", "HEAD")
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
+def made(folder: Path) -> Path:
     """Our commands and plugins in a repository of its own, with a suite that takes no time."""
-    suite = tmp_path / "benchmarks"
+    suite = folder / "benchmarks"
     shutil.copytree(ROOT / "benchmarks", suite, ignore=shutil.ignore_patterns(*OTHERS))
     shutil.copytree(ROOT / "benchmarks" / "compare", suite / "compare", dirs_exist_ok=True)
-    shutil.copy(ROOT / "asv.conf.json", tmp_path)
+    shutil.copy(ROOT / "asv.conf.json", folder)
     models, variants = ["tiny_convnet", "resnet18", "r3d_18"], ["eager", "optimized-1"]
     ratios = '{"samples": [optimizer.NUMBER + at / 1000 for at in range(9)], "number": 1}'
     for file, name, track, value in (
@@ -70,13 +70,33 @@ def project(tmp_path: Path) -> Path:
         fields = {"models": models, "variants": variants, "name": name}
         text = SUITE.format(**fields, track=track, value=value)
         (suite / f"{file}.py").write_text(text)
-    for package in ("optimizer", "models"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").touch()
-    (tmp_path / ".gitignore").write_text(".asv\n__pycache__\n")
-    git(tmp_path, "init", "-q")
-    commit(tmp_path, 0.5)
-    return tmp_path
+    for package in ("optimizer", "models", "torch"):  # the last takes no time to import
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").touch()
+    (folder / ".gitignore").write_text(".asv\n__pycache__\n")
+    git(folder, "init", "-q")
+    commit(folder, 0.5)
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return made(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """One that was measured while its tree had changes, the exit status, and what was said."""
+    folder = made(tmp_path_factory.mktemp("measured"))
+    (folder / "optimizer" / "__init__.py").write_text("NUMBER, SECONDS = 9, 0")
+    return folder, *said(folder, "--bench", "^graph")
+
+
+@pytest.fixture
+def again(measured: Measured, tmp_path: Path) -> Path:
+    """A copy of it, without asv's checkouts, which know where they are."""
+    ignored = shutil.ignore_patterns(".asv")
+    return shutil.copytree(measured[0], tmp_path, ignore=ignored, dirs_exist_ok=True)
 
 
 def started(project: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -105,21 +125,23 @@ def kept(project: Path, of: str) -> dict[str, list[object]]:
     return {name: row[0] for name, row in json.loads(file.read_text())["results"].items()}
 
 
-def test_headline_models_are_measured_and_compared_with_the_commit_before(
+def test_all_measures_every_model_and_the_headline_ones_are_compared_with_the_commit_before(
     project: Path,
 ) -> None:
     first = commit(project, 0.5)
-    status, output = said(project)
+    status, output = said(project, "--all")
 
     assert status == 0
-    assert [value for value in kept(project, first)["graph.Graph.track_nodes"] if value == 50]
+    assert "r3d_18" in output
+    assert kept(project, first)["graph.Graph.track_nodes"] == [50] * 6
     assert "No earlier commit was measured" in output
 
-    commit(project, 0.6)
+    second = commit(project, 0.6)
     status, output = said(project)
     last = output.splitlines()[-12:]
 
     assert status == 0
+    assert 60 in kept(project, second)["graph.Graph.track_nodes"]
     assert f"Against {first[:8]}, the last that was measured here: 4 counts and bytes" in output
     assert "4 paired ratios of separate runs differ (4 higher, 0 lower)" in output
     assert "  graph.Graph.track_nodes('resnet18', 'optimized-1'): 50 to 60, worse" in last
@@ -134,19 +156,10 @@ def _absent() -> list[str]:
     return absent()
 
 
-def test_a_line_says_what_is_measured_how_much_is_left_and_until_when(project: Path) -> None:
-    _, output = said(project, "--bench", "^graph")
-    (line,) = [line for line in output.splitlines() if line.startswith("-- ")][:1]
+def test_a_line_says_what_is_measured_how_much_is_left_and_until_when(measured: Measured) -> None:
+    line = next(line for line in measured[2].splitlines() if line.startswith("-- "))
 
     assert re.fullmatch(r"-- what was asked for: 0 of 6, \d+ minutes? left, to \d\d:\d\d", line)
-
-
-def test_all_measures_every_model(project: Path) -> None:
-    status, output = said(project, "--all")
-
-    assert status == 0
-    assert "r3d_18" in output
-    assert kept(project, git(project, "rev-parse", "HEAD"))["graph.Graph.track_nodes"] == [50] * 6
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -165,7 +178,7 @@ def test_what_was_measured_is_kept_where_it_is_stopped_and_nothing_goes_on(
     assert "Traceback" not in output
     assert "Kept: graphs. What is left is measured by:" in output
     assert 50 in kept(project, measured)["graph.Graph.track_nodes"]
-    _wait(lambda: not _servers(project))
+    _wait(lambda: not _servers(project), seconds=30)  # asv itself gives up a cell after 60
 
 
 def _servers(project: Path) -> list[str]:
@@ -187,16 +200,15 @@ def _measures_ratios(parent: int) -> bool:
     return False
 
 
-def _wait(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 90
+def _wait(condition: Callable[[], bool], seconds: float = 90) -> None:
+    until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.1)
 
 
-def test_a_tree_with_changes_is_not_what_is_measured(project: Path) -> None:
-    (project / "optimizer" / "__init__.py").write_text("NUMBER, SECONDS = 9, 0")
-    status, output = said(project, "--bench", "^graph")
+def test_a_tree_with_changes_is_not_what_is_measured(measured: Measured) -> None:
+    project, status, output = measured
 
     assert status == 0
     assert "1 files have changes: the commit is measured, not they." in output
@@ -229,13 +241,12 @@ def test_where_asv_is_not_configured_it_says_so(project: Path) -> None:
 
 @pytest.mark.parametrize("damage", [lambda text: text[:200], lambda _: '{"results": [3]}'])
 def test_results_that_cannot_be_read_are_told_and_left_as_they_are(
-    project: Path, damage: Callable[[str], str]
+    again: Path, damage: Callable[[str], str]
 ) -> None:
-    said(project, "--bench", "^graph")
-    (file,) = (project / "results" / "here").glob("*-*.json")
+    (file,) = (again / "results" / "here").glob("*-*.json")
     file.write_text(damage(file.read_text()))
     damaged = file.read_text()
-    status, output = said(project, "--bench", "^graph")
+    status, output = said(again, "--bench", "^graph")
 
     assert status == 1
     assert "cannot be read" in output
@@ -243,75 +254,69 @@ def test_results_that_cannot_be_read_are_told_and_left_as_they_are(
     assert file.read_text() == damaged
 
 
-def test_those_of_another_commit_hinder_nothing(project: Path) -> None:
-    said(project, "--bench", "^graph")
-    (file,) = (project / "results" / "here").glob("*-*.json")
+def test_those_of_another_commit_hinder_nothing(again: Path) -> None:
+    (file,) = (again / "results" / "here").glob("*-*.json")
     file.write_text(file.read_text()[:200])
-    now = commit(project, 0.6)
-    status, output = said(project, "--bench", "^graph")
+    now = commit(again, 0.6)
+    status, output = said(again, "--bench", "^graph")
 
     assert status == 0
     assert f"{file.name} cannot be read" in output
-    assert kept(project, now)["graph.Graph.track_nodes"] == [60] * 6
+    assert kept(again, now)["graph.Graph.track_nodes"] == [60] * 6
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full is Linux's")
-def test_a_full_disk_cuts_nothing_off(project: Path) -> None:
-    said(project, "--bench", "^graph")
-    (file,) = (project / "results" / "here").glob("*-*.json")
+def test_a_full_disk_cuts_nothing_off(again: Path) -> None:
+    (file,) = (again / "results" / "here").glob("*-*.json")
     before = file.read_text()
     file.with_name(f"{file.name}.partial").symlink_to("/dev/full")
-    status, output = said(project, "--bench", "^graph")
+    status, output = said(again, "--bench", "^graph")
 
     assert status == 1
     assert "No space left on device" in output
     assert file.read_text() == before
 
 
-def test_history_measures_earlier_commits_once_and_names_those_it_cannot(project: Path) -> None:
-    git(project, "rm", "-rq", "--cached", "models")
-    git(project, "commit", "-qm", "no models")
-    lacking = git(project, "rev-parse", "HEAD")
-    numbers = [0.1, 0.2, 0.3]
-    commits = [commit(project, number) for number in numbers]
+def test_history_measures_earlier_commits_once_and_names_those_it_cannot(again: Path) -> None:
+    git(again, "rm", "-rq", "--cached", "models")
+    git(again, "commit", "-qm", "no models")
+    lacking = git(again, "rev-parse", "HEAD")
+    numbers = [0.1, 0.2]
+    commits = [commit(again, number) for number in numbers]
     arguments = ("history", "--commits", "9", "--models", "resnet18")
-    status, output = said(project, *arguments)
+    status, output = said(again, *arguments)
 
     assert status == 0
     assert f"{lacking[:8]}: not measured, because it has no package `models`" in output
     for number, each in zip(numbers, commits, strict=True):
-        assert int(100 * number) in kept(project, each)["graph.Graph.track_nodes"]
+        assert int(100 * number) in kept(again, each)["graph.Graph.track_nodes"]
         assert f"{each[:8]}: graph counts, Paired of resnet18" in output
 
-    status, output = said(project, *arguments)
+    status, output = said(again, *arguments)
 
     assert status == 0
     assert "-- commit" not in output
     assert f"{commits[0][:8]}: graph counts, Paired of resnet18" in output
 
 
-def test_history_leaves_out_what_takes_too_long_and_takes_it_up_again(project: Path) -> None:
-    now = commit(project, 0.5)
-    slow = project / "benchmarks" / "cpu.py"
+def test_history_takes_up_what_took_too_long_and_says_which_results_are_of_an_older_suite(
+    again: Path,
+) -> None:
+    now = git(again, "rev-parse", "HEAD")
+    suite = again / "benchmarks" / "graph.py"
+    suite.write_text(suite.read_text().replace("track_nodes", "track_other_nodes"))
+    slow = again / "benchmarks" / "cpu.py"
     text = slow.read_text()
     slow.write_text(text.replace("optimizer.SECONDS", "100"))
     arguments = ("history", "--commits", "1", "--models", "resnet18", "--minutes-each", "0.9")
-    _, output = said(project, *(*arguments[:-1], "0.1"))
+    _, output = said(again, *(*arguments[:-1], "0.1"))
 
     assert f"{now[:8]}: nothing; no time for graph counts, Paired of resnet18" in output
 
     slow.write_text(text)
-    _, output = said(project, *arguments)
-
-    assert f"{now[:8]}: graph counts, Paired of resnet18" in output
-
-
-def test_history_says_which_results_are_of_an_older_suite(project: Path) -> None:
-    said(project, "--bench", "^graph")
-    suite = project / "benchmarks" / "graph.py"
-    suite.write_text(suite.read_text().replace("track_nodes", "track_other_nodes"))
-    status, output = said(project, "history", "--commits", "1", "--models", "resnet18")
+    status, output = said(again, *arguments)
 
     assert status == 0
+    assert f"{now[:8]}: graph counts, Paired of resnet18" in output
     assert "1 of 1 files have numbers of an older suite" in output
     assert "Benchmarks of these names are gone: graph.Graph.track_nodes." in output

@@ -62,7 +62,7 @@ def lines(now: Run, before: Run | None) -> Iterator[str]:
     ratios = [each for each in found if each.is_ratio]
     exact = [each for each in found if not each.is_ratio]
     title = f"Against {before.commit[:8]}, the last that was measured here:"
-    yield f"{title} {_counted_exact(exact)}; {_counted_ratios(ratios, before.commit)}."
+    yield f"{title} {_counted_exact(exact)}; {_counted_ratios(ratios, before, now)}."
     for shown in (exact, ratios):
         yield from (each.text for each in shown[:_SHOWN])
         if len(shown) > _SHOWN:
@@ -119,11 +119,11 @@ def _counted_exact(found: Sequence[Difference]) -> str:
     return f"{len(found)} counts and bytes differ ({worse} larger, {better} smaller{also})"
 
 
-def _counted_ratios(found: Sequence[Difference], commit: str) -> str:
+def _counted_ratios(found: Sequence[Difference], before: Run, now: Run) -> str:
     if not found:
         return "no paired ratios differ"
     higher = sum(each.after.value > each.before.value for each in found)
-    decides = f"`python -m benchmarks compare {commit[:8]} HEAD` decides"
+    decides = f"`python -m benchmarks compare {before.commit[:8]} {now.commit[:8]}` decides"
     return (
         f"{len(found)} paired ratios of separate runs differ ({higher} higher,"
         f" {len(found) - higher} lower): {decides}"

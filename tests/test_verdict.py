@@ -55,7 +55,7 @@ def stored(folder: Path, results: dict[str, Any], version: str = "1") -> Run:
             {RATIO: (0.5, 0.01)},
             {RATIO: (0.6, 0.01)},
             "1 paired ratios of separate runs differ (1 higher, 0 lower): `python -m benchmarks"
-            " compare 12345678 HEAD` decides",
+            " compare 12345678 12345678` decides",
         ),
         ({RATIO: (0.5, 0.06)}, {RATIO: (0.6, 0.06)}, "no paired ratios differ"),
         ({RATIO: (0.5, NAN)}, {RATIO: (0.6, 0.01)}, "no paired ratios differ"),

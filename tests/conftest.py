@@ -58,7 +58,7 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 # quick: what everyone runs, always the same examples. nightly: others each time, and those that
 # failed before first. deep: the same, ten times as long.
 settings.register_profile(
-    "quick", max_examples=30, derandomize=True, database=None, deadline=None, phases=PHASES
+    "quick", max_examples=24, derandomize=True, database=None, deadline=None, phases=PHASES
 )
 settings.register_profile("nightly", max_examples=1_000, deadline=None, phases=PHASES, **shared())
 settings.register_profile("deep", settings.get_profile("nightly"), max_examples=10_000)

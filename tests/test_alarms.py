@@ -52,6 +52,9 @@ def listed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     shutil.copytree(ROOT / "benchmarks", project / "benchmarks")
     shutil.copy(ROOT / "asv.conf.json", project)
     _make_up(project, [_commit(project, place) for place in range(4)])
+    file, *_ = (project / "results" / "there").glob("*-here.json")
+    edited = json.loads(file.read_text()) | {"results": {"by hand": 3}}
+    file.with_name("12345678-here.json").write_text(json.dumps(edited))
     home = os.environ | {"HOME": str(project)}
     subprocess.run([sys.executable, "-m", "asv", "publish"], cwd=project, check=True, env=home)
     found = json.loads((project / ".asv" / "html" / "regressions.json").read_text())

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from asv.util import UserError
 
+from benchmarks.compare import cells as _cells
 from benchmarks.compare import rounds as _rounds
 from benchmarks.compare.cells import Cell, NotObservedError, Observed
 from benchmarks.compare.journal import Journal
@@ -297,3 +299,19 @@ def test_an_alarm_is_false_unless_it_was_planted() -> None:
 
     assert alarms.line("nothing", [said]) == "| nothing | 1 | 3 | 0 | 3 |"
     assert alarms.line("slower", [said], right="regressed") == "| slower | 1 | 3 | 2 | 1 |"
+
+
+@pytest.mark.parametrize("said", ["Process exited with 1", "Interrupted."])
+def test_a_server_that_ends_is_a_failure_and_ctrl_c_is_none(
+    monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    def ended(*_: Any, **__: Any) -> None:
+        raise UserError(said)
+
+    monkeypatch.setattr(_cells.runner, "run_benchmark", ended)
+    tree: Any = SimpleNamespace(cache_for=lambda *_: None)
+    with pytest.raises((NotObservedError, KeyboardInterrupt)) as caught:
+        _cells.observe(cell("one"), tree, None)
+
+    assert isinstance(caught.value, NotObservedError) == (said != "Interrupted.")
+    assert getattr(caught.value, "failed", True)

@@ -250,6 +250,7 @@ def test_results_that_cannot_be_read_are_told_and_left_as_they_are(
 
     assert status == 1
     assert "cannot be read" in output
+    assert "asv looks the suite through" not in output
     assert "git checkout" in output
     assert file.read_text() == damaged
 

@@ -6,12 +6,14 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("asv")
 
+from benchmarks import measuring
 from benchmarks.history import spread
 from benchmarks.progress import Part, Progress
 from benchmarks.stored import Run, UnreadableError, older_suites, read, runs
@@ -116,3 +118,15 @@ def test_a_line_comes_while_asv_is_silent(capsys: pytest.CaptureFixture[str]) ->
     assert len(told) >= 3
     assert told[0].startswith("-- memory: 0 of 22, 22 minutes left, to ")
     assert told[-1].startswith("-- memory, cpu.Memory('two'): 2 of 22, ")
+
+
+def test_a_disk_that_is_nearly_full_stops_it_before_a_part(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    place = measuring.Place("12345678", "there", "here")
+    monkeypatch.setattr(measuring.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+    monkeypatch.setattr(measuring, "run_part", lambda *_, **__: 0)
+    status = measuring._parts(place, [Part("memory", ("Memory",), 60.0, cells=11)], [])
+
+    assert status == 1
+    assert "the disk has 1 MB left" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from asv import util
 from asv.commands import publish
 from asv.console import log
 from asv.machine import iter_machine_files
+from asv.plugins import regressions
 from asv.publishing import OutputPublisher
 from asv.results import Results, iter_results_paths
 from asv_tachyon.cli import cmd_install
@@ -89,4 +90,5 @@ def _readable_machines(folder: str) -> Iterator[Any]:
             yield file
 
 
-publish.iter_results, publish.iter_machine_files = _readable_results, _readable_machines
+publish.iter_results = regressions.iter_results = _readable_results
+publish.iter_machine_files = _readable_machines

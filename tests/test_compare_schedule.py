@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from asv.util import UserError
 
 from benchmarks.compare import cells as _cells
 from benchmarks.compare import rounds as _rounds
@@ -306,7 +305,7 @@ def test_a_server_that_ends_is_a_failure_and_ctrl_c_is_none(
     monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
     def ended(*_: Any, **__: Any) -> None:
-        raise UserError(said)
+        raise _cells.util.UserError(said)
 
     monkeypatch.setattr(_cells.runner, "run_benchmark", ended)
     tree: Any = SimpleNamespace(cache_for=lambda *_: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from optimizer.testing import (
     randomize,
     untouched,
 )
+from optimizer.testing._rounding import Jitter
 from optimizer.verify.equivalence import relative_error
 
 Function = Callable[[torch.Tensor], object]
@@ -248,3 +250,40 @@ def test_a_model_that_names_its_dtype_is_judged_without_another_precision() -> N
         other.linear.bias += 1
     with pytest.raises(AssertionError, match="values differ"):
         assert_equivalent(model, other, (x,), exact=False)
+
+
+class Cancelling(nn.Module):
+    """What two equal branches leave of one another: nothing, in the model's own order."""
+
+    def __init__(self, *, pooled_first: bool, scale: float = 1.0) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv1d(3, 3, 1, bias=False), nn.AvgPool1d(2, padding=1)
+        self.pooled_first, self.scale = pooled_first, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        branch = self.conv(self.pool(x)) if self.pooled_first else self.pool(self.conv(x))
+        return branch * self.scale - self.pool(self.conv(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_what_cancels_in_the_models_order_need_not_in_another(
+    dtype: torch.dtype, scale: float
+) -> None:
+    model = Cancelling(pooled_first=False).to(dtype)
+    other = Cancelling(pooled_first=True, scale=scale).to(dtype)
+    other.load_state_dict(randomize(model).state_dict())
+    x = 1000 * torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    with pytest.raises(AssertionError) if scale != 1 else nullcontext():
+        assert_equivalent(model, other, (x,))
+
+
+def test_a_jitter_leaves_indices_and_whole_numbers() -> None:
+    x = torch.tensor([1.5, 2.5])
+    with Jitter(0):
+        moved, whole, places = x * 3, x.floor(), torch.arange(3.0)
+
+    assert not torch.equal(moved, torch.tensor([4.5, 7.5]))
+    assert torch.equal(whole, torch.tensor([1.0, 2.0]))
+    assert torch.equal(places, torch.tensor([0.0, 1.0, 2.0]))

@@ -26,7 +26,7 @@ from optimizer.testing._assemble import Spec
 from optimizer.testing._data import HELD, LAYOUTS
 from optimizer.testing._observe import Outcome, observe, put_back
 from optimizer.testing._oracles import assert_answers
-from optimizer.testing._rounding import TOLERANCE, Jitter, Near
+from optimizer.testing._rounding import TOLERANCE, Near
 
 # Of a gradient: torch's hardsigmoid multiplies it with 1/6 as float32 has it, also in float64.
 COARSE = 1e-7
@@ -169,7 +169,7 @@ def gradient(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: b
 
     Rounding may move them at a kink, or where they are what is left of larger ones.
     """
-    judged = partial(Near, model, inputs, observed=_gradients, within=Jitter)
+    judged = partial(Near, model, inputs, observed=_gradients)
     try:
         with redirect_stderr(StringIO()):  # fx prints what a graph rejects
             expected = _gradients(model, inputs)

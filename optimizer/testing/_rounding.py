@@ -2,16 +2,16 @@
 
 Where a model rounds nothing, as float32 and float64 show that agree, values are equal. Else
 float64 is held to 1e-9 of the largest value, unless the model's own answer jumps as far when
-weights and inputs are rounded otherwise: a mask of what is just above zero. Narrower numbers
-have no such bound, as each model loses what it loses: they are held to the answer in float64,
-from which a candidate may be no farther than the model itself is, or than it comes when weights
-and inputs are rounded otherwise.
+weights, inputs and what is computed are rounded otherwise: a mask of what is just above zero, or
+what two equal branches leave of one another. Narrower numbers have no such bound, as each model
+loses what it loses: they are held to the answer in float64, from which a candidate may be no
+farther than the model itself is, or than it comes when it is rounded otherwise.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,9 @@ SMALLEST_SCALE = 1e-3
 LUCK = 32
 _TRIES = 16  # a value at a threshold falls to either side of it with equal odds
 WIDE = torch.float64
+_ATEN = torch.ops.aten
+# What these compute is no number that was rounded, and may be an index.
+_WHOLE = {_ATEN.floor, _ATEN.ceil, _ATEN.round, _ATEN.trunc, _ATEN.sign, _ATEN.floor_divide}
 
 Same: TypeAlias = Callable[[torch.Tensor, torch.Tensor], bool]
 
@@ -50,6 +53,7 @@ def judge(
     if is_wide or other is None:
         return lambda name: Near(model, inputs, name)
     noise = [_observed_in(WIDE, *_otherwise_rounded(model, inputs, seed)) for seed in (1, 2)]
+    noise += [_jittered(model, inputs, seed) for seed in (1, 2)]
     return _as_precise(other, [each for each in noise if each is not None])
 
 
@@ -73,16 +77,12 @@ def _tensors(model: nn.Module, inputs: Inputs) -> Mapping[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Near:
-    """`near`; or within twice what a model's answer `name` jumps when it is rounded otherwise.
-
-    `within` is entered for each try, and may round more than the weights and inputs.
-    """
+    """`near`; or within twice what a model's answer `name` jumps when it is rounded otherwise."""
 
     model: nn.Module
     inputs: Inputs
     name: str
     observed: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]] = _tensors
-    within: Callable[[int], AbstractContextManager[Any]] = nullcontext
     __name__ = "near"
 
     def __call__(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -93,7 +93,7 @@ class Near:
 
     def _moved(self, seed: int, expected: torch.Tensor) -> float:
         rounded = _otherwise_rounded(self.model, self.inputs, seed)
-        with self.within(seed):
+        with Jitter(seed):
             moved = self.observed(*rounded)
         same = self.name in moved and moved[self.name].shape == expected.shape
         return _distance(moved[self.name], expected) if same else 0.0
@@ -115,9 +115,27 @@ class Jitter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         made = not any(each.alias_info for each in func._schema.returns)
-        for value in pytree.tree_leaves(result) if made else ():
+        of_others = any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(args))
+        rounds = made and of_others and func._overloadpacket not in _WHOLE
+        for value in pytree.tree_leaves(result) if rounds else ():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 value.copy_(_moved(value, self.generator))
+        return result
+
+
+class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps all numbers that operators compute: what rounds may cancel in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.values: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+        self.values += [each.clone() for each in tensors if each.is_floating_point()]
         return result
 
 
@@ -137,7 +155,7 @@ class SameValues:
         return rounds and Near(self.model, self.inputs, self.name)(actual, expected)
 
     def _rounds(self, seed: int) -> bool:
-        """Whether it does with other signs and powers of two in the inputs.
+        """Whether any operator does with other signs and powers of two in the inputs.
 
         Small ones too: of large ones, what saturates tells nothing.
         """
@@ -150,8 +168,10 @@ class SameValues:
             return tensor * (signs * 2.0**powers).to(tensor.dtype)
 
         inputs = _mapped(other, self.inputs)
-        wide, narrow = (_observed_in(each, self.model, inputs) for each in (WIDE, torch.float32))
-        return wide is None or narrow is None or not _same_everywhere(wide, narrow)
+        wide, narrow = Computed(), Computed()
+        found = [_observed_in(each, self.model, inputs, mode)
+                 for each, mode in ((WIDE, wide), (torch.float32, narrow))]  # fmt: skip
+        return None in found or not _all_same(wide.values, narrow.values)
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -194,7 +214,12 @@ def _as_precise(truth: Outcome, noisy: list[Outcome]) -> Callable[[str], Same]:
     return lambda name: same(name) if name in true else near
 
 
-def _observed_in(dtype: torch.dtype, model: nn.Module, inputs: Inputs) -> Outcome | None:
+def _observed_in(
+    dtype: torch.dtype,
+    model: nn.Module,
+    inputs: Inputs,
+    within: AbstractContextManager[Any] | None = None,
+) -> Outcome | None:
     """The outcome in another precision, of the same random numbers.
 
     None where the inputs are lost in it, or the model names the dtype that it computes in.
@@ -206,9 +231,15 @@ def _observed_in(dtype: torch.dtype, model: nn.Module, inputs: Inputs) -> Outcom
         return None
     with Recorded() as numbers:
         observe(model, inputs)
-    with Again(numbers.drawn) if numbers.drawn else nullcontext(), suppress(RuntimeError):
-        return observe(copy.deepcopy(model).to(dtype), changed)
+    again, other = copy.deepcopy(model).to(dtype), within or nullcontext()
+    with Again(numbers.drawn) if numbers.drawn else nullcontext(), suppress(RuntimeError), other:
+        return observe(again, changed)
     return None
+
+
+def _jittered(model: nn.Module, inputs: Inputs, seed: int) -> Outcome:
+    with Jitter(seed):
+        return observe(model, inputs)
 
 
 def _otherwise_rounded(model: nn.Module, inputs: Inputs, seed: int) -> tuple[nn.Module, Inputs]:
@@ -240,12 +271,18 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
 
 
 def _same_everywhere(one: Outcome, other: Outcome) -> bool:
-    pairs = zip(one.tensors().values(), other.tensors().values(), strict=True)
-    return all(a.shape == b.shape and same_values(_wide(a), _wide(b)) for a, b in pairs)
+    return _all_same([*one.tensors().values()], [*other.tensors().values()])
+
+
+def _all_same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        a.shape == b.shape and same_values(_wide(a), _wide(b))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else WIDE)
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else WIDE)
 
 
 def _floating(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:

@@ -380,7 +380,7 @@ class TestTheStatistics:
         said = simulate(Setting(visible, cells=cells), runs=40).said
 
         assert 0.02 < visible < 0.04
-        assert 24 <= said[REGRESSED] <= 39
+        assert 25 <= said[REGRESSED] <= 38
 
     def test_among_more_cells_only_larger_changes_are_visible(self) -> None:
         change = Change.of(rounds(random.Random(4), spread=0.02))
@@ -392,7 +392,7 @@ class TestTheStatistics:
     @pytest.mark.parametrize(
         ("setting", "least"),
         [
-            (Setting(0.03), 20),
+            (Setting(0.03), 21),
             (Setting(0.05), 24),
             (Setting(0.05, spiked=0.1), 20),
         ],
@@ -402,7 +402,7 @@ class TestTheStatistics:
         found = simulate(setting, runs=25)
 
         assert found.said[REGRESSED] >= least
-        assert found.false <= 1
+        assert not found.false
 
     @pytest.mark.parametrize(
         "setting",
@@ -410,7 +410,7 @@ class TestTheStatistics:
         ids=str,
     )
     def test_where_nothing_changed_hardly_a_run_tells_of_any(self, setting: Setting) -> None:
-        assert simulate(setting, runs=25).false <= 1
+        assert not simulate(setting, runs=25).false
 
     def test_same_is_not_said_of_a_change_that_shows(self) -> None:
         """One of 3 % that the rounds are sure of, but too few to confirm, is inconclusive."""

@@ -255,23 +255,26 @@ def test_a_model_that_names_its_dtype_is_judged_without_another_precision() -> N
 class Cancelling(nn.Module):
     """What two equal branches leave of one another: nothing, in the model's own order."""
 
-    def __init__(self, *, pooled_first: bool, scale: float = 1.0) -> None:
+    def __init__(self, *, pooled_first: bool, shows: bool, scale: float = 1.0) -> None:
         super().__init__()
+        self.shows = shows  # an output that rounds, and one that needs a gradient
         self.conv, self.pool = nn.Conv1d(3, 3, 1, bias=False), nn.AvgPool1d(2, padding=1)
         self.pooled_first, self.scale = pooled_first, scale
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> object:
         branch = self.conv(self.pool(x)) if self.pooled_first else self.pool(self.conv(x))
-        return branch * self.scale - self.pool(self.conv(x))
+        left = branch * self.scale - self.pool(self.conv(x))
+        return (left, self.conv.weight, self.conv(x)) if self.shows else left
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shows", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_what_cancels_in_the_models_order_need_not_in_another(
-    dtype: torch.dtype, scale: float
+    dtype: torch.dtype, scale: float, shows: bool
 ) -> None:
-    model = Cancelling(pooled_first=False).to(dtype)
-    other = Cancelling(pooled_first=True, scale=scale).to(dtype)
+    model = Cancelling(pooled_first=False, shows=shows).to(dtype)
+    other = Cancelling(pooled_first=True, shows=shows, scale=scale).to(dtype)
     other.load_state_dict(randomize(model).state_dict())
     x = 1000 * torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
 

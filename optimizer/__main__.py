@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; what went wrong is one line on stderr."""
     options = _parser().parse_args(arguments)
     try:
-        text, figures = options.run(options)
+        with _progress() as options.tell:
+            text, figures = options.run(options)
         print(_json(figures) if options.json else text, flush=True)
     except BrokenPipeError:  # of `| head`, which has read enough; Python would flush once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -49,13 +51,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+@contextmanager
+def _progress() -> Iterator[Callable[[str], object]]:
+    """Show on a terminal what is done, and for how long: once a second, which moves no median."""
+    if not sys.stderr.isatty():
+        yield lambda stage: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), "{task.description}", TimeElapsedColumn()
+    plain: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=1, **plain) as shown:
+        task = shown.add_task("", visible=False)
+        yield lambda stage: shown.update(task, description=stage, visible=True, refresh=True)
+
+
 def _json(figures: Any) -> str:
     """JSON knows neither NaN nor infinity, which become text."""
     return json.dumps(json.loads(json.dumps(figures), parse_constant=str), indent=2)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="optimizer", description=optimizer.__doc__)
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="optimizer", description=optimizer.__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {optimizer.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     _add(commands, "passes", _passes, "list every pass")
@@ -76,28 +94,26 @@ def _parser() -> argparse.ArgumentParser:
             commands.choices[name].add_argument("--json", action="store_true", help="print JSON")
     commands.choices["optimize"].add_argument("--html", help="a file to write the report to")
     for each in (parser, *commands.choices.values()):
-        each.epilog, each.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
+        each.epilog, each.formatter_class = EPILOG, RawDescriptionHelpFormatter
     return parser
 
 
-def _add(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+def _add(commands: Any, name: str, run: Any, text: str) -> ArgumentParser:
+    parser: ArgumentParser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run, json=False)
     return parser
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: ArgumentParser) -> None:
     named = "a registered workload (resnet18), or module:callable that returns a module and its"
     parser.add_argument("model", help=f"{named} example inputs")
     levels = "0 same bits, 1 up to rounding, 2 with kernels of the device, 3 in lower precision"
     parser.add_argument("--level", type=int, default=2, help=levels)
     parser.add_argument("--device", help="cpu, cuda or mps, to move the model there")
-    parser.add_argument(
-        "--disable", nargs="*", action="extend", default=[], help="passes not to run"
-    )
+    parser.add_argument("--disable", nargs="*", action="extend", default=[], help="passes to omit")
 
 
-def _add_tuning(parser: argparse.ArgumentParser) -> None:
+def _add_tuning(parser: ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("bf16", "fp16", "int8"), help="at level 3")
     text = "what may run parts of the model on a CPU at level 2: openvino, onnxruntime; none of"
     text += " them without a name, OpenVINO where it is installed without this option"
@@ -107,15 +123,15 @@ def _add_tuning(parser: argparse.ArgumentParser) -> None:
 Told: TypeAlias = tuple[str, Any]  # what a command prints, and the same as plain data
 
 
-def _passes(options: argparse.Namespace) -> Told:
+def _passes(options: Namespace) -> Told:
     return columns([(each.name, each.numerics, each.summary) for each in all_passes()]), None
 
 
-def _explain(options: argparse.Namespace) -> Told:
+def _explain(options: Namespace) -> Told:
     return optimizer.explain(options.name), None
 
 
-def _optimize(options: argparse.Namespace) -> Told:
+def _optimize(options: Namespace) -> Told:
     from optimizer.analysis import measured
 
     page = None if options.html is None else require_writable("--html", options.html)
@@ -125,22 +141,24 @@ def _optimize(options: argparse.Namespace) -> Told:
     return str(report), report.to_dict()
 
 
-def _check(options: argparse.Namespace) -> Told:
+def _check(options: Namespace) -> Told:
     optimizer.check(*_optimized(options, check=None))
     return f"{options.model}: the optimized model gives the model's answers.", None
 
 
-def _bisect(options: argparse.Namespace) -> Told:
-    found = optimizer.bisect(*_load(options), level=options.level, disable=options.disable)
+def _bisect(options: Namespace) -> Told:
+    model, inputs = _load(options)
+    options.tell("bisecting")
+    found = optimizer.bisect(model, inputs, level=options.level, disable=options.disable)
     return f"{options.model}: {found}", asdict(found)
 
 
-def _compare(options: argparse.Namespace) -> Told:
+def _compare(options: Namespace) -> Told:
     compared = optimizer.compare(*_optimized(options))
     return f"{options.model}: {compared}", asdict(compared) | {"verdict": compared.verdict}
 
 
-def _cost(options: argparse.Namespace) -> Told:
+def _cost(options: Namespace) -> Told:
     from optimizer.analysis import roofline
 
     model, fast, inputs = _optimized(options)
@@ -150,7 +168,7 @@ def _cost(options: argparse.Namespace) -> Told:
     return f"{after}\nbefore: {before.totals()}", data
 
 
-def _memory(options: argparse.Namespace) -> Told:
+def _memory(options: Namespace) -> Told:
     from optimizer.analysis import memory
 
     _, fast, inputs = _optimized(options)
@@ -160,19 +178,23 @@ def _memory(options: argparse.Namespace) -> Told:
     return f"{bound}\nmeasured {measured:,} bytes{ratio}", asdict(bound) | {"measured": measured}
 
 
-def _optimized(options: argparse.Namespace, **settings: Any) -> tuple[nn.Module, Any, Any]:
+def _optimized(options: Namespace, **settings: Any) -> tuple[nn.Module, Any, Any]:
     tuned = {name: getattr(options, name) for name in ("level", "precision", "engines")}
     Tuning.of(**tuned)  # raises before any work
     model, inputs = _load(options)
     settings |= tuned | {"disable": options.disable}
-    return model, optimizer.optimize(model, inputs, **settings), inputs
+    options.tell("optimizing")
+    fast = optimizer.optimize(model, inputs, **settings)
+    options.tell("running both, the model and the optimized one")
+    return model, fast, inputs
 
 
-def _load(options: argparse.Namespace) -> tuple[nn.Module, Any]:
+def _load(options: Namespace) -> tuple[nn.Module, Any]:
     from optimizer import workloads
 
     select(options.level, None, options.disable)  # raises before any work
     _require_device(options.device)
+    options.tell(f"making {options.model}")
     if ":" in options.model:
         return _built(options.model, options.device)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -338,6 +339,56 @@ def test_the_module_runs_as_a_program() -> None:
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: there is no pass named 'nothing_like_it'")
     assert "Traceback" not in ended.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+STAGES = {
+    "optimize": ["making my_model:build", "optimizing", "running both"],
+    "check": ["making my_model:build", "optimizing", "running both"],
+    "bisect": ["making my_model:build", "bisecting"],
+    "compare": ["making my_model:build", "optimizing", "running both"],
+    "cost": ["making my_model:build", "optimizing", "running both"],
+    "memory": ["making my_model:build", "optimizing", "running both"],
+    "explain fold_affine": [],
+}
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("command", STAGES)
+def test_a_terminal_is_told_what_is_done(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
+
+    code = main(command.split() if " " in command else [command, "my_model:build"])
+
+    told = list(dict.fromkeys(re.findall("making [a-z_:]+|[a-z]+ing(?: both)?", shown.getvalue())))
+    assert (code, told) == (0, STAGES[command])
+    left = shown.getvalue().rpartition("\x1b[2K")[2]
+    assert re.sub(r"\x1b\[\?25[lh]\r?", "", left) == ""  # only the cursor is put back
+    assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("here")
+def test_a_mistake_is_told_below_what_was_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
+
+    code = main(["check", "my_model:ending"])
+
+    assert code == 2
+    assert shown.getvalue().rpartition("\x1b[2K")[2].startswith("error: 'my_model:ending'")
+
+
+@pytest.mark.usefixtures("here")
+def test_what_is_no_terminal_is_told_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", "my_model:build"])
+
+    assert capsys.readouterr().err == ""
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,10 @@ def memory(model: nn.Module, example_inputs: ExampleInputs, *, workspaces: bool 
         made[first] += sizes[storage]
         freed[last + 1] += sizes[storage]
     live = accumulate(new - old for new, old in zip(made, freed, strict=False))
-    rows = tuple(map(_row, nodes, made, live))
+    rows = tuple(
+        Live(n.name, describe(n), shape_text(n), new, total, n.meta["fact"].error)
+        for n, new, total in zip(nodes, made, live, strict=False)
+    )
     return Memory(_with_workspaces(rows, module, as_call(example_inputs)) if workspaces else rows)
 
 
@@ -132,7 +135,3 @@ def _lifetimes(
                 sizes[storage._cdata] = storage.nbytes()
                 lives[storage._cdata] = first, max(last, read)
     return sizes, lives
-
-
-def _row(node: fx.Node, made: int, live: int) -> Live:
-    return Live(node.name, describe(node), shape_text(node), made, live, node.meta["fact"].error)

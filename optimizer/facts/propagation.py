@@ -114,7 +114,7 @@ class Facts:
             writes = _given(node) | frozenset(storages_in(self.to_meta(held)))
             self._record(node, Fact(writes=writes, error=reason))
             return
-        lasting_writes = set(filter(self._lasts, effect.writes))
+        lasting_writes = {s for s in effect.writes if s in self.holders or s in self.external}
         given: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
         varies = may_vary_rank(node) or any(each.rank_varies for each in given)
         counted = effect.counts or any(each.size_varies for each in given)
@@ -143,9 +143,6 @@ class Facts:
     def _with_shared(self, storages: Iterable[int]) -> frozenset[int]:
         """Some storages and those that they are in calls which need no copy."""
         return frozenset(storages).union(*(self._shared.get(each, ()) for each in storages))
-
-    def _lasts(self, storage: int) -> bool:
-        return storage in self.holders or storage in self.external
 
     def _outcome(self, node: fx.Node) -> tuple[Any, Effect]:
         """What a node yields and does: by a rule, or by running it."""

@@ -36,7 +36,8 @@ def in_channels_last(
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op == "placeholder":
             memory_format = _MEMORY_FORMATS.get(next(example).dim())
-            if memory_format and not _is_multiplied(node):
+            # Where a product reads it, the channels are its last dimension already.
+            if memory_format and all(name_of(user) != "linear" for user in node.users):
                 options: dict[str, Any] = {"memory_format": memory_format}
                 copies[node] = graph.call_method("contiguous", (copies[node],), options)
         elif node.target == "view" and isinstance(node.args[-1], int | tuple | list):
@@ -47,11 +48,6 @@ def in_channels_last(
                 laid_out = weight.clone(memory_format=_MEMORY_FORMATS[weight.dim()])
                 setattr(module, str(node.target), laid_out)
     return fx.GraphModule(module, graph)
-
-
-def _is_multiplied(node: fx.Node) -> bool:
-    """Whether the channels of a tensor are its last dimension already."""
-    return any(name_of(user) == "linear" for user in node.users)
 
 
 Program = nn.Module  # from the tensors of a region to a tuple of those that it returns
@@ -89,10 +85,6 @@ def _fused(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
     return _keeping_nan(with_fused_kernels(region, inputs), region, inputs)
 
 
-def _fused_in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
-    return _fused(in_channels_last(region, inputs), inputs)
-
-
 CANDIDATES: dict[str, Maker] = {
     AS_IT_IS: lambda region, inputs: region,
     "channels_last": in_channels_last,
@@ -100,7 +92,7 @@ CANDIDATES: dict[str, Maker] = {
     "packed weights, channels_last": _packed_in_channels_last,
     "packed Linear, channels_last": _in_channels_last,
     "fused kernels": _fused,
-    "fused kernels, channels_last": _fused_in_channels_last,
+    "fused kernels, channels_last": lambda region, x: _fused(in_channels_last(region, x), x),
     "CUDA graph": CudaGraph,
 }
 

@@ -91,7 +91,8 @@ class _Cuda(Policy):
         dense = all(
             named_arguments(node, CONVOLUTION)["groups"] == 1 for node in convolutions_of(region)
         )
-        if not (dense and _floating(inputs) <= {torch.float16, torch.bfloat16}):
+        floating = {each.dtype for each in inputs if each.is_floating_point()}
+        if not (dense and floating <= {torch.float16, torch.bfloat16}):
             offered = [name for name in offered if "channels_last" not in name]
         return next(iter(offered), AS_IT_IS)
 
@@ -141,7 +142,3 @@ def require_one_device(tensors: Iterable[torch.Tensor]) -> None:
 def _groups(convolution: fx.Node) -> int:
     groups: int = named_arguments(convolution, CONVOLUTION)["groups"]
     return groups
-
-
-def _floating(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:
-    return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}

@@ -200,13 +200,13 @@ class _Recorder(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
+        name, owner = getattr(func, "__name__", ""), str(getattr(func, "__module__", ""))
         dependent = any(tensor in self.nodes for tensor in tensors_in((args, kwargs)))
         if not dependent or name in _LIKE:
             return self._constant(func(*args, **kwargs))
         if func in GUARDS:
             return func(*args, **kwargs)
-        if func is F.multi_head_attention_forward or _is_ours(func):
+        if func is F.multi_head_attention_forward or owner.startswith("optimizer."):
             with self:
                 return see_through(func)(*args, **kwargs)
         if name == "__get__":
@@ -311,10 +311,6 @@ class _Recorder(TorchFunctionMode):
         skip_idle(self.made, storages_in(outputs))
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.root, self.graph)
-
-
-def _is_ours(func: Any) -> bool:
-    return str(getattr(func, "__module__", "")).startswith("optimizer.")
 
 
 def require(condition: bool, reason: str) -> None:

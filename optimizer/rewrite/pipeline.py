@@ -203,7 +203,9 @@ def _covers(user: fx.Node, guard: Callable[..., None], asked: tuple[Any, ...]) -
 def _guards_of(node: fx.Node) -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:
     facts = facts_of(node.graph)
     value = node.meta["fact"].value if facts else None
-    tested = bool(node.meta.get("tested")) and _may_be_none(node)
+    # Some readers of an input are sure to raise an error on None.
+    needed = any(arg(user, 0) is node and _needs_a_tensor(user) for user in node.users)
+    tested = bool(node.meta.get("tested")) and not needed
     if not facts or not isinstance(value, torch.Tensor):
         if tested:
             yield expect_given, (node, node.name)
@@ -214,11 +216,6 @@ def _guards_of(node: fx.Node) -> Iterator[tuple[Callable[..., None], tuple[Any, 
     dtype = value.dtype if ("dtype", node) in facts.relied else None
     if rank is not None or dtype is not None or tested:
         yield expect_tensor, (node, rank, dtype, node.name)
-
-
-def _may_be_none(node: fx.Node) -> bool:
-    """Whether no reader of an input is sure to raise an error on None."""
-    return not any(arg(user, 0) is node and _needs_a_tensor(user) for user in node.users)
 
 
 def _needs_a_tensor(user: fx.Node) -> bool:

@@ -116,5 +116,5 @@ def _require_device(device: torch.device | str) -> None:
 def _advice(name: str, known: Iterable[str]) -> str:
     nearest = get_close_matches(name, known, cutoff=0.5)
     if not nearest:
-        return "models.names() lists what there is."
+        return f"there are {', '.join(known)}."
     return "did you mean " + " or ".join(f"'{near}'" for near in nearest) + "?"

@@ -33,6 +33,7 @@ exit codes:
   0  the command has run; what it found is on stdout
   1  check: the optimized model gives another answer than the model
   2  an argument cannot be used, or a package is missing; one line on stderr says which
+  130  it was interrupted
 """
 
 
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_json(figures) if options.json else text, flush=True)
     except BrokenPipeError:  # of `| head`, which has read enough; Python would flush once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return 130
     except (OptimizerError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, EquivalenceError) else 2
@@ -200,7 +203,8 @@ def _load(options: Namespace) -> tuple[nn.Module, Any]:
     try:
         workload = workloads.load(options.model, device=options.device or "cpu")
     except workloads.UnknownWorkloadError as error:
-        raise InputError(str(error)) from error
+        told = "; a model of your own is named module:callable"
+        raise InputError(str(error).rstrip(".") + told) from error
     return workload.module, workload.example_inputs
 
 

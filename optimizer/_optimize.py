@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -17,18 +17,21 @@ from torch import fx, nn
 from optimizer.core.context import undisturbed
 from optimizer.core.copy import snapshot
 from optimizer.core.errors import CaptureError, InputError, OptimizerWarning
-from optimizer.core.inputs import Call, ExampleInputs, as_call, require_flags, require_module
+from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
 from optimizer.core.report import Line, Report, Size, listing
 from optimizer.facts.effects import called_as_they_are
 from optimizer.facts.facts import obstacle
-from optimizer.frontend.choose import FRONT_ENDS, FrontEnds, choose, record
+from optimizer.frontend.choose import SYMBOLIC, Capture, choose
+from optimizer.frontend.dynamo import DYNAMO, GuardedModule
 from optimizer.frontend.module import OptimizedModule, Recipe, Unchanged
+from optimizer.frontend.state import python_state
 from optimizer.frontend.symbolic import (
     has_unknown_facts,
     leaves_nothing_behind,
     may_draw,
     writes_nothing_lasting,
 )
+from optimizer.lowering.autotune import WORTH_IT, Chooser, Times
 from optimizer.lowering.engines import Engines
 from optimizer.lowering.module import LoweredModule, lower
 from optimizer.lowering.tuning import Tuning
@@ -53,24 +56,24 @@ def optimize(
     example_inputs: ExampleInputs | None = None,
     *,
     level: int = 2,
-    capture: Literal["auto", "symbolic", "export"] = "auto",
     check: Check = "final",
     only: Iterable[str | Pass] | None = None,
     disable: Iterable[str] = (),
-    static_shapes: bool = False,
     tune_seconds: float = 1.0,
     decisions: str | os.PathLike[str] | None = None,
     precision: Literal["bf16", "fp16", "int8"] | None = None,
     error_budget: float | None = None,
     cuda_graph: bool = True,
     engines: Engines = "auto",
-) -> OptimizedModule | Unchanged:
+) -> OptimizedModule | GuardedModule | Unchanged:
     """A faster module that computes what `model` computes; `model` itself is not changed.
 
     The result is for inference in the mode that each submodule is in now, with a snapshot of the
     weights: it computes what `model` computes now, whatever is written to `model` later. Its
-    `report` lists every rewrite, and every refused one with the reason. A model that cannot be
-    captured is returned as a copy that runs as it is.
+    `report` lists every rewrite, and every refused one with the reason. A forward that cannot be
+    recorded by calling it with stand-ins is recorded by Dynamo where there are example inputs, as
+    one graph or several (`GuardedModule`). What neither can record, or is not faster so, is
+    returned as a copy that runs as it is.
 
     Args:
         model: any module, or an ExportedProgram, which brings example inputs of its own. In
@@ -79,15 +82,10 @@ def optimize(
             calls may have other sizes. Without them only rewrites that need no shape are made.
         level: 0 keeps the same bits; 1 keeps the function up to rounding; 2 besides prepares calls
             like the example for the device it is on (`LoweredModule`); 3 in a lower precision.
-        capture: "symbolic" records the forward by calling it with stand-ins; "export" asks
-            torch.export, and holds later calls to what that took from the example inputs (sizes
-            but that of the batch, dtypes, memory formats); "auto" is "symbolic" and, where that
-            cannot go and sizes may be fixed (`static_shapes`), "export".
         check: "final" compares the answer with the model's on the example inputs; "each" does so
             after every pass; None does not. A pass that changes the answer is rolled back.
         only: names of the passes to run, or passes of your own; all there are if None.
         disable: names of passes not to run.
-        static_shapes: compute now what follows from the example's sizes; others are then errors.
         tune_seconds: from level 2 on, how long candidates are timed. With 0 none is: the choice is
             always the same.
         decisions: from level 2 on, a file of choices: those in it are not timed again, new ones
@@ -107,15 +105,30 @@ def optimize(
         InputError: an argument cannot be used, or the model rejects the example inputs.
         PassError: there is no pass of a given name.
     """
-    require_flags(static_shapes=static_shapes)
-    passes = select(level, only, disable, ["specialize_shapes"] if static_shapes else [])
+    passes = select(level, only, disable)
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
     tuning = Tuning.of(level, tune_seconds, decisions, precision, error_budget, cuda_graph, engines)
     call = None if example_inputs is None else as_call(example_inputs)
-    model, call, front_ends = choose(model, call, capture, static_shapes=static_shapes)
-    arguments = (require_module(model), call, front_ends, level, check if call else None, passes)
-    return undisturbed(lambda: Run(*arguments, tuning).result())
+    model, call, front_end, capture = choose(model, call)
+    arguments = (require_module(model), call, front_end, capture, level, check if call else None)
+    return undisturbed(lambda: Run(*arguments, passes, tuning).result())
+
+
+def optimize_graph(
+    graph: fx.GraphModule,
+    call: Call,
+    capture: Capture,
+    *,
+    level: int,
+    check: Check,
+    only: Sequence[str | Pass],
+    **tuning: Any,
+) -> OptimizedModule | GuardedModule | Unchanged:
+    """One graph that Dynamo recorded, optimized as `optimize` was told to."""
+    tuned = Tuning.of(level, **tuning)
+    run = Run(graph, call, DYNAMO, capture, level, check, select(level, only, ()), tuned)
+    return undisturbed(run.result)
 
 
 class Run:
@@ -125,7 +138,8 @@ class Run:
         self,
         model: nn.Module,
         call: Call | None,
-        front_ends: FrontEnds,
+        front_end: str,
+        capture: Capture,
         level: int,
         check: Check,
         passes: Sequence[Pass],
@@ -137,29 +151,78 @@ class Run:
         self.model, self.is_snapshot = snapshot(model)
         self.call, self.level, self.check = call, level, check
         self.passes = list(passes)
-        self.front_ends, self.front_end = front_ends, ""
+        self.front_end, self.capture = front_end, capture
         self.remarks = list(_remarks(model, call))
         self.expected: Answer | None = None
         self.share, self.draws, self.itself, self.is_copy = False, True, False, False
+        self.packages = True  # whether what they change in a call is put back
         self.graph: tuple[Line, ...] = ()
         self.left: list[str] = []  # what is called as it is
 
-    def result(self) -> OptimizedModule | Unchanged:
+    def result(self) -> OptimizedModule | GuardedModule | Unchanged:
         """The optimized module, or the model as it is where nothing else is right."""
         while True:
             try:
-                return self._attempt()
+                return self._or_by_dynamo(self._attempt())
             except FaultyPassError as failure:
                 self._do_without(failure)
             except CaptureError as error:
+                self.packages = self.front_end != SYMBOLIC
                 if self.call is not None and self.expected is None:
-                    self._reference()  # was it the inputs?
-                self.remarks.append(f"left as it is: {error}")
-                self.front_end = ""
-                return Unchanged(self.model, self._report(Size()), owns=self.is_snapshot)
+                    self.expected = self._reference()  # was it the inputs?
+                found = self._by_dynamo(str(error))
+                return self._left_as_it_is(found) if isinstance(found, str) else found
 
-    def _attempt(self) -> OptimizedModule | Unchanged:
-        self.front_end, module = record(self.front_ends, self.model, self.call)
+    def _or_by_dynamo(self, optimized: OptimizedModule) -> OptimizedModule | GuardedModule:
+        """The same, or the graphs that Dynamo finds where they alone can be lowered."""
+        if self.level < LOWERED or not self.left or optimized.report.choices or not self.call:
+            return optimized
+        found = self._by_dynamo("; ".join(self.left))
+        return optimized if isinstance(found, str) or not found.report.choices else found
+
+    def _left_as_it_is(self, reason: str) -> Unchanged:
+        self.remarks.append(f"left as it is: {reason}")
+        self.front_end = ""
+        return Unchanged(self.model, self._report(Size()), owns=self.is_snapshot)
+
+    def _by_dynamo(self, reason: str) -> GuardedModule | str:
+        """The graphs that Dynamo finds, or why they are not to be had."""
+        if not (self.is_snapshot and self.expected and self.front_end == SYMBOLIC):
+            return reason
+        tried, _ = snapshot(self.model)
+        guarded, before = self._guarded(tried, reason), python_state(tried)
+        if why_not := self._why_not(guarded):
+            return f"{reason}; by Dynamo: {why_not}"
+        guarded.about = replace(guarded.about, seconds=time.perf_counter() - self.started)
+        changed = difference(_weights(tried), _weights(self.model), exact=True)
+        is_new = not changed and python_state(tried) == before
+        return guarded if is_new else guarded.on(self.model)
+
+    def _guarded(self, model: nn.Module, reason: str) -> GuardedModule:
+        options = self._options() | {"check": self.check, "seconds": self.tuning.seconds}
+        remarks = (*self.remarks, f"recorded by Dynamo: {reason}")
+        about = replace(self._report(Size()), remarks=remarks, front_end=DYNAMO)
+        return GuardedModule(model, partial(optimize_graph, **options), about)
+
+    def _why_not(self, guarded: GuardedModule) -> str:
+        """Why a model is better left than run by the graphs that Dynamo finds, if anything."""
+        assert self.call is not None
+        if self.expected and self.expected.drawn:  # Dynamo draws in another order
+            return "it draws random numbers"
+        if found := self._difference(guarded, itself=True):
+            return f"its graphs give another answer ({found})"
+        if not (guarded.report.fired or guarded.report.choices):
+            return "nothing can be rewritten in its graphs"
+        if self.level < LOWERED or not self.tuning.seconds:
+            return ""
+        runs = {"portable": partial(_run, guarded.model), "plan": partial(_run, guarded)}
+        times = Times((self.call.copied(),))
+        seconds = Chooser(self.tuning.seconds, {}, ()).race(runs, times, fewest=1)
+        ratio = seconds["plan"] / seconds["portable"]
+        return f"it is not faster in graphs: {ratio:.2f} of the time" if ratio > WORTH_IT else ""
+
+    def _attempt(self) -> OptimizedModule:
+        module = self.capture(self.model, self.call)
         self.share, self.draws = writes_nothing_lasting(module), may_draw(module)
         self.itself = leaves_nothing_behind(module)
         if self.call and self.expected is None and (self.check or has_unknown_facts(module)):
@@ -173,12 +236,8 @@ class Run:
         verify = partial(self._verify, module) if self.check == "each" else None
         pipeline = Pipeline(module, verify)
         pipeline.run(self.passes)
-        ours = all_passes()
-        names = tuple(each.name if each in ours else each for each in self.passes)
-        known = self.front_end in FRONT_ENDS  # to `optimize` the model again
-        options = {"level": self.level, "only": names, "capture": self.front_end}
-        options |= self.tuning.options()
-        recipe = Recipe.of(self.model, self.call, options, optimize) if known else None
+        known = self.front_end == SYMBOLIC  # to `optimize` the model again
+        recipe = Recipe.of(self.model, self.call, self._options(), optimize) if known else None
         kind = LoweredModule if self.level >= LOWERED else OptimizedModule
         reason = obstacle(module.graph) if self.level >= LOWERED else ""  # the facts stay behind
         optimized = kind.of(module, self._report(before, pipeline), recipe)
@@ -190,6 +249,12 @@ class Run:
         if isinstance(optimized, LoweredModule):
             self._lower(optimized, reason)
         return optimized
+
+    def _options(self) -> dict[str, Any]:
+        """What `optimize` is to be told to do the same again."""
+        ours = all_passes()
+        names = tuple(each.name if each in ours else each for each in self.passes)
+        return {"level": self.level, "only": names} | self.tuning.options()
 
     def _lower(self, optimized: LoweredModule, reason: str) -> None:
         """Lower the call of the example inputs; a remark says where that was not done."""
@@ -215,8 +280,8 @@ class Run:
         assert self.call is not None
         try:
             model = self.original if self.itself else self.model
-            draws, itself = self.draws, self.itself
-            return reference(model, self.call, share=self.share, draws=draws, itself=itself)
+            options = {"share": self.share, "draws": self.draws, "itself": self.itself}
+            return reference(model, self.call, packages=self.packages, **options)
         except CaptureError:
             return None
 
@@ -235,15 +300,17 @@ class Run:
             self.model, self.is_snapshot = self.original, False
             raise CaptureError("a copy of the model gives another answer than the model itself")
 
-    def _difference(self, module: nn.Module) -> Difference | None:
-        if self.check is None or self.expected is None or self.call is None:
+    def _difference(self, module: nn.Module, *, itself: bool = False) -> Difference | None:
+        if self.expected is None or self.call is None or not (self.check or itself):
             return None
         exact = all(each.numerics == "exact" for each in self.passes)
         try:
             numbers = self.expected.numbers()
-            actual = answer(module, self.call, share=self.share, numbers=numbers)
+            options = {"share": self.share, "itself": itself, "packages": self.packages}
+            actual = answer(module, self.call, numbers=numbers, **options)
         except Exception as error:  # a broken graph may raise anything
-            return Difference("output", float("inf"), f"raised {type(error).__name__}: {error}")
+            reason = f"raised {type(error).__name__}: {error}".split("\n")[0]
+            return Difference("output", float("inf"), reason)
         found = compare_answers(self.model, self.call, self.expected, actual, exact=exact)
         if found and self.itself and not self.is_copy:
             self._require_a_copy()
@@ -272,8 +339,13 @@ class Run:
         )
 
     def _not_compared(self) -> Iterator[str]:
-        output = self.expected.output if self.expected and self.check else None
+        compared = self.expected and self.check and self.front_end
+        output = self.expected.output if self.expected and compared else None
         return (f"not checked: output{each}" for each in incomparable(output))
+
+
+def _run(module: nn.Module, call: Call) -> Any:
+    return module(*call.args, **call.kwargs)
 
 
 def _weights(model: nn.Module) -> Answer:

@@ -133,19 +133,6 @@ def complex_parts(self: Net, x: Tensor) -> Tensor:
 EYE = torch.eye(5)
 COMPLEX = torch.randn(4, 4, dtype=torch.complex64)
 LEFT_AS_IT_IS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "branches on data": (lambda: Net(added), "control flow depends on a traced value, at test_bad"),
-    "uses a value as a number": (
-        lambda: Net(lambda self, x: self.pair(x) * float(x.max())),
-        "as a number, at test_bad_models.py:",
-    ),
-    "leaves torch for numpy": (
-        lambda: Net(lambda self, x: torch.from_numpy(self.pair(x).detach().numpy())),
-        "at test_bad_models.py:",
-    ),
-    "calls a scripted function": (
-        lambda: Net(calling(scripted(positive))),
-        "at test_bad_models.py:",
-    ),
     "is a generator": (lambda: Net(generated), "generator"),
     "holds a lock": (lambda: Net(locked, threading.Lock()), "cannot be copied"),
     "is scripted": (
@@ -195,6 +182,10 @@ FOLDED: dict[str, Callable[[], nn.Module]] = {
     "a tensor without data that gives a size": lambda: Net(
         lambda self, x: self.pair(x) * self.held[0].shape[0], [torch.empty(3, device="meta")]
     ),
+    "a branch on data": lambda: Net(added),
+    "a value as a number": lambda: Net(lambda self, x: self.pair(x) * float(x.max())),
+    "numpy": lambda: Net(lambda self, x: torch.from_numpy(self.pair(x).detach().numpy())),
+    "a scripted function": lambda: Net(calling(scripted(positive))),
     "keyword arguments that nobody gives": lambda: Keywords(lambda self, x: self.pair(x)),
 }
 

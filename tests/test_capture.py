@@ -273,13 +273,11 @@ CAPTURED: dict[str, Case] = {
 }
 
 
-def optimized(case: Case, *, example: bool, capture: Any = "symbolic") -> tuple[nn.Module, Any]:
+def optimized(case: Case, *, example: bool) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = case.build().eval()
     given = copy.deepcopy(case.calls[0]) if example else None
-    return copy.deepcopy(model), optimizer.optimize(
-        model, given, check=None, capture=capture, level=1
-    )
+    return copy.deepcopy(model), optimizer.optimize(model, given, check=None, level=1)
 
 
 def assert_follows(eager: nn.Module, fast: nn.Module, calls: tuple[tuple[Any, ...], ...]) -> None:
@@ -309,15 +307,6 @@ def test_is_left_alone_with_a_remark(name: str) -> None:
 
     assert case.remark in fast.report.remarks[0]
     assert not isinstance(fast, optimizer.OptimizedModule)
-    assert_follows(eager, fast, case.calls)
-
-
-@pytest.mark.parametrize("name", sorted(LEFT_ALONE.keys() - {"None in a tuple"}))
-def test_what_export_makes_of_it_is_right(name: str) -> None:
-    case = LEFT_ALONE[name]
-
-    eager, fast = optimized(case, example=True, capture="export")
-
     assert_follows(eager, fast, case.calls)
 
 

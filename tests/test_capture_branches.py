@@ -176,7 +176,7 @@ class AsksTheOpaque(nn.Module):
 def test_none_from_inside_is_not_taken_for_a_tensor() -> None:
     model = AsksTheOpaque().eval()
 
-    fast = optimizer.optimize(model, ROWS, check=None, capture="symbolic", level=1)
+    fast = optimizer.optimize(model, ROWS, check=None, level=1)
 
     assert torch.equal(fast(ROWS), model(ROWS))
     assert "a value inside it that is None" in fast.report.remarks[0]
@@ -217,19 +217,16 @@ TOGGLES: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
 }
 
 
-@pytest.mark.parametrize("capture", ["symbolic", "export", "no example"])
+@pytest.mark.parametrize("example", [True, False])
 @pytest.mark.parametrize("name", TOGGLES)
-def test_a_layer_that_is_changed_for_one_call_is_left_alone(name: str, capture: Any) -> None:
+def test_a_layer_that_is_changed_for_one_call_is_left_alone(name: str, example: bool) -> None:
     torch.manual_seed(0)
     model = Toggled(*TOGGLES[name]).eval()
     eager = copy.deepcopy(model)
 
-    if capture == "no example":
-        fast = optimizer.optimize(model, level=1)
-    else:
-        fast = optimizer.optimize(model, IMAGES, check=None, capture=capture, level=1)
+    fast = optimizer.optimize(model, IMAGES if example else None, check=None, level=1)
 
-    assert isinstance(fast, optimizer.OptimizedModule) == (capture == "export")
+    assert not isinstance(fast, optimizer.OptimizedModule)
     for _ in range(2):
         torch.testing.assert_close(fast(IMAGES), eager(IMAGES))
     assert all(not module.training for module in model.modules())

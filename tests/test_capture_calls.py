@@ -94,30 +94,26 @@ def answer(module: Any, call: str) -> Any:
         return module(*args, **kwargs)
 
 
-@pytest.mark.parametrize("capture", ["symbolic", "export"])
 @pytest.mark.parametrize("call", sorted(CALLS.keys() - {"one of each"}))
 @pytest.mark.parametrize("name", DECORATORS)
-def test_a_decorated_forward_is_called_as_the_example_calls_it(
-    name: str, call: str, capture: Any
-) -> None:
+def test_a_decorated_forward_is_called_as_the_example_calls_it(name: str, call: str) -> None:
     model = decorated(DECORATORS[name])
     args, kwargs = CALLS[call]
 
-    fast: Any = optimizer.optimize(model, kwargs or args, level=1, capture=capture)
+    fast: Any = optimizer.optimize(model, kwargs or args, level=1)
 
     assert isinstance(fast, optimizer.OptimizedModule)
     assert "fold_affine" in fast.report.counts()
     torch.testing.assert_close(answer(fast, call), answer(model, call), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["fast", "pickled", "copied", "again", "lowered", "exported"])
+@pytest.mark.parametrize("kind", ["fast", "pickled", "copied", "again", "lowered"])
 @pytest.mark.parametrize("call", ["one by position", "one by name", "two by name"])
 def test_another_way_of_calling_is_an_error_and_never_another_branch(call: str, kind: str) -> None:
     model = decorated(by_name)
     args, kwargs = CALLS[call]
-    capture: Any = "export" if kind == "exported" else "auto"
     level = 2 if kind == "lowered" else 1
-    fast: Any = optimizer.optimize(model, kwargs or args, level=level, capture=capture)
+    fast: Any = optimizer.optimize(model, kwargs or args, level=level)
     fast = pickle.loads(pickle.dumps(fast)) if kind == "pickled" else fast
     fast = copy.deepcopy(fast) if kind == "copied" else fast
     fast = optimizer.optimize(fast, kwargs or args, level=1) if kind == "again" else fast

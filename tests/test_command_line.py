@@ -163,7 +163,7 @@ def test_help_has_examples_and_exit_codes(
 
     examples, _, codes = capsys.readouterr().out.partition("examples:")[2].partition("exit codes:")
     assert "\n  optimizer optimize resnet18 --html report.html\n" in examples
-    assert [line.split()[0] for line in codes.strip().splitlines()] == ["0", "1", "2"]
+    assert [line.split()[0] for line in codes.strip().splitlines()] == ["0", "1", "2", "130"]
 
 
 @pytest.mark.usefixtures("here")
@@ -388,6 +388,19 @@ def test_a_mistake_is_told_below_what_was_shown(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_no_terminal_is_told_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", "my_model:build"])
 
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("here")
+def test_ctrl_c_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimizer, "check", interrupted)
+
+    assert main(["check", "my_model:build"]) == 130
     assert capsys.readouterr().err == ""
 
 

@@ -153,11 +153,6 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[OptimizerError], str]] = {
         "level [1] does not exist",
     ),
     "a text for a flag": (
-        lambda: optimizer.optimize(a_model(), X, static_shapes="no"),
-        InputError,
-        "static_shapes is 'no': pass True or False",
-    ),
-    "a text for a flag of level 2": (
         lambda: optimizer.optimize(a_model(), X, cuda_graph="no"),
         InputError,
         "cuda_graph is 'no': pass True or False",
@@ -237,8 +232,8 @@ def test_bad_input_is_an_error_before_any_work(case: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(f"optimizer.{place}.structural_copy", work)
     for place in ("check", "equivalence"):
         monkeypatch.setattr(f"optimizer.verify.{place}.answer", work)
-    for name in ("record", "reference", "answer"):
-        monkeypatch.setattr(f"optimizer._optimize.{name}", work)
+    for name in ("_optimize.reference", "_optimize.answer", "frontend.choose.capture_call"):
+        monkeypatch.setattr(f"optimizer.{name}", work)
     act, kind, _ = BAD_INPUT[case]
 
     with pytest.raises(kind):

@@ -115,8 +115,8 @@ def test_every_rewrite_is_reported_with_the_line_it_comes_from(name: str) -> Non
 
 @each_pass
 def test_its_level_follows_from_its_numerics(name: str) -> None:
-    at_level_0 = {each.name for each in select(0, None, (), [name])}
-    at_level_1 = {each.name for each in select(1, None, (), [name])}
+    at_level_0 = {each.name for each in select(0, None, ())}
+    at_level_1 = {each.name for each in select(1, None, ())}
 
     assert (name in at_level_0) == (PASSES[name].numerics == "exact")
     assert name in at_level_1
@@ -198,3 +198,18 @@ def test_a_pass_cannot_do_without_an_argument_for_its_safety() -> None:
     declare: Callable[..., Any] = whole_graph(numerics="exact", phase="simplify")
     with pytest.raises(optimizer.PassError, match="silent has no docstring"):
         declare(silent)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"numerics": "exakt"}, {"phase": "zzz"}, {"numerics": None}, {"phase": "Fold"}]
+)
+def test_a_pass_that_would_never_run_cannot_be_declared(wrong: dict[str, Any]) -> None:
+    from optimizer.rewrite.contract import whole_graph
+
+    def idle(graph: object) -> list[Any]:
+        """Nothing is changed."""
+        return []
+
+    [value] = wrong.values()
+    with pytest.raises(optimizer.PassError, match=f"pass idle: {value!r} does not exist"):
+        whole_graph(**({"numerics": "exact", "phase": "simplify"} | wrong))(idle)

@@ -49,16 +49,15 @@ def of_torch(seen: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("capture", ["symbolic", "export"])
 @torch.no_grad()
 def test_hooks_of_all_modules_are_not_built_in(
-    register: Callable[[list[str]], Any], capture: Any, level: int
+    register: Callable[[list[str]], Any], level: int
 ) -> None:
     """pytorch#149502: they would stay after they are removed."""
     model, x, seen = Chain().eval(), torch.randn(1, 3, 8, 8), list[str]()
     handle = register(seen)
 
-    fast = optimizer.optimize(model, x, level=level, capture=capture, tune_seconds=0, engines=())
+    fast = optimizer.optimize(model, x, level=level, tune_seconds=0, engines=())
 
     assert "left as it is" in str(fast.report)
     assert "hooks" in str(fast.report)

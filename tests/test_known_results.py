@@ -123,7 +123,7 @@ def agrees(called: Any, *values: Tensor) -> bool:
     assert (known is given[0]) == (real is values[0])
     pairs = zip(given, values, versions, strict=True)
     written = [each for each, value, version in pairs if value._version > version]
-    assert effect == (storages_in(written), False, False)
+    assert effect == (storages_in(written), False)
     return True
 
 

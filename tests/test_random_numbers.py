@@ -237,13 +237,6 @@ def test_a_wrong_factor_beside_a_draw_is_seen(name: str, dtype: torch.dtype) -> 
         assert_equivalent(right, wrong, (x,))
 
 
-@pytest.mark.parametrize("name", ["fork_rng", "set_rng_state", "manual_seed", "seed"])
-def test_export_loses_no_seed(name: str) -> None:
-    fast = optimizer.optimize(Seeding(SEEDING[name]).eval(), ROWS, capture="export")
-
-    assert "draws or seeds random numbers" in fast.report.remarks[0]
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_attention_draws_where_it_drops(dropout: float) -> None:
     x = torch.randn(1, 2, 4, 4)

@@ -20,8 +20,8 @@ from optimizer.core.report import Report, columns
 from optimizer.facts.effects import Effects
 from optimizer.facts.propagation import Facts
 from optimizer.facts.shape_rules import EVERY_MASK_IS_FULL
-from optimizer.frontend.choose import FRONT_ENDS, record
-from optimizer.frontend.symbolic import observe
+from optimizer.frontend.dynamo import capture_by_dynamo
+from optimizer.frontend.symbolic import capture_call, observe
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,10 @@ def observed(model: nn.Module, example_inputs: ExampleInputs) -> tuple[fx.GraphM
         CaptureError: no front end can record the model; the message says why.
     """
     call = as_call(example_inputs)
-    _, module = record(FRONT_ENDS, require_module(model), call)
+    try:
+        module = capture_call(require_module(model), call)
+    except CaptureError:
+        module, call = capture_by_dynamo(model, call)
     return module, observe(module, call)
 
 

@@ -11,7 +11,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._C import _functorch
+from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace as fx_tracing
+
+from optimizer.core.node import has_global_hooks
 
 Result = TypeVar("Result")
 
@@ -102,6 +106,19 @@ def is_tracing() -> bool:
     """Whether fx traces: a mark of the process, and of each thread from torch 2.15 on."""
     ask = getattr(fx_tracing, "_get_is_fx_tracing", None)
     return ask() if ask else fx_tracing._is_fx_tracing_flag
+
+
+def is_watched() -> bool:
+    """Whether operators or modules of a call are looked at, or made to do something else."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or _functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or has_global_hooks()
+    )
 
 
 def _set_tracing(value: bool) -> None:

@@ -73,18 +73,6 @@ def expect_value(value: Any, expected: object, name: str) -> None:
 
 
 @_guard
-def expect_shape(value: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
-    """Require the sizes that the shapes of the graph were specialized for.
-
-    Raises:
-        InputError: `value` has others.
-    """
-    if value.shape != shape:
-        told = f"{name} of shape {shape} and got {tuple(value.shape)}"
-        raise _unfit(told, "without static_shapes")
-
-
-@_guard
 def expect_tensor(
     value: torch.Tensor, rank: int | None, dtype: torch.dtype | None, name: str
 ) -> None:
@@ -188,6 +176,6 @@ def chooses_a_branch(value: Any) -> bool:
 
 
 GUARDS = (
-    expect_value, expect_tensor, expect_given, expect_none_given, expect_shape, expect_structure,
+    expect_value, expect_tensor, expect_given, expect_none_given, expect_structure,
     expect_like, expect_call,
 )  # fmt: skip

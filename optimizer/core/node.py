@@ -108,6 +108,14 @@ def is_plain(module: nn.Module) -> bool:
     return not (hooked or parametrized or "forward" in held or overrides_call(type(module)))
 
 
+def hold(root: nn.Module, name: str, value: Any) -> None:
+    """Register a module, a parameter or, of another tensor, a buffer."""
+    if isinstance(value, torch.Tensor | None) and not isinstance(value, nn.Parameter):
+        root.register_buffer(name, value)
+    else:
+        setattr(root, name, value)
+
+
 def has_global_hooks() -> bool:
     """Whether every module of the process has hooks, which see each call and may change it."""
     return any(_HOOKS_OF_ALL)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from difflib import SequenceMatcher
 from html import escape
+from itertools import chain
 from typing import Any
 
 from torch import fx
@@ -69,6 +70,9 @@ class Size:
     parameters: int = 0
     bytes: int = 0
 
+    def __add__(self, other: Size) -> Size:
+        return Size(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
     @classmethod
     def of(cls, module: fx.GraphModule) -> Size:
         """Count a graph module. Tensors that share storage are counted once."""
@@ -120,7 +124,7 @@ class Report:
         remarks: what concerns the whole model.
         before, after: counts of the graph.
         checked: when the answer was checked: "final", "each", or empty where it was not.
-        front_end: what captured the model: "symbolic", "export", "exported program" or "dynamo".
+        front_end: what captured the model: "symbolic", "exported program" or "dynamo".
         seconds: how long `optimize` took.
         choices: which program runs each region of the example's call, at level 2.
         tried: the same for a call that is not lowered; a remark says why.
@@ -148,6 +152,18 @@ class Report:
 
     def __deepcopy__(self, memo: Any) -> Report:
         return self  # it is never changed
+
+    def with_graphs(self, graphs: Sequence[Report]) -> Report:
+        """The same, with all that became of the graphs of a model that was recorded as several."""
+        names = "fired", "refused", "choices", "tried", "graph_before", "graph_after"
+        told: dict[str, Any] = {
+            name: tuple(chain(*(getattr(each, name) for each in graphs))) for name in names
+        }
+        count = [f"Dynamo found {len(graphs)} graphs"] * (len(graphs) > 1)
+        remarks = dict.fromkeys(chain(self.remarks, count, *(each.remarks for each in graphs)))
+        before = sum((each.before for each in graphs), Size())
+        after = sum((each.after for each in graphs), Size())
+        return replace(self, **told, remarks=tuple(remarks), before=before, after=after)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, fit for JSON."""

@@ -21,7 +21,6 @@ class Effect(NamedTuple):
 
     writes: Set[int]
     random: bool = False
-    counts: bool = False
 
 
 NOTHING = Effect(frozenset())

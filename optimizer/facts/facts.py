@@ -81,19 +81,6 @@ def dtype(node: fx.Node) -> torch.dtype:
     return value.dtype
 
 
-def number_from_sizes(node: fx.Node) -> bool | int | float:
-    """A number that was computed from sizes; a rewrite that asks is guarded by them."""
-    known = fact(node)
-    if not isinstance(known.value, bool | int | float):
-        raise Refused("it is no number")
-    if known.size_varies:
-        raise Refused("it depends on how many elements a mask chooses")
-    if any(not isinstance(each.meta["fact"].value, torch.Tensor) for each in known.inputs):
-        raise Refused("it rests on an argument that is no tensor")
-    _use(node, "shape")
-    return known.value
-
-
 def _use(node: fx.Node, kind: str) -> None:
     facts = facts_of(node.graph)
     assert facts is not None

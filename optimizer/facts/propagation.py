@@ -47,7 +47,6 @@ class Fact:
     writes: frozenset[int] = frozenset()
     random: bool = False
     rank_varies: bool = False  # with sizes: a squeeze came before
-    size_varies: bool = False  # with data: a mask came before
     inputs: frozenset[fx.Node] = frozenset()  # the placeholders that it depends on
     error: str = ""
 
@@ -117,7 +116,6 @@ class Facts:
         lasting_writes = {s for s in effect.writes if s in self.holders or s in self.external}
         given: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
         varies = may_vary_rank(node) or any(each.rank_varies for each in given)
-        counted = effect.counts or any(each.size_varies for each in given)
         inputs = frozenset[fx.Node]().union(*(each.inputs for each in given))
         kept, storages = _snapshot(value)
         storages |= _given(node) if hides_tensors(value) else frozenset()
@@ -128,7 +126,7 @@ class Facts:
         values = (each.value for each in given)  # torch draws nothing for no elements
         hides = any(isinstance(each, torch.Tensor) and not each.numel() for each in values)
         drawn = effect.random or (hides and may_draw(name_of_call(node), training))
-        self._record(node, Fact(kept, storages, writes, drawn, varies, counted, inputs))
+        self._record(node, Fact(kept, storages, writes, drawn, varies, inputs))
 
     def _may_be_part_of_result(self, node: fx.Node, given: list[Fact]) -> frozenset[int]:
         """What a call that made a copy may share in another call, which needs none."""
@@ -156,11 +154,13 @@ class Facts:
         meta = torch.device("meta")  # what is opaque may draw elsewhere
         with torch.no_grad(), meta, EVERY_MASK_IS_FULL, Own(), Effects() as effects:
             value = self._call(node, args, kwargs)
-        return value, Effect(effects.writes, effects.random, effects.counts)
+        return value, Effect(effects.writes, effects.random)
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": "meta"}
+        named = torch.device | str if node.target == "to" else torch.device
+        args = ["meta" if isinstance(each, named) else each for each in args]
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         called: Any = _called_by(node)

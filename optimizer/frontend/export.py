@@ -1,13 +1,12 @@
-"""Capture by `torch.export`, for a forward that symbolic tracing cannot record.
+"""The graph of an `ExportedProgram`, as a captured one.
 
-Export runs the model's Python once on fake tensors, so what that Python saw is baked into the
-graph: sizes, dtypes, devices, layouts, and the values of arguments that are no tensors. The graph
-begins with a check of each of them. What Python did besides is lost, and is a reason to refuse.
+Export ran the model's Python once, so what that Python saw is baked into the program: sizes,
+dtypes, devices, layouts, and the values of arguments that are no tensors. The graph begins with a
+check of each of them.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import sys
@@ -15,119 +14,26 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import getitem
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from optimizer.core.context import ignoring, put_back
 from optimizer.core.copy import structural_copy
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.guards import expect_like, expect_structure, expect_value
 from optimizer.core.inputs import Call, storages_in
-from optimizer.core.node import attribute, is_plain, line_in
-from optimizer.core.random import DRAWS, ProcessState
+from optimizer.core.node import attribute, line_in
 from optimizer.facts.propagation import Facts
 from optimizer.frontend.arguments import inputs_as_called, sees_how_it_is_called
 from optimizer.frontend.aten import from_aten
-from optimizer.frontend.state import Outside, python_state
 from optimizer.frontend.symbolic import adopt
-
-# Their own errors, which they catch themselves, are not the model's.
-_NOT_THE_MODELS = sys.stdlib_module_names | {"torch", "sympy", "mpmath", "numpy", "optimizer"}
-_HAND_ON = (
-    "torch.random", "torch.cuda.random", "torch.mps", "torch._compile", "torch._dynamo.eval_frame",
-    "random", "contextlib",
-)  # fmt: skip
-
-
-def watch(model: nn.Module, state: ProcessState, outside: Outside) -> list[str]:
-    """Replace the forward of a module by one that notes what each call does besides computing.
-
-    Export puts attributes back, so that they are looked at before the call ends. An error that
-    the forward catches may be one of the fake tensors', which no real tensor would raise.
-    """
-    forward, noted = model.forward, list[str]()
-
-    def note_draw(frame: FrameType) -> bool:
-        noted.extend([DRAWS] if _is_called_by_the_model(frame) and DRAWS not in noted else [])
-        return DRAWS in noted
-
-    @functools.wraps(forward)
-    def watched(*args: Any, **kwargs: Any) -> Any:  # pragma: no cover - it sets the tracer
-        # An assigned buffer is recorded, as a copy into it.
-        kept, inputs = (python_state(model, "_buffers"), outside.state()), _parts((args, kwargs))
-        with _errors_of_the_model() as errors:
-            result = state.watch(lambda: forward(*args, **kwargs), note_draw)
-        if (python_state(model, "_buffers"), outside.state()) != kept:
-            noted.append("its forward keeps state in Python")
-        if _parts((args, kwargs)) != inputs:
-            noted.append("it changes a container that it is given")
-        if errors:
-            noted.append(f"it catches an error ({errors[0]})")
-        return result
-
-    model.forward = watched
-    return noted
-
-
-def _parts(inputs: Any) -> tuple[list[int], pytree.TreeSpec]:
-    leaves, structure = pytree.tree_flatten(inputs)
-    return list(map(id, leaves)), structure
-
-
-def _is_called_by_the_model(frame: FrameType | None) -> bool:
-    """Whether the model's own code seeds or draws, and not that of the fake tensors."""
-    while frame and frame.f_globals.get("__name__") in _HAND_ON:
-        frame = frame.f_back
-    package = str(frame and frame.f_globals.get("__name__")).partition(".")[0]
-    return package not in _NOT_THE_MODELS
-
-
-@contextmanager
-def _errors_of_the_model() -> Iterator[list[str]]:
-    """The names of the errors that pass through the model's code, caught or not."""
-    errors: list[str] = []
-
-    def note(frame: FrameType, event: str, value: Any) -> Any:  # pragma: no cover - a tracer
-        if event == "exception":
-            errors.append(value[0].__name__)
-        return note
-
-    def begin(frame: FrameType, event: str, value: Any) -> Any:  # pragma: no cover - a tracer
-        frame.f_trace_lines = False
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        return None if package in _NOT_THE_MODELS else note
-
-    before = sys.gettrace()
-    sys.settrace(begin)
-    try:
-        yield errors
-    finally:
-        sys.settrace(before)  # pragma: no cover - it sets the tracer
-
 
 # What the ranges of sizes and the equality of symbols say already.
 _SIZE = r"L\[\S+\]\.size\(\)\[\d+\]"
 _IMPLIED = re.compile(rf"{_SIZE} == {_SIZE}|{_SIZE} (==|<|<=|>|>=) \d+|\d+ (<|<=) {_SIZE}")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def capture_exported(model: nn.Module, call: Call) -> fx.GraphModule:
-    """Export a copy of a model and bring the graph to the one spelling.
-
-    The first dimension of each input stays free as far as export can tell that the model's
-    Python did not ask for it; all others must be the example's in later calls.
-
-    Raises:
-        CaptureError: it cannot be exported, or the exported program would do less.
-    """
-    try:
-        return capture_program(_exported(model, call, dynamic=True), model, call)
-    except CaptureError:  # sizes that depend on one another
-        return capture_program(_exported(model, call, dynamic=False), model, call)
 
 
 def _bound(model: nn.Module, call: Call) -> inspect.BoundArguments:
@@ -149,36 +55,6 @@ def _as_capture_error() -> Iterator[None]:
         raise
     except Exception as error:  # whatever a user's forward does with fake tensors
         raise CaptureError(str(error).strip().split("\n")[0] or type(error).__name__) from error
-
-
-def _batch(value: Any) -> Any:
-    free = isinstance(value, torch.Tensor) and value.dim() > 0
-    return {0: torch.export.Dim.AUTO} if free else None
-
-
-@_as_capture_error()
-def _exported(model: nn.Module, call: Call, *, dynamic: bool) -> Any:
-    bound = _bound(model, call)
-    batch = {name: pytree.tree_map(_batch, value) for name, value in bound.arguments.items()}
-    copied = structural_copy(model)
-    require(all(map(is_plain, copied.modules())), "export would lose what hooks do")
-    require(not torch.is_autocast_enabled("cpu"), "export would bake autocast in")
-    state = ProcessState()
-    outside = Outside(copied)
-    noted = watch(copied, state, outside)
-    config: Any = torch.fx.experimental._config
-    any_batch = config.patch(backed_size_oblivious=True)  # of 1, as well
-
-    def exported() -> Any:
-        shapes = batch if dynamic else None
-        with any_batch, ignoring("", Warning), outside.kept():
-            return torch.export.export(
-                copied, *_passed(model, call), dynamic_shapes=shapes, strict=False
-            )
-
-    program = put_back(state.restore, exported)
-    require(not noted, "; ".join(noted))
-    return program
 
 
 @_as_capture_error()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -189,6 +190,54 @@ class _Result(nn.Module):
                 " original: pass one of the original model to refit(state_dict)."
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Constants(_Result):
+    """A result that was prepared for its weights: only its own methods change them."""
+
+    def _forget(self) -> None:
+        """Forget what was prepared: the weights, their device or their dtype will change."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _preparing_anew(self) -> Iterator[None]:
+        """Forget what was prepared before the weights change, and what others did meanwhile."""
+        self._forget()
+        try:
+            yield
+        finally:
+            self._forget()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint of this module, which is then prepared anew."""
+        with self._preparing_anew():
+            return super().load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        with self._preparing_anew():
+            super()._load_from_state_dict(*args)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        with self._preparing_anew():
+            return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Refuse to be trained: what was prepared would stay as it is.
+
+        Raises:
+            InputError: `requires_grad` is True.
+        """
+        if requires_grad:
+            raise InputError(
+                "the weights of this module are constants: train the original model and refit this"
+                " one, or optimize it with level=1."
+            )
+        return super().requires_grad_(False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor | nn.Module):
+            self._forget()
+        super().__setattr__(name, value)
 
 
 class OptimizedModule(_Result, fx.GraphModule):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import dis
 import io
+import os
 import pickle
 import random
 import re
@@ -231,12 +232,14 @@ class Reach:
         keeps_state: whether one of these values can be changed, and not only replaced.
     """
 
-    def __init__(self, module: nn.Module, kinds: Iterable[type], members: Set[int]) -> None:
+    def __init__(
+        self, module: nn.Module, kinds: Iterable[type], members: Set[int], *, packages: bool = True
+    ) -> None:
         self.functions: list[FunctionType] = []
         self.places: list[Place] = []
         self.unknown = ""
         self.keeps_state = False
-        self._members = members
+        self._members, self._packages = members, packages
         self._names: set[str] = set()
         self._spaces: list[Any] = []
         self._seen: set[int] = set()
@@ -316,7 +319,7 @@ class Reach:
                 self._doubt(f"{package}.{function.__name__}")
         elif package in sys.stdlib_module_names:
             self._doubt(f"{function.__module__}.{function.__name__}")
-        else:
+        elif self._packages or not _is_installed(function):
             self._pending.append(function)
 
     def _visit_builtin(self, function: Any) -> None:
@@ -383,6 +386,11 @@ class Reach:
         self.unknown = self.unknown or f"it reaches {name}, which may answer otherwise each time"
 
 
+def _is_installed(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and f"{os.sep}site-packages{os.sep}" in code.co_filename
+
+
 def _is_implicit(name: str) -> bool:
     """Whether Python calls a method of this name, of objects that a forward works with."""
     return name[:2] == "__" == name[-2:] and name not in _NOT_OF_A_FORWARD
@@ -398,14 +406,20 @@ _WITH_ITEMS = (list, deque)
 class Outside:
     """What the forwards of a model reach outside it.
 
+    Args:
+        model: the model.
+        packages: whether the code of packages that are installed is looked through as well.
+
     Attributes:
         reaches: that of each module whose code is not torch's, by name.
         unknown: why a module cannot be recorded because of what it reaches, by name.
         keeps_state: whether one reaches a value that can be changed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, packages: bool = True) -> None:
         users = {name: module for name, module in model.named_modules() if _is_users(module)}
+        if not packages:
+            users = {k: m for k, m in users.items() if not _is_installed(type(m).forward)}
         kinds = {base: None for module in users.values() for base in type(module).__mro__}
         own = [base for base in kinds if not is_of_torch(base)]
         members = set(map(id, model.modules()))
@@ -413,7 +427,9 @@ class Outside:
         self.reaches: dict[str, Reach] = {}
         for name, module in users.items():
             key = (type(module), *map(id, _held_objects(module)))
-            self.reaches[name] = known[key] = known.get(key) or Reach(module, own, members)
+            self.reaches[name] = known[key] = known.get(key) or Reach(
+                module, own, members, packages=packages
+            )
         self.unknown = {name: each.unknown for name, each in self.reaches.items() if each.unknown}
         self.keeps_state = any(each.keeps_state for each in known.values())
         self._places = {id(each): each.places for each in known.values()}

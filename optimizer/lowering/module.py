@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from optimizer.core.context import undisturbed
 from optimizer.core.errors import CaptureError, InputError
@@ -25,7 +23,7 @@ from optimizer.core.inputs import Call, ExampleInputs, as_call
 from optimizer.core.node import tensors_of
 from optimizer.core.report import Choice
 from optimizer.facts.facts import obstacle
-from optimizer.frontend.module import OptimizedModule
+from optimizer.frontend.module import Constants, OptimizedModule
 from optimizer.frontend.symbolic import capture_call
 from optimizer.lowering.autotune import Chooser, Times
 from optimizer.lowering.plan import Judge, Plan, make_plan
@@ -37,7 +35,7 @@ from optimizer.lowering.tuning import Decisions, Tuning
 from optimizer.verify.equivalence import Answer, Difference, largest_error
 
 
-class LoweredModule(OptimizedModule):
+class LoweredModule(Constants, OptimizedModule):
     """An optimized model that runs calls like the example's on fused kernels of their device.
 
     Those calls return tensors that carry no gradient, and run no hooks of its submodules; a call
@@ -189,51 +187,10 @@ class LoweredModule(OptimizedModule):
     ) -> Self:
         """Take a checkpoint of the original model, by optimizing it again; return this module."""
         super().refit(state_dict, example_inputs)
-        self._forget_packed()
+        self._forget()
         return self
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint of this module, whose weights are then packed anew."""
-        with self._packing_anew():
-            return super().load_state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        with self._packing_anew():
-            super()._load_from_state_dict(*args)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        with self._packing_anew():
-            return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Refuse to be trained: what was packed would stay as it is.
-
-        Raises:
-            InputError: `requires_grad` is True.
-        """
-        if requires_grad:
-            raise InputError(
-                "the weights of a lowered model are constants: train the original model and refit"
-                " this one, or optimize it with level=1."
-            )
-        return super().requires_grad_(False)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor | nn.Module):
-            self._forget_packed()
-        super().__setattr__(name, value)
-
-    @contextmanager
-    def _packing_anew(self) -> Iterator[None]:
-        """Forget what was packed before the weights change, and what others packed meanwhile."""
-        self._forget_packed()
-        try:
-            yield
-        finally:
-            self._forget_packed()
-
-    def _forget_packed(self) -> None:
-        """Pack anew at the next call: the weights, their device or their dtype will change."""
+    def _forget(self) -> None:
         self.__dict__.pop("_prepared_plans", None)
 
     @property
@@ -247,7 +204,7 @@ class LoweredModule(OptimizedModule):
         before = self.__dict__.get("_code")
         code = super().recompile()
         if code.src != before:
-            self._forget_packed()
+            self._forget()
             self.__dict__.get("meta", {}).pop("lowered", None)
         type(self).forward = _lowered_first(type(self).forward)
         return code

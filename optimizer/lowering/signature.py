@@ -6,12 +6,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import _functorch
-from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from optimizer.core.context import is_watched
 from optimizer.core.guards import key_of
-from optimizer.core.node import has_global_hooks
 from optimizer.lowering.policies import policy_of
 
 _NUMBERS = (bool, int, float, str, type(None))
@@ -44,7 +42,7 @@ class Signature(NamedTuple):
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature | None:
         """The signature of a call; None for a call that must run as it is."""
-        if _is_watched():
+        if is_watched():
             return None
         leaves, spec = _flat(args, kwargs)
         tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
@@ -76,16 +74,3 @@ def _geometry(leaf: Any) -> Hashable:
 
 def _device(tensor: torch.Tensor) -> torch.device:
     return tensor.device
-
-
-def _is_watched() -> bool:
-    """Whether somebody looks at the operators or modules of this call, or changes what they do."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._len_torch_dispatch_stack()
-        or _functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or has_global_hooks()
-    )

@@ -68,9 +68,8 @@ def select(
     level: int,
     only: Iterable[str | Pass] | None,
     disable: Iterable[str],
-    include: Iterable[str] = (),
 ) -> tuple[Pass, ...]:
-    """The passes that a call of `optimize` runs. Opt-in ones must be in `only` or `include`.
+    """The passes that a call of `optimize` runs.
 
     Raises:
         InputError: there is no such level, or names come in no list.
@@ -84,9 +83,8 @@ def select(
     named = _listed("only", [] if only is None else only)
     given = [each if isinstance(each, Pass) else _by_name(each) for each in named]
     known = {each.name: each for each in (*all_passes(), *given)}
-    standard = [each for each in known.values() if not each.opt_in]
-    wanted = {each.name for each in (standard if only is None else given)}
-    wanted = (wanted | _names(include)) - _names(_listed("disable", disable))
+    wanted = {each.name for each in (known.values() if only is None else given)}
+    wanted -= _names(_listed("disable", disable))
     permitted = (each for each in known.values() if each.numerics in LEVELS[level])
     return _in_order(each for each in permitted if each.name in wanted)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import fx
 
@@ -54,7 +54,6 @@ class Pass:
         apply: the function that was decorated.
         numerics: `exact` yields the same bits, `rounding` the same function up to rounding.
         phase: phases run in order, each until nothing changes.
-        opt_in: whether it runs only where it is asked for.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Pass:
     apply: Callable[..., Any]
     numerics: Numerics
     phase: Phase
-    opt_in: bool = False
 
     def __repr__(self) -> str:
         return self.name
@@ -74,21 +72,28 @@ class Pass:
 
 
 def rewrite(
-    pattern: Pattern | None, *, numerics: Numerics, phase: Phase, opt_in: bool = False
+    pattern: Pattern | None, *, numerics: Numerics, phase: Phase
 ) -> Callable[[Callable[..., Any]], Pass]:
-    """Make a pass of a function that replaces one match of `pattern`."""
+    """Make a pass of a function that replaces one match of `pattern`.
+
+    Raises:
+        PassError: there is no such numerics or phase, or no safety argument.
+    """
 
     def declared(function: Callable[..., Any]) -> Pass:
         name = function.__name__
         if not function.__doc__:
             raise PassError(f"pass {name} has no docstring: state its safety argument.")
-        return Pass(name, pattern, function, numerics, phase, opt_in)
+        for given, known in ((numerics, get_args(Numerics)), (phase, PHASES)):
+            if given not in known:
+                raise PassError(f"pass {name}: {given!r} does not exist: use one of {known}.")
+        return Pass(name, pattern, function, numerics, phase)
 
     return declared
 
 
 def whole_graph(
-    *, numerics: Numerics, phase: Phase, opt_in: bool = False
+    *, numerics: Numerics, phase: Phase
 ) -> Callable[[Callable[[fx.Graph], list[fx.Node]]], Pass]:
     """Make a pass of a function that edits a graph and returns the nodes it removed."""
-    return rewrite(None, numerics=numerics, phase=phase, opt_in=opt_in)
+    return rewrite(None, numerics=numerics, phase=phase)

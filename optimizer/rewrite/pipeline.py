@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from optimizer.core.guards import expect_call, expect_given, expect_shape, expect_tensor
+from optimizer.core.guards import expect_call, expect_given, expect_tensor
 from optimizer.core.node import arg, callee, source_of
 from optimizer.core.report import Refusal, Rewrite
 from optimizer.facts.facts import Refused, facts_of, forget_asked, is_pure, rely_on_asked
@@ -210,8 +210,6 @@ def _guards_of(node: fx.Node) -> Iterator[tuple[Callable[..., None], tuple[Any, 
         if tested:
             yield expect_given, (node, node.name)
         return
-    if ("shape", node) in facts.relied:
-        yield expect_shape, (node, tuple(value.shape), node.name)
     rank = value.dim() if ("rank", node) in facts.relied else None
     dtype = value.dtype if ("dtype", node) in facts.relied else None
     if rank is not None or dtype is not None or tested:

@@ -7,12 +7,11 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.guards import key_of
-from optimizer.core.node import attribute, callee, fresh_name, module_of, owner
+from optimizer.core.node import attribute, callee, fresh_name, hold, module_of, owner
 from optimizer.facts.facts import computation
 from optimizer.frontend.canonicalize import spell
 from optimizer.frontend.tracer import Tracer
@@ -107,14 +106,6 @@ def _add(before: fx.Node, part: fx.GraphModule, path: str) -> str:
     name = fresh_name(owner(before), path)
     hold(owner(before), name, attribute(part, path))
     return name
-
-
-def hold(root: nn.Module, name: str, value: Any) -> None:
-    """Register a module, a parameter or, of another tensor, a buffer."""
-    if isinstance(value, torch.Tensor | None) and not isinstance(value, nn.Parameter):
-        root.register_buffer(name, value)
-    else:
-        setattr(root, name, value)
 
 
 class Match:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,17 +32,15 @@ class Optimize:
     Attributes:
         level: as for `optimize`.
         only: as for `optimize`, names or passes; None for every pass of the level.
-        capture: as for `optimize`.
         engines: as for `optimize`.
     """
 
     level: int = 1
     only: tuple[str | Pass, ...] | None = None
-    capture: Literal["symbolic", "export"] = "symbolic"
     engines: str | tuple[str, ...] = "auto"
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> nn.Module:
-        names = ("level", "only", "capture", "engines")
+        names = ("level", "only", "engines")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         with warnings.catch_warnings(), _everything_pays():
             warnings.simplefilter("error")  # a pass that raises costs a user nothing but a warning

@@ -63,23 +63,25 @@ def answer(
     share: bool = False,
     numbers: Recorded | None = None,
     itself: bool = False,
+    packages: bool = True,
 ) -> Answer:
     """Call a copy of a module on copies of its inputs; neither is changed.
 
     Parameters are copied as well, for a forward may write them, unless `share` says otherwise.
     Random numbers are drawn from `numbers`, where given. The caller's random state stays as it is.
     With `itself`, the module is called and not a copy of it: a call must leave nothing behind.
+    What the forward changes outside the module is put back; with `packages`, also what installed
+    packages change, which takes long to look through.
     """
     copied = module if itself else structural_copy(module, share=share)
     own = call.copied()
-    with torch.no_grad(), Outside(copied).kept(), numbers or nullcontext():
+    kept = Outside(copied, packages=packages).kept()
+    with torch.no_grad(), kept, numbers or nullcontext():
         output = undrawn(lambda: copied(*own.args, **own.kwargs))
     return Answer(output, (own.args, own.kwargs), numbers.drawn if numbers else [])
 
 
-def reference(
-    model: nn.Module, call: Call, *, share: bool = False, draws: bool = True, itself: bool = False
-) -> Answer:
+def reference(model: nn.Module, call: Call, *, draws: bool = True, **options: bool) -> Answer:
     """The original's answer, as `answer` has it. `draws` is whether it may draw random numbers.
 
     Raises:
@@ -87,7 +89,7 @@ def reference(
     """
     try:
         numbers = Own() if draws else None
-        return answer(model, call, share=share, numbers=numbers, itself=itself)
+        return answer(model, call, numbers=numbers, **options)
     except (CaptureError, DeviceError):
         raise
     except Exception as error:  # whatever a user's forward raises

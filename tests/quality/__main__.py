@@ -88,7 +88,6 @@ def _parser() -> argparse.ArgumentParser:
     soak = command("soak", _run_soak, "how many of very many models are got wrong")
     soak.add_argument("--examples", type=int, default=10_000)
     soak.add_argument("--level", type=int, default=1)
-    soak.add_argument("--capture", choices=("symbolic", "export"), default="symbolic")
     soak.add_argument("--engines", choices=("auto", "none"), default="auto")
     soak.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     soak.add_argument("--seed", type=int, default=0, help="other models for another one")
@@ -134,10 +133,10 @@ def _run_hunt(options: argparse.Namespace, record: Record) -> int:
 
 def _run_soak(options: argparse.Namespace, record: Record) -> int:
     engines = () if options.engines == "none" else options.engines
-    subject = Optimize(options.level, capture=options.capture, engines=engines)
+    subject = Optimize(options.level, engines=engines)
     dtype, shown = getattr(torch, options.dtype), 0
     counts: dict[str, Any]
-    name = f"level {options.level}, {options.capture}, {options.dtype}, seed {options.seed}"
+    name = f"level {options.level}, {options.dtype}, seed {options.seed}"
     name += ", no engines" * (not engines)
     tallies = _soak.soak(subject, options.examples, dtype=dtype, first_seed=options.seed)
     for batch, tally in enumerate(tallies, 1):

@@ -1,0 +1,300 @@
+"""The graphs that Dynamo finds in a model: each is optimized when it is first called.
+
+Dynamo passes parameters and buffers as arguments, so that one graph serves every module that runs
+the same code. Those that the graph does not write become constants, for passes to fold. A snapshot
+of them is kept, so that torch gives a weight other memory at its first write, by whatever way:
+each call compares addresses, and optimizes again where one differs. Weights of which torch makes
+no such snapshot (on a GPU; memory that something else holds, too) stay arguments, and nothing is
+folded into them unless they are `frozen`: sure not to change.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, Self, TypeAlias
+
+import torch
+from torch import fx, nn
+
+from optimizer.core.context import is_tracing, is_watched, undisturbed
+from optimizer.core.copy import structural_copy
+from optimizer.core.errors import CaptureError, require
+from optimizer.core.inputs import Call, ExampleInputs, tensors_in
+from optimizer.core.node import has_global_hooks, hold, line_in, reason_of
+from optimizer.core.ops import FACTORIES
+from optimizer.core.report import Report
+from optimizer.facts.propagation import Facts
+from optimizer.frontend.module import Constants, OptimizedModule, loaded
+from optimizer.frontend.symbolic import adopt, observe
+
+_torch: Any = torch._C  # whose stubs lack what tells of copies on write
+DYNAMO = "dynamo"
+_MOST = 32  # times that one graph is optimized: then its other weights are run as they are
+_MOST_RECORDED = 8  # times that Dynamo records one forward: then other calls are run as they are
+
+# Optimizes a graph that holds its weights, for a call; the last records it.
+Optimize: TypeAlias = Callable[[fx.GraphModule, Call, Callable[..., fx.GraphModule]], nn.Module]
+
+
+class _Variant(NamedTuple):
+    """A graph optimized for certain weights. While their snapshot lives, nothing writes there."""
+
+    weights: list[weakref.ref[torch.Tensor]]  # of those that are freed, others get the ids
+    addresses: list[int]
+    snapshot: nn.Module
+    run: Callable[..., Any]
+
+    def fits(self, weights: list[torch.Tensor], frozen: bool) -> bool:
+        """Whether it was made for these weights, as they are now unless those are `frozen`."""
+        same = all(known() is each for known, each in zip(self.weights, weights, strict=True))
+        return same and (frozen or self.addresses == _addresses(weights))
+
+
+class DynamoGraph:
+    """A graph of Dynamo's, optimized for the weights that it is called with."""
+
+    def __init__(
+        self, module: fx.GraphModule, examples: list[Any], optimize: Optimize, *, frozen: bool
+    ) -> None:
+        self.module, self.optimize, self.frozen = module, optimize, frozen
+        self.lock = threading.RLock()  # what is held changes while the graph is optimized
+        inputs = zip(module.graph.find_nodes(op="placeholder"), examples, strict=True)
+        self.held = [i for i, (node, value) in enumerate(inputs) if _is_held(node, value)]
+        self.variants: dict[tuple[int, ...], _Variant] = {}
+        self.made = 0
+
+    def __call__(self, *args: Any) -> Any:
+        if has_global_hooks():  # Dynamo recorded what they do; of layers, there are none here
+            return self.module.forward(*args)
+        run = self._known(args)
+        if run is None:
+            with self.lock:
+                run = self._known(args) or self._made(args)
+        return run(*args)
+
+    def _known(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+        weights = [args[i] for i in self.held]
+        known = self.variants.get(tuple(map(id, weights)))
+        return known.run if known and known.fits(weights, self.frozen) else None
+
+    def _made(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        if self.made == _MOST:
+            return self.module
+        if not self.made:
+            self.held = self._unwritten(args)
+        self.made += 1
+        return self._optimized(args).run
+
+    def _unwritten(self, args: tuple[Any, ...]) -> list[int]:
+        graph = _copied(self.module, {})
+        facts: Facts = observe(fx.GraphModule(self.module, graph), Call(args, {}))
+        stored = [node.meta["fact"].storages for node in graph.find_nodes(op="placeholder")]
+        return [i for i in self.held if not facts.any_written(stored[i])]
+
+    def _optimized(self, args: tuple[Any, ...]) -> _Variant:
+        snapshot = self._snapshot(args)
+        weights = [args[i] for i in self.held]
+        run = self._run(self._bound(snapshot), args)
+        variant = _Variant(list(map(weakref.ref, weights)), _addresses(weights), snapshot, run)
+        self.variants[tuple(map(id, weights))] = variant
+        return variant
+
+    def _snapshot(self, args: tuple[Any, ...]) -> nn.Module:
+        """The weights whose changes will be seen, or do not count; by their places."""
+        held = nn.Module()  # statistics as parameters too: those are copied on write
+        held._parameters.update({str(i): args[i] for i in self.held})
+        snapshot = undisturbed(lambda: structural_copy(held, share=False))
+        if not self.frozen:
+            self.held = [i for i in self.held if _torch._is_cow_tensor(args[i])]
+        return snapshot
+
+    def _run(self, bound: fx.GraphModule, args: tuple[Any, ...]) -> Callable[..., Any]:
+        free = [i for i in range(len(args)) if i not in self.held]
+        fast = self.optimize(bound, Call(tuple(args[i] for i in free), {}), _capture)
+        if not isinstance(fast, OptimizedModule):
+            return self.module.forward
+        return lambda *args: fast(*[args[i] for i in free])
+
+    def _bound(self, snapshot: nn.Module) -> fx.GraphModule:
+        """The graph with its weights as attributes instead of arguments."""
+        root = nn.Module()
+        for name, child in self.module.named_children():
+            root.add_module(name, child)
+        for name, tensor in (*self.module._parameters.items(), *self.module._buffers.items()):
+            hold(root, name, tensor)
+        nodes = self.module.graph.find_nodes(op="placeholder")
+        weights = {nodes[i]: snapshot.get_parameter(str(i)) for i in self.held}
+        for node, weight in weights.items():
+            hold(root, node.name, weight)
+        module = fx.GraphModule(root, _copied(self.module, weights), "Dynamo")
+        module.training = False  # what depends on it is in the graph already
+        return module
+
+
+def _is_held(node: fx.Node, value: Any) -> bool:
+    """Whether an argument is a parameter or a buffer."""
+    if type(value) not in (torch.Tensor, nn.Parameter):
+        return False
+    known = node.meta.get("tensor_dict") or {}
+    static = isinstance(value, nn.Parameter) or "_dynamo_static_input_type" in known
+    return static and value.layout is torch.strided
+
+
+def _addresses(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(_torch._data_address, tensors))
+
+
+def _copied(module: fx.GraphModule, weights: Any) -> fx.Graph:
+    """A copy of a graph that reads `weights` off its owner."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        if node in weights:
+            copies[node] = graph.get_attr(node.name)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = {"source": line_in(node.meta.get("stack_trace") or "")}
+    return graph
+
+
+def _capture(model: nn.Module, call: Call | None) -> fx.GraphModule:
+    assert isinstance(model, fx.GraphModule)
+    assert call is not None
+    graph = _copied(model, {})
+    for node in reversed(graph.nodes):
+        if _changes_nothing(node):
+            graph.erase_node(node)
+    require(not any(map(_changes_a_mode, graph.nodes)), "it enters a mode")
+    return adopt(fx.GraphModule(model, graph, "Dynamo"), call)
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    """Whether a call leaves a mode as it is, without gradients and autocast, or counts usage."""
+    if node.target is torch.amp.autocast_mode._exit_autocast:
+        return _changes_nothing(node.all_input_nodes[0])
+    if node.target is _torch._set_grad_enabled:
+        return node.args == (False,)
+    if node.target is torch.amp.autocast_mode._enter_autocast:
+        return node.args[2] is False
+    return node.target is _torch._log_api_usage_once
+
+
+def _changes_a_mode(node: fx.Node) -> bool:
+    """Whether a call takes no value and makes no tensor: set_grad_enabled, enter_autocast."""
+    called = node.op == "call_function" and not node.all_input_nodes
+    return called and node.target not in FACTORIES
+
+
+def capture_by_dynamo(model: nn.Module, call: Call) -> tuple[fx.GraphModule, Call]:
+    """The one graph that Dynamo finds in a model, and what it is called with.
+
+    Raises:
+        CaptureError: there is none, or more than one.
+    """
+    found: list[tuple[fx.GraphModule, Call]] = []
+
+    def keep(graph: fx.GraphModule, call: Call, capture: Any) -> nn.Module:
+        found.append((capture(graph, call), call))
+        return graph
+
+    backend = partial(DynamoGraph, optimize=keep, frozen=True)
+    options: dict[str, Any] = {"isolate_recompiles": True}
+    own = call.copied()
+    try:
+        with torch.no_grad():
+            model = structural_copy(model).requires_grad_(False)
+            torch.compile(model, backend=backend, fullgraph=True, **options)(
+                *own.args, **own.kwargs
+            )
+    except Exception as error:  # whatever Dynamo or a user's forward raises
+        raise CaptureError(reason_of(error)) from error
+    require(len(found) == 1, "Dynamo finds no graph in it")
+    return found[0]
+
+
+class GuardedModule(Constants):
+    """A snapshot of a model that runs as the optimized graphs that Dynamo finds in it.
+
+    Dynamo guards a graph by all that the model's Python looks at, and records another one where
+    that differs: other sizes, other arguments. A call that is recorded, transformed, under
+    autocast or differentiated runs the snapshot, and so do others after `_MOST_RECORDED`
+    recordings. The graphs stay in the process: copies and pickles record their own.
+
+    Args:
+        model: the snapshot.
+        optimize: what optimizes each graph; its result has a report.
+        about: the report of the model as a whole.
+    """
+
+    def __init__(self, model: nn.Module, optimize: Optimize, about: Report) -> None:
+        super().__init__()
+        self.model, self.training = model, model.training
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        self._optimize, self.about = optimize, about
+        self._reports: list[Report] = []
+
+    @property
+    def report(self) -> Report:
+        """What was rewritten and refused in all graphs that were recorded until now."""
+        return self.about.with_graphs(self._reports)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the graphs that were recorded for such a call, or record them."""
+        differentiated = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in tensors_in((args, kwargs))
+        )
+        if is_watched() or is_tracing() or differentiated:
+            return self.model(*args, **kwargs)
+        with torch.no_grad():
+            return self._recorded(*args, **kwargs)
+
+    @property
+    def _recorded(self) -> Callable[..., Any]:
+        """What Dynamo made of the model: not a submodule."""
+        made: Callable[..., Any] | None = self.__dict__.get("_compiled")
+        return self.__dict__.setdefault("_compiled", self._compile()) if made is None else made
+
+    def _compile(self) -> Callable[..., Any]:
+        # Dynamo keeps what it recorded as long as the code of the model's class.
+        this, optimize, reports = weakref.ref(self), self._optimize, list[Report]()
+
+        def told(graph: fx.GraphModule, call: Call, capture: Any) -> Any:
+            fast: Any = optimize(graph, call, capture)
+            reports.append(fast.report)
+            if (module := this()) is not None:
+                module._reports = reports
+            return fast
+
+        options: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": _MOST_RECORDED}
+        # Where no write to a weight can be seen, only this module's methods may change them.
+        frozen = any(tensor.device.type != "cpu" for tensor in self.model.parameters())
+        backend = partial(DynamoGraph, optimize=told, frozen=frozen)
+        return torch.compile(self.model, backend=backend, **options)
+
+    def on(self, model: nn.Module) -> GuardedModule:
+        """The same for another snapshot, whose graphs are to be recorded yet."""
+        other = GuardedModule(model, self._optimize, self.about)
+        other._reports = self._reports
+        return other
+
+    def refit(
+        self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
+    ) -> Self:
+        """Take a checkpoint of the original model; graphs are recorded anew for its weights."""
+        self.model = loaded(structural_copy(self.model, share=False), state_dict)
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the snapshot, and record its graphs in that mode."""
+        with self._preparing_anew():
+            return super().train(mode)
+
+    def _forget(self) -> None:
+        self.__dict__.pop("_compiled", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: each for name, each in vars(self).items() if name != "_compiled"}

@@ -41,6 +41,7 @@ from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
 from optimizer.verify.equivalence import (
     Answer,
     Difference,
+    Twice,
     answer,
     compare_answers,
     difference,
@@ -209,13 +210,14 @@ class Run:
         assert self.call is not None
         if self.expected and self.expected.drawn:  # Dynamo draws in another order
             return "it draws random numbers"
-        if found := self._difference(guarded, itself=True):
+        if found := self._difference(guarded, twice=True):
             return f"its graphs give another answer ({found})"
         if not (guarded.report.fired or guarded.report.choices):
             return "nothing can be rewritten in its graphs"
         if self.level < LOWERED or not self.tuning.seconds:
             return ""
-        runs = {"portable": partial(_run, guarded.model), "plan": partial(_run, guarded)}
+        both = {"portable": guarded.model, "plan": guarded}
+        runs = {name: lambda c, m=m: m(*c.args, **c.kwargs) for name, m in both.items()}
         times = Times((self.call.copied(),))
         seconds = Chooser(self.tuning.seconds, {}, ()).race(runs, times, fewest=1)
         ratio = seconds["plan"] / seconds["portable"]
@@ -300,19 +302,23 @@ class Run:
             self.model, self.is_snapshot = self.original, False
             raise CaptureError("a copy of the model gives another answer than the model itself")
 
-    def _difference(self, module: nn.Module, *, itself: bool = False) -> Difference | None:
-        if self.expected is None or self.call is None or not (self.check or itself):
+    def _difference(self, module: nn.Module, *, twice: bool = False) -> Difference | None:
+        model, expected = self.model, self.expected
+        if expected is None or self.call is None or not (self.check or twice):
             return None
         exact = all(each.numerics == "exact" for each in self.passes)
+        options: dict[str, Any] = {"share": self.share, "packages": self.packages}
         try:
-            numbers = self.expected.numbers()
-            options = {"share": self.share, "itself": itself, "packages": self.packages}
-            actual = answer(module, self.call, numbers=numbers, **options)
+            if twice:
+                model, module = Twice(model), Twice(module)
+                expected = answer(model, self.call, **options)
+            numbers = expected.numbers()
+            actual = answer(module, self.call, numbers=numbers, itself=twice, **options)
         except Exception as error:  # a broken graph may raise anything
             reason = f"raised {type(error).__name__}: {error}".split("\n")[0]
             return Difference("output", float("inf"), reason)
-        found = compare_answers(self.model, self.call, self.expected, actual, exact=exact)
-        if found and self.itself and not self.is_copy:
+        found = compare_answers(model, self.call, expected, actual, exact=exact)
+        if found and self.itself and not (self.is_copy or twice):
             self._require_a_copy()
             self.is_copy = True
             return self._difference(module)
@@ -342,10 +348,6 @@ class Run:
         compared = self.expected and self.check and self.front_end
         output = self.expected.output if self.expected and compared else None
         return (f"not checked: output{each}" for each in incomparable(output))
-
-
-def _run(module: nn.Module, call: Call) -> Any:
-    return module(*call.args, **call.kwargs)
 
 
 def _weights(model: nn.Module) -> Answer:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -396,6 +397,17 @@ def test_other_weights_are_those_that_run(change: str, name: str, level: int) ->
         assert_same(Program(plain)(ROWS), fast(ROWS))
 
 
+@torch.no_grad()
+def test_a_write_to_the_snapshot_is_seen() -> None:
+    fast, eager = guarded(), Program(plain)
+    fast(ROWS)
+
+    for module in (fast.model, eager):
+        module.linear.weight.data.mul_(3)
+
+    assert_same(eager(ROWS), fast(ROWS))
+
+
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     fast = guarded()
 
@@ -437,6 +449,7 @@ def test_gradients_of_an_input_are_the_models() -> None:
 
     torch.testing.assert_close(one.grad, other.grad)
     assert not fast(ROWS).requires_grad
+    assert not any(parameter.requires_grad for parameter in fast.parameters())
 
 
 WATCHED: dict[str, Callable[[Any], Any]] = {
@@ -551,6 +564,86 @@ def test_hooks_of_all_modules_see_its_calls() -> None:
         handle.remove()
 
     assert {"Linear", "BatchNorm1d", "Program"} <= set(seen)
+
+
+def written_dict(m: Any, b: Any) -> Tensor:
+    raw = b["x"].tanh()
+    b["x"] = b["x"].clamp(-1, 1)
+    return m.norm(m.linear(raw + b["x"].tanh()))
+
+
+def written_list(m: Any, b: Any) -> Tensor:
+    raw = b[0].tanh()
+    b[0] = b[0].clamp(-1, 1)
+    return m.norm(m.linear(raw + b[0].tanh()))
+
+
+def growing_dict(m: Any, b: Any) -> Tensor:
+    b["feat"] = m.norm(m.linear(b["x"])).relu()
+    return b["feat"] * 2
+
+
+def growing_list(m: Any, b: Any) -> Tensor:
+    b.append(m.norm(m.linear(b[0])))
+    return b[-1] * len(b)
+
+
+def updated_dict(m: Any, b: Any) -> Tensor:
+    b.update(x=m.norm(m.linear(b["x"])))
+    return b.pop("x")
+
+
+CONTAINERS: dict[str, tuple[Callable[..., Any], Callable[[Tensor], Any]]] = {
+    "a dict that is written": (written_dict, lambda x: {"x": x}),
+    "a list that is written": (written_list, lambda x: [x]),
+    "a dict that grows": (growing_dict, lambda x: {"x": x}),
+    "a list that grows": (growing_list, lambda x: [x]),
+    "a dict that is updated": (updated_dict, lambda x: {"x": x}),
+}
+
+
+class Given(Program):
+    def forward(self, given: Any) -> Any:
+        return self.function(self, given)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("name", CONTAINERS)
+@torch.no_grad()
+def test_a_container_that_is_given_is_changed_as_in_eager(name: str, level: int) -> None:
+    function, container = CONTAINERS[name]
+    eager, example = Given(function), container(ROWS / 4)
+
+    inputs = (example,)
+    fast = optimizer.optimize(Given(function), inputs, level=level, tune_seconds=0, engines=())
+
+    assert_same(container(ROWS / 4), example)
+    for x in (ROWS, ROWS * 5, ROWS[:2]):
+        one, other = container(x), container(x)
+        assert_same(eager(one), fast(other))
+        assert_same(one, other)
+
+
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "in a list": lambda: (lambda g: lambda m, x: x * g[0].random())([random.Random(1)]),
+    "of a closure": lambda: (lambda g: lambda m, x: x * g.random())(random.Random(1)),
+    "of numpy": lambda: (lambda g: lambda m, x: x * float(g.random()))(np.random.default_rng(1)),
+    "numpy's own": lambda: lambda m, x: x * float(np.random.rand()),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@torch.no_grad()
+def test_a_generator_of_random_numbers_goes_on(name: str) -> None:
+    """Dynamo takes the number that a `random.Random` gives for a constant."""
+    eager, model = (Program(GENERATORS[name]()) for _ in range(2))
+
+    fast = optimizer.optimize(model, ROWS, level=1)
+
+    for each in (eager, fast):
+        np.random.seed(3)
+        each.expected = [each(ROWS) for _ in range(4)]
+    assert_same(eager.expected, fast.expected)
 
 
 class Blocks(nn.Module):

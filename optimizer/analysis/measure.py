@@ -115,11 +115,7 @@ def measure(
 
 
 def compare(
-    model: nn.Module,
-    fast: nn.Module,
-    example_inputs: ExampleInputs,
-    *,
-    rounds: int = 20,
+    model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs, *, rounds: int = 20
 ) -> Comparison:
     """Time two modules against one another, and take the peak memory of each.
 

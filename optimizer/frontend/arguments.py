@@ -20,10 +20,7 @@ from optimizer.core.inputs import Call
 from optimizer.core.literals import is_literal
 
 NO_ARGUMENTS = Call((), {})
-STARS: dict[Any, str] = {
-    inspect.Parameter.VAR_POSITIONAL: "*",
-    inspect.Parameter.VAR_KEYWORD: "**",
-}
+STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 def sees_how_it_is_called(forward: Callable[..., Any], call: Call = NO_ARGUMENTS) -> bool:

@@ -168,6 +168,8 @@ def _captured(
         with Outside(copied).kept():
             undrawn(lambda: observe(module, call))
         require(not _hides_none(module, copied), "it may test a value inside it that is None")
+        changed = next(filter(_changes_a_container, module.graph.nodes), None)
+        require(changed is None, f"it changes a container ('{changed}')")
         _own_what_is_written(module)
     return module
 
@@ -258,6 +260,18 @@ def _hides_none(module: fx.GraphModule, model: nn.Module) -> bool:
     given = [n for n in module.graph.nodes if n.op == "call_module" or n.target is operator.getitem]
     facts: list[Fact] = [node.meta["fact"] for node in given]
     return any(f.value is None and not f.error for f in facts) and tests_for_none(Outside(model))
+
+
+_CHANGES = frozenset((
+    operator.setitem, operator.delitem, "append", "clear", "extend", "insert", "pop", "popitem",
+    "remove", "reverse", "setdefault", "sort", "update",
+))  # fmt: skip
+
+
+def _changes_a_container(node: fx.Node) -> bool:
+    """Whether a call writes into a list or a dict, which no fact would tell of."""
+    held = node.args[0] if node.target in _CHANGES else None
+    return isinstance(held, fx.Node) and isinstance(held.meta["fact"].value, list | dict)
 
 
 def _own_what_is_written(module: fx.GraphModule) -> None:

@@ -20,14 +20,7 @@ from optimizer.core.errors import InputError
 from optimizer.core.inputs import require_seconds, tensors_in
 from optimizer.core.node import tensors_of
 from optimizer.core.report import Choice
-from optimizer.lowering.candidates import (
-    CANDIDATES,
-    Makers,
-    Program,
-    prepared,
-    tried,
-    verified,
-)
+from optimizer.lowering.candidates import CANDIDATES, Makers, Program, prepared, tried, verified
 from optimizer.lowering.engines import Compiled, engines_here
 from optimizer.lowering.partition import WEIGHTED, extract_layers, name_of
 from optimizer.lowering.policies import AS_IT_IS, Policy, describe_device, policy_of
@@ -265,10 +258,7 @@ class Chooser:
                 won = won or times.is_clearly_faster(name, AS_IT_IS)
 
     def race(
-        self,
-        programs: Mapping[str, Callable[..., Any]],
-        times: Times,
-        fewest: int = _FEWEST_ROUNDS,
+        self, programs: Mapping[str, Callable[..., Any]], times: Times, fewest: int = _FEWEST_ROUNDS
     ) -> dict[str, float]:
         """The median time of each until the device is done.
 

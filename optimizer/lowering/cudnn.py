@@ -16,12 +16,7 @@ from torch import fx
 from torch.fx.passes.shape_prop import ShapeProp
 
 from optimizer.core.node import named_arguments
-from optimizer.lowering.partition import (
-    CONVOLUTION,
-    LINEAR,
-    name_of,
-    per_dimension,
-)
+from optimizer.lowering.partition import CONVOLUTION, LINEAR, name_of, per_dimension
 
 _GELU = {"input": None, "approximate": "none"}
 _SUMS = ("add", "__add__", "__radd__")

@@ -39,10 +39,7 @@ class Plan:
     """
 
     def __init__(
-        self,
-        line: StraightLine,
-        chooser: Chooser,
-        precision: Precision | None = None,
+        self, line: StraightLine, chooser: Chooser, precision: Precision | None = None
     ) -> None:
         self.rebuild = line.rebuild
         self.precision, self.error = precision, 0.0

@@ -65,9 +65,7 @@ def explain(name: str) -> str:
 
 
 def select(
-    level: int,
-    only: Iterable[str | Pass] | None,
-    disable: Iterable[str],
+    level: int, only: Iterable[str | Pass] | None, disable: Iterable[str]
 ) -> tuple[Pass, ...]:
     """The passes that a call of `optimize` runs.
 

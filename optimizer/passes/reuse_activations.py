@@ -25,9 +25,7 @@ MODULES = (
 
 
 @rewrite(
-    call(*FUNCTIONS, *MODULES, F.gelu, nn.GELU, name="activation"),
-    numerics="exact",
-    phase="memory",
+    call(*FUNCTIONS, *MODULES, F.gelu, nn.GELU, name="activation"), numerics="exact", phase="memory"
 )
 def reuse_activations(activation: fx.Node) -> fx.Node | None:
     """Write the result of an activation over its input, if nobody else reads that.

@@ -56,6 +56,19 @@ class Difference:
         return f"{self.place}: {self.reason}"
 
 
+class Twice(nn.Module):
+    """Calls a module twice: what was taken for a constant may be another value by then."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Both outputs; the second call gets the inputs themselves."""
+        first = Call(args, kwargs).copied()
+        return self.module(*first.args, **first.kwargs), self.module(*args, **kwargs)
+
+
 def answer(
     module: nn.Module,
     call: Call,

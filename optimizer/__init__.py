@@ -14,6 +14,7 @@ from optimizer.core.errors import (
 )
 from optimizer.core.report import Report
 from optimizer.facts.facts import Refused
+from optimizer.frontend.dynamo import GuardedModule
 from optimizer.frontend.module import OptimizedModule
 from optimizer.frontend.symbolic import capture
 from optimizer.passes import all_passes, explain
@@ -28,6 +29,7 @@ __all__ = [
     "Culprit",
     "DeviceError",
     "EquivalenceError",
+    "GuardedModule",
     "InputError",
     "Measurement",
     "OptimizedModule",

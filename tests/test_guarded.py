@@ -646,6 +646,27 @@ def test_a_generator_of_random_numbers_goes_on(name: str) -> None:
     assert_same(eager.expected, fast.expected)
 
 
+def counted(m: Any, x: Tensor) -> Tensor:
+    CALLS[0] += 1
+    return x * random.random() * CALLS[0]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@torch.no_grad()
+def test_what_it_is_tried_with_leaves_no_trace(level: int) -> None:
+    random.seed(3)
+    model, before = Program(counted), random.getstate()
+
+    fast = optimizer.optimize(model, ROWS, level=level)
+
+    assert random.getstate() == before
+    assert CALLS == [0]
+    first = fast(ROWS)
+    CALLS[0] = 0
+    random.setstate(before)
+    assert_same(model(ROWS), first)
+
+
 class Blocks(nn.Module):
     """Two convolution blocks around a part that our own recording calls as it is."""
 

@@ -1,11 +1,10 @@
 """The graphs that Dynamo finds in a model: each is optimized when it is first called.
 
-Dynamo passes parameters and buffers as arguments, so that one graph serves every module that runs
-the same code. Those that the graph does not write become constants, for passes to fold. A snapshot
-of them is kept, so that torch gives a weight other memory at its first write, by whatever way:
-each call compares addresses, and optimizes again where one differs. Weights of which torch makes
-no such snapshot (on a GPU; memory that something else holds, too) stay arguments, and nothing is
-folded into them unless they are `frozen`: sure not to change.
+Dynamo passes weights as arguments, so that one graph serves every module that runs the same code.
+Those that it does not write become constants, for passes to fold. While a snapshot of them lives,
+torch gives a weight other memory at its first write, by whatever way; so each call compares
+addresses, and optimizes again where one differs. Without such a snapshot (on a GPU; of memory that
+something else holds) weights stay arguments, unless they are `frozen`: sure not to change.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ from optimizer.frontend.symbolic import adopt, observe
 _torch: Any = torch._C  # whose stubs lack what tells of copies on write
 DYNAMO = "dynamo"
 _MOST = 32  # times that one graph is optimized: then its other weights are run as they are
-_MOST_RECORDED = 8  # times that Dynamo records one forward: then other calls are run as they are
+# Dynamo records one forward so many times for each result: then other calls are run as they are.
+_RECORDINGS: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 8}
 
 # Optimizes a graph that holds its weights, for a call; the last records it.
 Optimize: TypeAlias = Callable[[fx.GraphModule, Call, Callable[..., fx.GraphModule]], nn.Module]
@@ -160,9 +160,7 @@ def _copied(module: fx.GraphModule, weights: Any) -> fx.Graph:
     return graph
 
 
-def _capture(model: nn.Module, call: Call | None) -> fx.GraphModule:
-    assert isinstance(model, fx.GraphModule)
-    assert call is not None
+def _capture(model: fx.GraphModule, call: Call) -> fx.GraphModule:
     graph = _copied(model, {})
     for node in reversed(graph.nodes):
         if _changes_nothing(node):
@@ -201,14 +199,12 @@ def capture_by_dynamo(model: nn.Module, call: Call) -> tuple[fx.GraphModule, Cal
         return graph
 
     backend = partial(DynamoGraph, optimize=keep, frozen=True)
-    options: dict[str, Any] = {"isolate_recompiles": True}
     own = call.copied()
     try:
         with torch.no_grad():
             model = structural_copy(model).requires_grad_(False)
-            torch.compile(model, backend=backend, fullgraph=True, **options)(
-                *own.args, **own.kwargs
-            )
+            compiled = torch.compile(model, backend=backend, fullgraph=True, **_RECORDINGS)
+            compiled(*own.args, **own.kwargs)
     except Exception as error:  # whatever Dynamo or a user's forward raises
         raise CaptureError(reason_of(error)) from error
     require(len(found) == 1, "Dynamo finds no graph in it")
@@ -220,8 +216,8 @@ class GuardedModule(Constants):
 
     Dynamo guards a graph by all that the model's Python looks at, and records another one where
     that differs: other sizes, other arguments. A call that is recorded, transformed, under
-    autocast or differentiated runs the snapshot, and so do others after `_MOST_RECORDED`
-    recordings. The graphs stay in the process: copies and pickles record their own.
+    autocast or differentiated runs the snapshot, and so do others after eight recordings. The
+    graphs stay in the process: copies and pickles record their own.
 
     Args:
         model: the snapshot.
@@ -269,11 +265,10 @@ class GuardedModule(Constants):
                 module._reports = reports
             return fast
 
-        options: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": _MOST_RECORDED}
         # Where no write to a weight can be seen, only this module's methods may change them.
         frozen = any(tensor.device.type != "cpu" for tensor in self.model.parameters())
         backend = partial(DynamoGraph, optimize=told, frozen=frozen)
-        return torch.compile(self.model, backend=backend, **options)
+        return torch.compile(self.model, backend=backend, **_RECORDINGS)
 
     def on(self, model: nn.Module) -> GuardedModule:
         """The same for another snapshot, whose graphs are to be recorded yet."""

@@ -203,7 +203,6 @@ def _covers(user: fx.Node, guard: Callable[..., None], asked: tuple[Any, ...]) -
 def _guards_of(node: fx.Node) -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:
     facts = facts_of(node.graph)
     value = node.meta["fact"].value if facts else None
-    # Some readers of an input are sure to raise an error on None.
     needed = any(arg(user, 0) is node and _needs_a_tensor(user) for user in node.users)
     tested = bool(node.meta.get("tested")) and not needed
     if not facts or not isinstance(value, torch.Tensor):

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 import models
 from optimizer import InputError
 from optimizer._dynamo import backend
+from optimizer.frontend.dynamo import DynamoGraph
 
 # Importing Dynamo and compiling warn of what torch itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -233,6 +234,7 @@ def test_weights_that_are_freed_are_not_taken_for_those_in_their_place(freeze: b
     module, examples = graph_of(nn.Linear(8, 8, bias=False), torch.ones(1, 8))
     place = next(i for i, each in enumerate(examples) if isinstance(each, nn.Parameter))
     fast, others = backend(module, examples, options={"freeze": freeze}), list[Any]()
+    assert isinstance(fast, DynamoGraph)
     args = [*examples]
     args[place] = nn.Parameter(torch.rand(8, 8))
     fast(*args)

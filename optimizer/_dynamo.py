@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer._optimize import Run
-from optimizer.core.context import undisturbed
+from optimizer._optimize import optimize_graph
 from optimizer.core.errors import InputError, OptimizerWarning
 from optimizer.core.inputs import Call, require_flags
-from optimizer.frontend.dynamo import DYNAMO, DynamoGraph
+from optimizer.frontend.dynamo import DynamoGraph
 from optimizer.passes import select
 from optimizer.rewrite.contract import REDUCED, Pass
 
@@ -56,8 +55,8 @@ def backend(
         return module.forward
 
     def optimize(graph: fx.GraphModule, call: Call, capture: Any) -> nn.Module:
-        run = Run(graph, call, DYNAMO, capture, given["level"], given["check"], passes)
-        fast = undisturbed(run.result)
+        told = {"level": given["level"], "check": given["check"], "only": passes, "engines": ()}
+        fast = optimize_graph(graph, call, capture, **told)
         log.info("%s", fast.report)
         return fast
 

@@ -667,6 +667,10 @@ def test_what_it_is_tried_with_leaves_no_trace(level: int) -> None:
     assert_same(model(ROWS), first)
 
 
+def test_a_device_that_is_named_hides_no_fact_from_level_2() -> None:
+    assert "nothing is known of" not in str(guarded(on_a_device, level=2).report)
+
+
 class Blocks(nn.Module):
     """Two convolution blocks around a part that our own recording calls as it is."""
 

@@ -1,25 +1,31 @@
 """`python -m benchmarks`: measure the current commit, publish, and say what differs.
 
-`compare BASE NEW` tells what one version changed against another. `history --commits N` measures
-earlier commits. `--smoke` tries the suite out on one small model and keeps nothing. `machine` says
-under which name results are filed here.
+commands, each with a --help of its own:
+  compare BASE NEW     tell what one version changed against another, and how sure that is
+  history --commits N  measure earlier commits with today's suite
+  machine              say under which name results are filed here
+  --smoke              try the suite out on one small model, in a minute; nothing is kept
+
+for example:
+  python -m benchmarks --bench "Latency.*resnet18"
+  python -m benchmarks compare HEAD~1 HEAD
+  python -m benchmarks history --commits 12
+  python -m benchmarks machine
+  python -m benchmarks --smoke
+
+beside it:
+  python -m benchmarks.peers --help  measure other tools
+  python -m benchmarks.summary       print the newest results as a table
+  asv publish                        build the dashboard again
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
-import subprocess
+import argparse
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
-from ._machine import machine_name, register
+from ._machine import machine_name
 from .measuring import main as measure
-from .running import launch
-
-_COMMIT = "HEAD^!"
-_SMOKE_MODEL = "tiny_convnet"
 
 
 def main(arguments: list[str]) -> int:
@@ -32,46 +38,21 @@ def main(arguments: list[str]) -> int:
         from .history import main as history
 
         return history(rest)
-    if arguments == ["machine"]:
+    if name == "machine":
+        _refuse_any(name, "Say under which name results are filed here.", rest)
         print(machine_name())
         return 0
-    return _smoke(register()) if arguments == ["--smoke"] else measure(arguments)
+    if name == "--smoke":
+        from .smoke import MODEL
+        from .smoke import main as smoke
+
+        _refuse_any(name, f"Try the suite out on {MODEL}, and keep nothing.", rest)
+        return smoke()
+    return measure(arguments, commands=(__doc__ or "").partition("\n\n")[2])
 
 
-def _smoke(machine: str) -> int:
-    if _asv("check"):
-        return 1
-    only = ["--bench", rf"^(cpu|graph|optimize_cost)\..*'{_SMOKE_MODEL}'"]
-    quick = ["--quick", "--dry-run", "--show-stderr"]
-    with _results_as_before():
-        status, output = _heard("run", _COMMIT, "--machine", machine, *launch(), *quick, *only)
-    print(output)
-    if not re.search(rf"{_SMOKE_MODEL}( +\S+)? +\d", output):
-        print("Nothing was measured.", file=sys.stderr)
-        return 1
-    return status
-
-
-@contextlib.contextmanager
-def _results_as_before() -> Iterator[None]:
-    """Even a dry run describes its machine and its benchmarks among the results."""
-    results = Path("results")
-    before = {file: file.read_bytes() for file in results.rglob("*.json")}
-    yield
-    for file in set(results.rglob("*.json")) - set(before):
-        file.unlink()
-    for file, content in before.items():
-        file.write_bytes(content)
-
-
-def _heard(*arguments: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "asv", *arguments]
-    finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    return finished.returncode, finished.stdout
-
-
-def _asv(*arguments: str) -> int:
-    return subprocess.run([sys.executable, "-m", "asv", *arguments], check=False).returncode
+def _refuse_any(name: str, about: str, rest: list[str]) -> None:
+    argparse.ArgumentParser(f"python -m benchmarks {name}", description=about).parse_args(rest)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from asv.commands import make_argparser
 from asv.util import UserError
 
 from . import stored, tiers, verdict
@@ -56,9 +57,14 @@ class Place(NamedTuple):
         return stored.RESULTS / self.machine / name
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure, and return 0; 2 where a benchmark failed, 1 where it could not be measured."""
-    options, rest = _options(arguments)
+def main(arguments: Sequence[str], commands: str = "") -> int:
+    """Measure, and return 0; 2 where a benchmark failed, 1 where it could not be measured.
+
+    Args:
+        arguments: of the command line.
+        commands: what --help says of other commands.
+    """
+    options, rest = _options(arguments, commands)
     if "--quick" in rest:
         rest.append("--dry-run")
     with ended_by_signals():
@@ -72,14 +78,29 @@ def main(arguments: Sequence[str]) -> int:
             return STOPPED
 
 
-def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def _options(arguments: Sequence[str], commands: str = "") -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, allow_abbrev=False
+        prog="python -m benchmarks",
+        usage="%(prog)s [COMMAND] [options]",
+        description=__doc__,
+        epilog=commands,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--all", action="store_true", help="every model, an hour or so")
     parser.add_argument("-b", "--bench", action="append", help="a regular expression, as of asv")
     parser.add_argument("--commit", default="HEAD", help="HEAD, if not given")
-    return parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if unknown := _unknown(rest):
+        parser.error(f"neither this command nor `asv run` knows {' '.join(unknown)}; see --help.")
+    return options, rest
+
+
+def _unknown(rest: Sequence[str]) -> list[str]:
+    """The arguments that asv does not know either, which it would say only of the first part."""
+    parser, _ = make_argparser()
+    known: tuple[argparse.Namespace, list[str]] = parser.parse_known_args(["run", "HEAD^!", *rest])
+    return known[1]
 
 
 def _measure(options: argparse.Namespace, rest: list[str]) -> int:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 TOLD = "BENCHMARK_TOLD"  # names the file
@@ -16,23 +16,35 @@ TOO_LONG = 124
 _PATIENCE = 10.0  # seconds that asv has to end what it started
 
 
-def asv(*arguments: str, told: Path | None = None, limit: float | None = None) -> int:
-    """Run asv and return its exit status; print what it says but for what is n/a.
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def asv(
+    *arguments: str,
+    told: Path | None = None,
+    limit: float | None = None,
+    hear: Callable[[str], None] = _say,
+) -> int:
+    """Run asv and return its exit status.
 
     Args:
         arguments: of asv.
         told: the file in which it writes each cell as it begins.
         limit: seconds after which it is ended, and TOO_LONG is returned.
+        hear: what is done with each line that it says, but for what is n/a; it is printed.
     """
     environment = os.environ | ({TOLD: str(told)} if told else {})
     command = [sys.executable, "-m", "benchmarks._asv", *arguments]
     with _started(command, environment) as process:
-        speaker = threading.Thread(target=_pass_on, args=(process,), daemon=True)
+        speaker = threading.Thread(target=_pass_on, args=(process, hear), daemon=True)
         speaker.start()
         try:
-            return process.wait(limit)
+            status = process.wait(limit)
         except subprocess.TimeoutExpired:
             return TOO_LONG
+        speaker.join(_PATIENCE)  # what was said last is often why
+        return status
 
 
 @contextlib.contextmanager
@@ -79,12 +91,12 @@ def _of_session(leader: int) -> Iterator[int]:
                 yield pid
 
 
-def _pass_on(process: subprocess.Popen[str]) -> None:
-    """Print line by line; the tables of asv have a line for each cell that was not asked for."""
+def _pass_on(process: subprocess.Popen[str], hear: Callable[[str], None]) -> None:
+    """Hear line by line; the tables of asv have a line for each cell that was not asked for."""
     assert process.stdout is not None
     for line in process.stdout:
         if not line.rstrip().endswith("n/a") and line.strip():
-            print(line.rstrip(), flush=True)
+            hear(line.rstrip())
 
 
 @contextlib.contextmanager

@@ -515,20 +515,9 @@ def test_a_package_that_hides_that_of_the_commit_is_refused(plugin, monkeypatch)
     assert "'models' would be imported from /elsewhere/models/__init__.py" in str(caught.value)
 
 
-@pytest.fixture
-def command(monkeypatch, tmp_path):
-    """`python -m benchmarks`, with asv replaced by a list of what it was asked."""
-    module = importlib.import_module("benchmarks.__main__")
-    asked = []
-    monkeypatch.setattr(module, "_asv", lambda *arguments: asked.append(arguments) or 0)
-    monkeypatch.delenv("BENCHMARK_MACHINE", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    return module, asked
-
-
 @pytest.mark.parametrize("name", ["", "any name"])
-def test_a_machine_is_described_without_what_changes_under_its_name(command, monkeypatch, name):
+def test_a_machine_is_described_without_what_changes_under_its_name(monkeypatch, tmp_path, name):
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("BENCHMARK_MACHINE", name)
     machine = MACHINE.register()
     described = MachineCollection.load(machine)
@@ -565,12 +554,9 @@ def test_a_processor_without_numbers_is_told_by_its_name(monkeypatch, tmp_path, 
     assert MACHINE._fingerprint() == f"{platform.machine()}{part}-{os.cpu_count()}core"
 
 
-def test_the_command_says_the_name_of_the_machine(command, capsys):
-    module, asked = command
-
-    assert module.main(["machine"]) == 0
+def test_the_command_says_the_name_of_the_machine(capsys):
+    assert importlib.import_module("benchmarks.__main__").main(["machine"]) == 0
     assert capsys.readouterr().out.strip() == MACHINE.machine_name()
-    assert not asked
 
 
 def test_asv_by_itself_files_under_the_same_name(plugin, monkeypatch, tmp_path):
@@ -612,36 +598,121 @@ def test_everything_is_measured_and_nothing_twice(monkeypatch):
     assert [cell for cell in cells if sum(TIERS.matches(part, cell) for part in parts) != 1] == []
 
 
+HEADING = "[{at}%] ··· {name}            {how}"
+FAILING = [
+    HEADING.format(at=" 4.55", name="cpu.Latency.time_forward", how="1/4 failed"),
+    "           tiny_convnet     eager     failed",
+    "[ 4.55%] ···· For parameters: 'tiny_convnet', 'eager'",
+    "              RuntimeError: it broke",
+    HEADING.format(at="100.0", name="graph.Graph.track_nodes", how="ok"),
+    "           tiny_convnet   12",
+]
+
+
 @pytest.mark.parametrize(
-    ("output", "expected"),
+    ("output", "status", "expected"),
     [
-        ("  tiny_convnet    eager   12.3±0.1μs ", 0),
-        ("  tiny_convnet    eager      n/a     ", 1),
-        ("  tiny_convnet   optimized-1  n/a  ", 1),
-        ("", 1),
+        (["  tiny_convnet    eager   12.3±0.1μs "], 0, 0),
+        (["  tiny_convnet    eager      n/a     "], 0, 1),
+        (["  tiny_convnet   optimized-1  n/a  "], 0, 1),
+        (["  tiny_convnet    eager   12.3±0.1μs "], 1, 1),
+        ([], 0, 1),
+        (FAILING, 2, 2),
     ],
 )
-def test_a_smoke_run_that_measures_nothing_fails(command, monkeypatch, output, expected):
-    module, _ = command
-    monkeypatch.setattr(module, "_heard", lambda *arguments: (0, output))
-
-    assert module.main(["--smoke"]) == expected
+def test_a_smoke_run_that_measures_nothing_or_stops_fails(smoke, output, status, expected):
+    assert smoke(output, status) == expected
 
 
-def test_a_smoke_run_leaves_the_results_as_they_were(command, monkeypatch, tmp_path):
-    module, _ = command
+def test_a_smoke_run_is_a_line_a_benchmark_and_tells_a_failure_in_full(smoke, capsys):
+    table = [f"           model_{at}   eager   {at}" for at in range(999)]
+    smoke([*FAILING, *table], 2)
+    said = capsys.readouterr().out.splitlines()
+
+    assert said[1:] == [
+        "[ 4.55%] cpu.Latency.time_forward: 1/4 failed",
+        *FAILING[1:4],
+        "[100.0%] graph.Graph.track_nodes: ok",
+        "Some benchmarks failed: why is above.",
+    ]
+
+
+def test_a_smoke_run_that_stops_tells_what_asv_said_last(smoke, capsys):
+    smoke([FAILING[-2], "OSError: no space"], 1)
+
+    assert "OSError: no space" in capsys.readouterr().out
+
+
+@pytest.fixture
+def smoke(monkeypatch, tmp_path):
+    """`python -m benchmarks --smoke`, with asv replaced by what it says and how it ends."""
+    module = importlib.import_module("benchmarks.smoke")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def run(output, status):
+        def asv(name, *arguments, hear):
+            if name == "check":
+                return 0
+            for line in output:
+                hear(line)
+            return status
+
+        monkeypatch.setattr(module, "asv", asv)
+        return importlib.import_module("benchmarks.__main__").main(["--smoke"])
+
+    return run
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_smoke_run_leaves_the_results_as_they_were(smoke, monkeypatch, tmp_path, stopped):
     results = tmp_path / "results"
     (results / "here").mkdir(parents=True)
     old, new = results / "benchmarks.json", results / "here" / "machine.json"
     old.write_text("before")
 
-    def asv(*arguments):
-        old.write_text("after")
-        new.write_text("new")
-        return 0, ""
+    class Lines:
+        def __iter__(self):
+            old.write_text("after")
+            new.write_text("new")
+            if stopped:
+                raise KeyboardInterrupt
+            return iter([])
 
-    monkeypatch.setattr(module, "_heard", asv)
-    module.main(["--smoke"])
-
+    assert smoke(Lines(), 0) == (130 if stopped else 1)
     assert old.read_text() == "before"
     assert not new.exists()
+
+
+def test_help_has_a_line_and_an_example_for_every_command(capsys):
+    main = importlib.import_module("benchmarks.__main__").main
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+
+    assert stopped.value.code == 0
+    for name in ("compare", "history", "machine", "--smoke"):
+        assert any(line.startswith(f"  {name} ") for line in lines)
+        assert any(line.startswith(f"  python -m benchmarks {name}") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nosuch"], "knows --nosuch"),
+        (["nosuch"], "knows nosuch"),
+        (["--all", "--quick", "--nosuch"], "knows --nosuch"),
+        (["machine", "--nosuch"], "unrecognized arguments: --nosuch"),
+        (["--smoke", "--all"], "unrecognized arguments: --all"),
+    ],
+)
+def test_what_no_command_knows_is_refused_before_any_work(monkeypatch, capsys, arguments, said):
+    def work(*_, **__):
+        raise AssertionError("it began")
+
+    monkeypatch.setattr("benchmarks.measuring._measure", work)
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module("benchmarks.__main__").main(arguments)
+
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err

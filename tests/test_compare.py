@@ -26,7 +26,7 @@ from benchmarks.compare.cells import Cell
 from benchmarks.compare.command import Progress, main
 from benchmarks.compare.rounds import AGAIN, BASE, NEW, Series
 from benchmarks.compare.schedule import Schedule
-from benchmarks.compare.tables import markdown, text
+from benchmarks.compare.tables import as_json, markdown, text
 from benchmarks.compare.verdicts import (
     CHANGED,
     FAILED,
@@ -208,6 +208,7 @@ class TestPlantedChanges:
 
         assert {name: each["verdict"] for name, each in found.items()} == usual | expected, output
         assert len(found) == 8
+        assert f"{found[STEADY]['metric']}({found[STEADY]['kind']})" == STEADY
         assert status == bool({REGRESSED, FAILED} & set(expected.values()))
         assert found["toy.Elsewhere.track_speed"]["reason"].endswith("no such device')")
         assert ("worth it" in output) is (INTENDED in expected.values())
@@ -581,6 +582,18 @@ def test_the_text_leaves_out_exact_numbers_that_are_the_same() -> None:
     assert SAME in markdown([still, more], "title")
 
 
+def test_json_names_everything_of_a_cell() -> None:
+    params = {"model": "resnet18", "variant": "eager"}
+    cell = Cell("cpu.Latency.time_forward(resnet18, eager)", True, "seconds", 0, {}, params)
+    found = verdict(Series(cell, rounds(random.Random(7))))
+    (told,) = json.loads(as_json([found], {}))["verdicts"]
+
+    assert told["metric"] == "cpu.Latency.time_forward"
+    assert {name: told[name] for name in params} == params
+    assert told["verdict"] == SAME
+    assert told["change"]["low"] < told["change"]["ratio"] < told["change"]["high"]
+
+
 def test_a_line_comes_while_a_cell_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(Schedule([series([]), series([])], [], 8, minutes=1.0), silence=0.02) as progress:
         progress.tell(series([]))
@@ -624,4 +637,6 @@ def test_an_interruption_keeps_the_rounds_that_are_whole(
 
     assert status == 2
     assert found["verdict"] == INCONCLUSIVE
-    assert said in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "a quieter machine tell what is inconclusive" in out
+    assert said in err

@@ -29,6 +29,7 @@ class Cell:
         less_is_better: whether a smaller number is the better one; None where neither is.
         unit: of the numbers.
         index: which of the choices of its parameters; None where it has none.
+        params: what is chosen, by the names of the parameters.
         benchmark: as asv found it.
     """
 
@@ -37,6 +38,7 @@ class Cell:
     unit: str
     index: int | None
     benchmark: dict[str, Any] = field(compare=False, repr=False)
+    params: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def is_timed(self) -> bool:
@@ -88,10 +90,17 @@ def _cells_of(benchmark: dict[str, Any], name: str) -> list[Cell]:
     if not benchmark["params"]:
         return [Cell(name, index=None, benchmark=benchmark, **told)]
     choices = itertools.product(*benchmark["params"])
-    texts = [", ".join(part.strip("'") for part in choice) for choice in choices]
+    found = [[part.strip("'") for part in choice] for choice in choices]
+    names = benchmark["param_names"]
     return [
-        Cell(f"{name}({choice})", index=index, benchmark=benchmark, **told)
-        for index, choice in enumerate(texts)
+        Cell(
+            f"{name}({', '.join(choice)})",
+            index=index,
+            benchmark=benchmark,
+            params=dict(zip(names, choice, strict=True)),
+            **told,
+        )
+        for index, choice in enumerate(found)
     ]
 
 

@@ -32,7 +32,15 @@ from .journal import Journal
 from .rounds import Series, Sides, run_round
 from .schedule import HasTime, Schedule
 from .trees import ComparisonError, Tree, commit_of, configuration
-from .verdicts import FAILED, FEWEST_ROUNDS, NOT_COMPARED, REGRESSED, Verdict, verdicts
+from .verdicts import (
+    FAILED,
+    FEWEST_ROUNDS,
+    INCONCLUSIVE,
+    NOT_COMPARED,
+    REGRESSED,
+    Verdict,
+    verdicts,
+)
 
 _ROUNDS, _MINUTES = 8, 10.0
 _FOLDER = Path(".asv/compare")
@@ -208,6 +216,9 @@ def _tell(
     print(f"\n{tables.text(verdicts)}\n\n{title}: {tables.sentence(verdicts)}")
     if any(each.verdict == NOT_COMPARED and "reached" in each.reason for each in verdicts):
         print("More --minutes, with --resume, reach what was not reached.")
+    if any(each.verdict == INCONCLUSIVE for each in verdicts):
+        print("More --minutes and --rounds, with --resume, or a quieter machine tell what is"
+              " inconclusive; a change below its `sees from` could not be told.")  # fmt: skip
     if options.markdown:
         tables.write(options.markdown, tables.markdown(verdicts, title))
     if options.json:

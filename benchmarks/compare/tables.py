@@ -66,7 +66,13 @@ def write(path: Path, content: str) -> None:
 
 def as_json(verdicts: Sequence[Verdict], about: dict[str, Any]) -> str:
     """Everything, with what was compared and where."""
-    return json.dumps({**about, "verdicts": [asdict(each) for each in verdicts]}, indent=1)
+    return json.dumps({**about, "verdicts": [_named(each) for each in verdicts]}, indent=1)
+
+
+def _named(each: Verdict) -> dict[str, Any]:
+    """A verdict, with its metric and what its parameters chose as fields of their own."""
+    fields = asdict(each)
+    return {"metric": each.name.partition("(")[0], **fields.pop("params"), **fields}
 
 
 def _sorted(verdicts: Iterable[Verdict]) -> list[Verdict]:

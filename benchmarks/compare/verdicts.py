@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -126,6 +126,7 @@ class Verdict:
         change: where it is not exact.
         visible: the smallest change that would have been told in four of five times.
         reason: why there is no comparison, or why the change is intended.
+        params: of the cell, such as its model and variant.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Verdict:
     change: Change | None = None
     visible: float | None = None
     reason: str = ""
+    params: dict[str, str] = field(default_factory=dict)
 
 
 def flagged(several: Sequence[Series]) -> list[Series]:
@@ -175,7 +177,7 @@ def verdicts(first: Sequence[Series], second: Sequence[Series] = ()) -> list[Ver
 def verdict(series: Series, again: Series | None = None, looks: Looks = Looks()) -> Verdict:
     """What is said of a cell; `again` are the rounds that looked for its change once more."""
     cell = series.cell
-    told: dict[str, Any] = {"name": cell.name, "unit": cell.unit}
+    told: dict[str, Any] = {"name": cell.name, "unit": cell.unit, "params": cell.params}
     if series.missing:
         return _without_numbers(series, told)
     if not series.rounds:

@@ -115,7 +115,7 @@ def test_measuring_the_cpu_is_silent(capfd):
 def test_a_spread_is_ordered_and_keeps_its_samples_in_order_of_arrival():
     spread = Spread.of([3.0, 1.0, 2.0])
 
-    assert spread == (2.0, 1.0, 3.0, (3.0, 1.0, 2.0))
+    assert spread == Spread(2.0, 1.0, 3.0, (3.0, 1.0, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,8 @@ def test_a_verdict_needs_the_whole_interval_on_one_side_of_one(low, high, verdic
     assert str(comparison).startswith(
         f"{verdict}: speed-up 1.200 [{low:.3f}, {high:.3f}], 1 s -> 1 s"
     )
+    advised = str(comparison).endswith("6 rounds; more rounds tell a smaller one")
+    assert advised is (verdict == "no difference")
 
 
 def test_a_comparison_pairs_the_calls_of_each_round(monkeypatch):

@@ -229,3 +229,10 @@ def test_figures_are_in_every_form_of_the_report(name: str) -> None:
     page = Page(report.to_html())
     assert ["kernels", str(old), str(new)] in page.rows
     assert {"FLOPs", "bytes moved", "milliseconds", "peak memory"} < {row[0] for row in page.rows}
+
+
+def test_what_is_quick_is_timed_in_as_many_rounds_as_a_second_has() -> None:
+    model, inputs = nn.ReLU().eval(), torch.ones(2)
+    report = measured(model, optimizer.optimize(model, inputs, level=0), inputs)
+
+    assert ", 50 rounds" in report.compared

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.utils.flop_counter import flop_registry
 
-from optimizer.analysis.measure import compare
+from optimizer.analysis.measure import compare, measure
 from optimizer.core.errors import CaptureError
 from optimizer.core.inputs import ExampleInputs, as_call, require_module, storages_in, tensors_in
 from optimizer.core.node import describe, module_of, shape_text
@@ -223,7 +223,8 @@ def measured(model: nn.Module, fast: Any, example_inputs: ExampleInputs) -> Repo
     Raises:
         DeviceError: the inputs are on a device that cannot be measured.
     """
-    compared = compare(model, fast, example_inputs, rounds=6)
+    rounds = int(0.25 / measure(model, example_inputs, repeats=3).latency.median)  # in a second
+    compared = compare(model, fast, example_inputs, rounds=min(50, max(6, rounds)))
     sides = compared.model, compared.fast
     figures: dict[str, Any] = {}
     with suppress(CaptureError):

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,7 +26,8 @@ _WARMUP = 3
 _FEWEST_ROUNDS = 6  # of fewer, not even the whole range holds the median with 95 % confidence
 
 
-class Spread(NamedTuple):
+@dataclass(frozen=True)
+class Spread:
     """Samples, their median, and the interval that holds the true median with 95 % confidence.
 
     The interval is read off the ordered samples, so it assumes nothing of their distribution. Of
@@ -56,8 +56,8 @@ class Measurement:
     device: str
 
     def __str__(self) -> str:
-        middle, low, high, _ = self.latency
-        times = f"{_time(middle)} [{_time(low)}, {_time(high)}]"
+        spread = self.latency
+        times = f"{_time(spread.median)} [{_time(spread.low)}, {_time(spread.high)}]"
         return f"{times}, peak memory {_size(self.peak_memory)}, {self.device}"
 
 
@@ -80,9 +80,10 @@ class Comparison:
         times = f"{_time(self.model.latency.median)} -> {_time(self.fast.latency.median)}"
         sizes = f"{_size(self.model.peak_memory)} -> {_size(self.fast.peak_memory)}"
         ratio = self.speedup
+        more = "; more rounds tell a smaller one" if self.verdict == "no difference" else ""
         return (
             f"{self.verdict}: speed-up {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}],"
-            f" {times}, peak memory {sizes}, {self.model.device}, {len(ratio.samples)} rounds"
+            f" {times}, peak memory {sizes}, {self.model.device}, {len(ratio.samples)} rounds{more}"
         )
 
 
@@ -227,10 +228,8 @@ def _samples_outside(count: int) -> int:
 
 
 def _time(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+    unit, scale = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("us", 1e-6)
+    return f"{seconds / scale:.3g} {unit}"
 
 
 def _size(count: float) -> str:

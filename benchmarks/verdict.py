@@ -1,12 +1,13 @@
 """The last lines of a run: what differs from the last commit that was measured on this machine.
 
 Exact numbers differ where they are not equal. Paired ratios differ where their intervals do not
-overlap, which says nothing of slower or faster: a process has its luck, which its interval does not
-see. `compare` measures both commits in turn, and decides.
+overlap; whether that is the commit's doing is not said: a process has its luck, which its interval
+does not see. `compare` measures both commits in turn, and decides.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -38,8 +39,19 @@ class Difference(NamedTuple):
     @property
     def text(self) -> str:
         """As a line says it."""
-        word = {None: "differs", True: "worse", False: "better"}[self.worse]
-        return f"  {self.cell}: {_text(self.before)} to {_text(self.after)}, {word}"
+        return f"  {self.cell}: {_text(self.before)} to {_text(self.after)}, {self._word}"
+
+    @property
+    def _word(self) -> str:
+        if not self.is_ratio:
+            return {None: "differs", True: "worse", False: "better"}[self.worse]
+        way = "slower" if self.after.value > self.before.value else "faster"
+        return f"{100 * self.moved:.1f} % {way}"
+
+    @property
+    def moved(self) -> float:
+        """How much a number changed, as a part of what it was."""
+        return abs(self.after.value / self.before.value - 1) if self.before.value else math.inf
 
 
 def earlier(found: Sequence[Run], commit: str, place: str, environment: str) -> Run | None:
@@ -121,13 +133,18 @@ def _counted_exact(found: Sequence[Difference]) -> str:
 
 def _counted_ratios(found: Sequence[Difference], before: Run, now: Run) -> str:
     if not found:
-        return "no paired ratios differ"
-    higher = sum(each.after.value > each.before.value for each in found)
+        return "no paired ratio moved"
+    slower = sum(each.after.value > each.before.value for each in found)
+    most = 100 * max(each.moved for each in found)
     decides = f"`python -m benchmarks compare {before.commit[:8]} {now.commit[:8]}` decides"
     return (
-        f"{len(found)} paired ratios of separate runs differ ({higher} higher,"
-        f" {len(found) - higher} lower): {decides}"
+        f"{_some(len(found), 'paired ratio')} moved by up to {most:.1f} % ({slower} slower,"
+        f" {len(found) - slower} faster), which separate runs cannot tell from noise: {decides}"
     )
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _text(number: Number) -> str:

@@ -143,7 +143,7 @@ def test_all_measures_every_model_and_the_headline_ones_are_compared_with_the_co
     assert status == 0
     assert 60 in kept(project, second)["graph.Graph.track_nodes"]
     assert f"Against {first[:8]}, the last that was measured here: 4 counts and bytes" in output
-    assert "4 paired ratios of separate runs differ (4 higher, 0 lower)" in output
+    assert "4 paired ratios moved by up to 19.8 % (4 slower, 0 faster)" in output
     assert "  graph.Graph.track_nodes('resnet18', 'optimized-1'): 50 to 60, worse" in last
     assert "r3d_18" not in output
     assert "--directory .asv/html" in last[-1]

@@ -61,10 +61,12 @@ def test_the_newest_commit_is_judged_against_the_one_before(results: Path) -> No
     verdict = views.judged(place)
 
     assert "1 counts and bytes differ (0 larger, 1 smaller)" in verdict.sentence
-    assert "1 paired ratios of separate runs differ (1 higher, 0 lower)" in verdict.sentence
-    assert verdict.lists["Regressed"] == []
-    to_decide = verdict.lists["Differ from the run before, for `compare` to decide"]
-    assert [each.model for each in to_decide] == ["one"]
+    assert "1 paired ratio moved by up to" in verdict.sentence
+    assert "(1 slower, 0 faster), which separate runs cannot tell from noise" in verdict.sentence
+    assert verdict.lists[views.WORSE] == []
+    (moved,) = verdict.lists[views.MOVED]
+    assert moved.model == "one"
+    assert moved.text.endswith(" % slower")
 
 
 def test_a_speed_up_is_one_over_the_ratio_with_its_interval_turned(results: Path) -> None:

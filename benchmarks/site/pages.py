@@ -108,6 +108,7 @@ class _Written:
             title="Overview",
             matrix=views.matrix(self.site, place),
             verdict=views.judged(place),
+            urgent=(views.WORSE, views.FAILS),
             newest=self.site.history[place.runs[-1].commit] if place.runs else None,
             missing=views.missing(place),
         )

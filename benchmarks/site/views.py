@@ -19,6 +19,10 @@ from .data import Commit, Peers, Place, Site, behind
 from .numbers import LATENCY, MEMORY, RATIO, Shown
 
 LEVEL_1 = "optimized-1"
+WORSE = "Counts and bytes that got worse"
+BETTER = "Counts and bytes that got better"
+MOVED = "Ratios that moved, which separate runs cannot tell from noise"
+FAILS = "Fails now"
 _MODELS = list(dict.fromkeys([*HEADLINE, *TORCHVISION, *MODELS]))
 _PEERS = names(PEER)  # others' first
 _SLOTS = {name: slot for slot, name in enumerate(dict.fromkeys([*VARIANTS, *_PEERS]))}
@@ -241,16 +245,16 @@ def judged(place: Place) -> Verdict | None:
     found = list(verdict.differences(now, before))
     gone = sorted(now.failed & before.numbers.keys())
     lists = {
-        "Regressed": [_change(each) for each in found if each.worse],
-        "Improved": [_change(each) for each in found if each.worse is False],
-        "Could not be told": [_change(each) for each in verdict.undecided(now, before)],
-        "Differ from the run before, for `compare` to decide": [
-            _change(each) for each in found if each.is_ratio
-        ],
-        "Changed, and neither way is better": [
+        WORSE: [_change(each) for each in found if each.worse],
+        BETTER: [_change(each) for each in found if each.worse is False],
+        "Counts and bytes that changed, where neither way is better": [
             _change(each) for each in found if each.worse is None and not each.is_ratio
         ],
-        "Fails now": [Change(_model(cell), cell) for cell in gone],
+        MOVED: [_change(each) for each in found if each.is_ratio],
+        "Ratios whose intervals are too wide to tell a change of 5 %": [
+            _change(each) for each in verdict.undecided(now, before)
+        ],
+        FAILS: [Change(_model(cell), cell) for cell in gone],
     }
     return Verdict(sentence, lists)
 

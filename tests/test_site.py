@@ -15,6 +15,7 @@ pytest.importorskip("jinja2")
 
 ROOT = Path(__file__).parents[1]
 RATIO, NODES = "cpu.Paired.track_relative_latency", "graph.Graph.track_nodes"
+MEMORY = "cpu.Memory.track_peak_memory"
 site = importlib.import_module("benchmarks.site")
 data, numbers, pages, views = (
     importlib.import_module(f"benchmarks.site.{name}")
@@ -33,6 +34,7 @@ def stored(commit: str, ratio: float, nodes: int) -> dict[str, Any]:
     results = {
         RATIO: [[ratio], params, "1", [ratio - 0.01], [ratio + 0.01]],
         NODES: [[nodes], params, "1"],
+        MEMORY: [[4096], params, "1"],
     }
     about = {"commit_hash": commit, "env_name": "here", "result_columns": columns}
     return about | {"results": results}
@@ -50,7 +52,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             commit = git(tmp_path, "rev-parse", "HEAD")
             text = json.dumps(stored(commit, 0.5 * place, 10 - place))
             (folder / f"{place}-here.json").write_text(text)
-    listing = {name: {"version": "1"} for name in (RATIO, NODES)}
+    listing = {name: {"version": "1"} for name in (RATIO, NODES, MEMORY)}
     (tmp_path / "results" / "benchmarks.json").write_text(json.dumps(listing | {"version": 2}))
     monkeypatch.chdir(tmp_path)
     return Path("results")
@@ -112,6 +114,14 @@ def test_no_results_are_a_page_with_the_command(tmp_path: Path) -> None:
     pages.write(data.load(tmp_path / "none"), tmp_path / "html")
 
     assert "python -m tox run -e bench" in (tmp_path / "html" / "index.html").read_text()
+
+
+def test_beside_peak_memory_stands_what_it_leaves_out(results: Path, tmp_path: Path) -> None:
+    pages.write(data.load(results), tmp_path / "html")
+    (model,) = (tmp_path / "html").glob("machines/*/one.html")
+
+    for page in (model, tmp_path / "html" / "index.html"):
+        assert "without what an engine" in page.read_text()
 
 
 @pytest.mark.parametrize("name", ["../../up", "a/b", "<b>", ".hidden", "index", "ä" * 200])

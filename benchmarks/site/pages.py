@@ -20,6 +20,10 @@ from .data import Place, Site, table_after
 _HERE = Path(__file__).parent
 STATIC = "site"
 ASV = "asv.html"
+_MEMORY_IS = (
+    "Peak memory is what the allocator of PyTorch holds: without what an engine, such as OpenVINO"
+    " or ONNX Runtime, allocates by itself."
+)
 _SIMULATED, _FUZZED = "| change of one cell", "| | goal | here |"
 
 
@@ -140,6 +144,7 @@ class _Written:
         root = "../" * path.count("/")
         own = f"{root}{folder_of(place)}/" if place else root
         known = {"site": self.site, "machines": self.machines, "place": place}
+        known["memory_is"] = _MEMORY_IS
         known["places"] = [
             (each.name, f"{root}{folder_of(each)}/{self._same(path, each)}", each is place)
             for each in self.site.places

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -530,3 +531,18 @@ def test_listing_the_peers_needs_no_torch():
     )
 
     assert answer.stdout.strip() == b"False"
+
+
+def test_the_readme_has_the_figures_that_are_kept():
+    kept = command._latest()
+    said = re.sub(r" \[[^]]*\]", "", "\n".join(tables(kept.cells))).splitlines()
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    start = readme.index("| model | eager | three lines")
+    table, caption, *_ = readme[start:].split("\n\n")
+    rows = [line for line in table.splitlines() if " ms " in line]
+    means = [line.split(" | ") for line in said if line.startswith("| geometric mean")]
+
+    assert kept.about["commit"] in readme
+    assert [row for row in rows if row.replace("| fails |", "| n/a (1) |") not in said] == []
+    for _, _, *others in means[1:3]:
+        assert set(others[:4]) <= set(re.findall(r"\d\.\d\d", caption))

@@ -140,6 +140,12 @@ def test_markdown_is_escaped_and_code_stays_as_it_is() -> None:
     assert found == "**<code>a*b*</code>** &lt;i&gt; text"
 
 
+def test_names_end_lines_where_a_reader_would() -> None:
+    assert pages.whole("optimized-2-openvino") == '<span class="whole">optimized-2</span>-openvino'
+    assert pages.whole("<b-1>") == '&lt;<span class="whole">b-1</span>&gt;'
+    assert pages.parted("swin_t<") == "swin_<wbr>t&lt;"
+
+
 def test_the_tables_of_the_documentation_are_found() -> None:
     docs = {page.stem: page.read_text() for page in (ROOT / "docs").glob("*.md")}
 

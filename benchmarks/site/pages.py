@@ -62,6 +62,16 @@ def marked(text: str) -> Markup:
     return Markup("".join(shown))
 
 
+def whole(name: str) -> Markup:
+    """The name of a variant, in which no line ends before a digit: optimized-2 is one word."""
+    return Markup(re.sub(r"\w+-\d+", r'<span class="whole">\g<0></span>', str(escape(name))))
+
+
+def parted(name: str) -> Markup:
+    """The name of a model, in which lines end behind underscores where it is too long."""
+    return Markup(str(escape(name)).replace("_", "_<wbr>"))
+
+
 def _stressed(text: str) -> str:
     html = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", str(escape(text)))
     return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", html)
@@ -93,6 +103,7 @@ class _Written:
             lstrip_blocks=True,
         )
         self.templates.filters |= {"marked": marked, "slug": slug, "folder": folder_of}
+        self.templates.filters |= {"whole": whole, "parted": parted}
         self.machines = views.machines(site)
         self.models = {folder_of(each): set(map(slug, views.models(each))) for each in site.places}
 

@@ -188,6 +188,21 @@ def test_the_table_of_a_model_has_what_its_chart_draws(dashboard, places) -> Non
             assert width > 0
 
 
+def test_no_label_of_a_chart_is_cut_off_at_its_right(dashboard, places) -> None:
+    for width in (375, 1400):
+        dashboard.page.set_viewport_size({"width": width, "height": 800})
+        dashboard.go(f"{places[0]}/resnet18.html")
+        dashboard.page.wait_for_selector(".plot canvas")
+        painted = dashboard.page.evaluate(
+            """() => [...document.querySelectorAll(".plot canvas")].map((picture) => {
+            const pixels = [picture.width - 1, 0, 1, picture.height];
+            return picture.getContext("2d").getImageData(...pixels).data.some(Boolean);
+        })"""
+        )
+        assert painted
+        assert not any(painted)
+
+
 def _order(dashboard: Any) -> list[str]:
     return dashboard.page.eval_on_selector_all(
         "#matrix tbody tr:not([hidden])", "rows => rows.map(row => row.dataset.model)"

@@ -76,7 +76,7 @@ function draw(plot) {
       width: plot.clientWidth,
       height: plot.clientHeight,
       legend: { show: false },
-      padding: [10, 16, 0, 0],
+      padding: [10, 40, 0, 0], // half of the last label
       cursor: { drag: { x: false, y: false }, points: { size: 8 } },
       scales: { x: { time: false, range: [-0.5, at.length - 0.5] }, y: { range: around } },
       axes: [

@@ -128,7 +128,8 @@ def _counted_exact(found: Sequence[Difference]) -> str:
     worse, better = (sum(each.worse is way for each in found) for way in (True, False))
     rest = len(found) - worse - better
     also = f", {rest} neither" if rest else ""
-    return f"{len(found)} counts and bytes differ ({worse} larger, {better} smaller{also})"
+    differ = "count differs" if len(found) == 1 else "counts and bytes differ"
+    return f"{len(found)} {differ} ({worse} larger, {better} smaller{also})"
 
 
 def _counted_ratios(found: Sequence[Difference], before: Run, now: Run) -> str:
@@ -137,14 +138,11 @@ def _counted_ratios(found: Sequence[Difference], before: Run, now: Run) -> str:
     slower = sum(each.after.value > each.before.value for each in found)
     most = 100 * max(each.moved for each in found)
     decides = f"`python -m benchmarks compare {before.commit[:8]} {now.commit[:8]}` decides"
+    what = "paired ratio" if len(found) == 1 else "paired ratios"
     return (
-        f"{_some(len(found), 'paired ratio')} moved by up to {most:.1f} % ({slower} slower,"
+        f"{len(found)} {what} moved by up to {most:.1f} % ({slower} slower,"
         f" {len(found) - slower} faster), which separate runs cannot tell from noise: {decides}"
     )
-
-
-def _some(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _text(number: Number) -> str:

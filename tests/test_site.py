@@ -62,7 +62,7 @@ def test_the_newest_commit_is_judged_against_the_one_before(results: Path) -> No
     (place,) = data.load(results).places
     verdict = views.judged(place)
 
-    assert "1 counts and bytes differ (0 larger, 1 smaller)" in verdict.sentence
+    assert "1 count differs (0 larger, 1 smaller)" in verdict.sentence
     assert "1 paired ratio moved by up to" in verdict.sentence
     assert "(1 slower, 0 faster), which separate runs cannot tell from noise" in verdict.sentence
     assert verdict.lists[views.WORSE] == []

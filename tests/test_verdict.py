@@ -46,9 +46,9 @@ def stored(folder: Path, results: dict[str, Any], version: str = "1") -> Run:
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        ({NODES: 9}, {NODES: 10}, "1 counts and bytes differ (1 larger, 0 smaller)"),
-        ({NODES: 9}, {NODES: 8}, "1 counts and bytes differ (0 larger, 1 smaller)"),
-        ({FIRED: 9}, {FIRED: 8}, "1 counts and bytes differ (0 larger, 0 smaller, 1 neither)"),
+        ({NODES: 9}, {NODES: 10}, "1 count differs (1 larger, 0 smaller)"),
+        ({NODES: 9}, {NODES: 8}, "1 count differs (0 larger, 1 smaller)"),
+        ({FIRED: 9}, {FIRED: 8}, "1 count differs (0 larger, 0 smaller, 1 neither)"),
         ({NODES: 9}, {NODES: NAN}, "no counts and bytes differ"),
         ({NODES: NAN}, {NODES: 9}, "no counts and bytes differ"),
         ({NODES: None}, {NODES: 9}, "no counts and bytes differ"),

@@ -16,18 +16,20 @@ import torch
 from torch import nn
 
 import optimizer
-from optimizer import DeviceError, EquivalenceError, InputError, OptimizerError, all_passes
+from optimizer import DeviceError, EquivalenceError, InputError, OptimizerError, workloads
+from optimizer.analysis import measured, memory, roofline
 from optimizer.core.inputs import map_tensors, require_module, require_writable
 from optimizer.core.node import line_of
 from optimizer.core.report import columns
 from optimizer.lowering.tuning import Tuning
-from optimizer.passes import select
+from optimizer.passes import all_passes, select
 
 EPILOG = """
 examples:
   optimizer optimize resnet18 --html report.html
   optimizer compare my_package.my_module:my_function --json
-  optimizer check my_module:my_function --disable fold_affine
+  optimizer check --disable fold_affine,fuse_linear_relu my_module:my_function
+  optimizer optimize --engines none resnet18
 
 exit codes:
   0  the command has run; what it found is on stdout
@@ -35,6 +37,7 @@ exit codes:
   2  an argument cannot be used, or a package is missing; one line on stderr says which
   130  it was interrupted
 """
+_BELOW: dict[str, Any] = {"epilog": EPILOG, "formatter_class": RawDescriptionHelpFormatter}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,9 +79,9 @@ def _json(figures: Any) -> str:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="optimizer", description=optimizer.__doc__)
+    parser = ArgumentParser(prog="optimizer", description=optimizer.__doc__, **_BELOW)
     parser.add_argument("--version", action="version", version=f"%(prog)s {optimizer.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, dest="command")
     _add(commands, "passes", _passes, "list every pass")
     explain = _add(commands, "explain", _explain, "what a pass does and why that is safe")
     explain.add_argument("name", help="a pass")
@@ -93,17 +96,14 @@ def _parser() -> ArgumentParser:
         _add_model(_add(commands, name, run, text))
         if name != "bisect":  # which looks for a rewrite
             _add_tuning(commands.choices[name])
-        if name != "check":  # which prints no figures
-            commands.choices[name].add_argument("--json", action="store_true", help="print JSON")
     commands.choices["optimize"].add_argument("--html", help="a file to write the report to")
-    for each in (parser, *commands.choices.values()):
-        each.epilog, each.formatter_class = EPILOG, RawDescriptionHelpFormatter
     return parser
 
 
 def _add(commands: Any, name: str, run: Any, text: str) -> ArgumentParser:
-    parser: ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.set_defaults(run=run, json=False)
+    parser: ArgumentParser = commands.add_parser(name, help=text, description=text, **_BELOW)
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -113,30 +113,40 @@ def _add_model(parser: ArgumentParser) -> None:
     levels = "0 same bits, 1 up to rounding, 2 with kernels of the device, 3 in lower precision"
     parser.add_argument("--level", type=int, default=2, help=levels)
     parser.add_argument("--device", help="cpu, cuda or mps, to move the model there")
-    parser.add_argument("--disable", nargs="*", action="extend", default=[], help="passes to omit")
+    _add_names(parser, "--disable", "passes to omit", default=[])
 
 
 def _add_tuning(parser: ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("bf16", "fp16", "int8"), help="at level 3")
-    text = "what may run parts of the model on a CPU at level 2: openvino, onnxruntime; none of"
-    text += " them without a name, OpenVINO where it is installed without this option"
-    parser.add_argument("--engines", nargs="*", default="auto", metavar="ENGINE", help=text)
+    text = "what may run parts of the model on a CPU at level 2: openvino, onnxruntime, none, or"
+    _add_names(parser, "--engines", f"{text} auto, the default: OpenVINO where it is installed")
+
+
+def _add_names(parser: ArgumentParser, option: str, text: str, **default: Any) -> None:
+    """An option of one word, so that the model may follow it; given twice, its names add up."""
+    shape: Any = {"type": _names, "action": "extend", "metavar": "NAME[,NAME]"}
+    parser.add_argument(option, help=text, **shape, **default)
+
+
+def _names(text: str) -> list[str]:
+    return [each for each in text.replace(",", " ").split() if each != "none"]
 
 
 Told: TypeAlias = tuple[str, Any]  # what a command prints, and the same as plain data
 
 
 def _passes(options: Namespace) -> Told:
-    return columns([(each.name, each.numerics, each.summary) for each in all_passes()]), None
+    rows = [(each.name, each.numerics, each.summary) for each in all_passes()]
+    keys = "name", "numerics", "summary"
+    return columns(rows), [dict(zip(keys, row, strict=True)) for row in rows]
 
 
 def _explain(options: Namespace) -> Told:
-    return optimizer.explain(options.name), None
+    text = optimizer.explain(options.name)
+    return text, {"name": options.name, "text": text}
 
 
 def _optimize(options: Namespace) -> Told:
-    from optimizer.analysis import measured
-
     page = None if options.html is None else require_writable("--html", options.html)
     report = measured(*_optimized(options))
     if page is not None:
@@ -146,7 +156,7 @@ def _optimize(options: Namespace) -> Told:
 
 def _check(options: Namespace) -> Told:
     optimizer.check(*_optimized(options, check=None))
-    return f"{options.model}: the optimized model gives the model's answers.", None
+    return f"{options.model}: the optimized model gives the model's answers.", {"same": True}
 
 
 def _bisect(options: Namespace) -> Told:
@@ -162,8 +172,6 @@ def _compare(options: Namespace) -> Told:
 
 
 def _cost(options: Namespace) -> Told:
-    from optimizer.analysis import roofline
-
     model, fast, inputs = _optimized(options)
     before = roofline(model, inputs)
     after = roofline(fast, inputs, before.ceilings)
@@ -172,17 +180,16 @@ def _cost(options: Namespace) -> Told:
 
 
 def _memory(options: Namespace) -> Told:
-    from optimizer.analysis import memory
-
     _, fast, inputs = _optimized(options)
     bound = memory(fast, inputs, workspaces=True)
-    measured = optimizer.measure(fast, inputs, repeats=1, warmup=1).peak_memory
-    ratio = f", {measured / bound.peak:.2f} times that" if bound.peak else ""
-    return f"{bound}\nmeasured {measured:,} bytes{ratio}", asdict(bound) | {"measured": measured}
+    peak = optimizer.measure(fast, inputs, repeats=1, warmup=1).peak_memory
+    ratio = f", {peak / bound.peak:.2f} times that" if bound.peak else ""
+    return f"{bound}\nmeasured {peak:,} bytes{ratio}", asdict(bound) | {"measured": peak}
 
 
 def _optimized(options: Namespace, **settings: Any) -> tuple[nn.Module, Any, Any]:
-    tuned = {name: getattr(options, name) for name in ("level", "precision", "engines")}
+    engines = "auto" if options.engines in (None, ["auto"]) else options.engines
+    tuned = {"level": options.level, "precision": options.precision, "engines": engines}
     Tuning.of(**tuned)  # raises before any work
     model, inputs = _load(options)
     settings |= tuned | {"disable": options.disable}
@@ -193,8 +200,6 @@ def _optimized(options: Namespace, **settings: Any) -> tuple[nn.Module, Any, Any
 
 
 def _load(options: Namespace) -> tuple[nn.Module, Any]:
-    from optimizer import workloads
-
     select(options.level, None, options.disable)  # raises before any work
     _require_device(options.device)
     options.tell(f"making {options.model}")
@@ -203,8 +208,7 @@ def _load(options: Namespace) -> tuple[nn.Module, Any]:
     try:
         workload = workloads.load(options.model, device=options.device or "cpu")
     except workloads.UnknownWorkloadError as error:
-        told = "; a model of your own is named module:callable"
-        raise InputError(str(error).rstrip(".") + told) from error
+        raise InputError(f"{error} A model of your own is named module:callable.") from error
     return workload.module, workload.example_inputs
 
 

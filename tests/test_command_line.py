@@ -109,7 +109,7 @@ def test_optimize_prints_json_that_parses(capsys: pytest.CaptureFixture[str]) ->
 
 def test_level_and_disable_choose_the_passes(capsys: pytest.CaptureFixture[str]) -> None:
     fired = []
-    disabled = ["--disable", "fold_affine", "fuse_linear_relu", "reuse_activations"]
+    disabled = ["--disable", "fold_affine,fuse_linear_relu,reuse_activations"]
     for options in (["--level", "0"], disabled):
         main(["optimize", "toy_model", "--json", *options])
         report = json.loads(capsys.readouterr().out)
@@ -301,11 +301,46 @@ def test_a_model_of_ones_own_is_moved_to_the_device(monkeypatch: pytest.MonkeyPa
 
 
 def test_passes_to_disable_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    disabled = ["--disable", "fold_affine", "--disable", "fuse_linear_relu", "reuse_activations"]
+    disabled = ["--disable", "fold_affine", "--disable", "fuse_linear_relu,reuse_activations"]
 
     main(["optimize", "toy_model", "--json", *disabled])
 
     assert json.loads(capsys.readouterr().out)["fired"] == []
+
+
+def test_names_leave_the_model_behind_them_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["--disable", "fold_affine", "--engines", "none"]
+
+    code = main(["optimize", *names, "toy_model", "--json"])
+
+    report = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert [rewrite["name"] for rewrite in report["fired"]] == ["reuse_activations"]
+    assert not any("OpenVINO" in name for c in report["choices"] for name in c["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ([], "auto"),
+        (["--engines", "auto"], "auto"),
+        (["--engines", "none"], []),
+        (["--engines", "openvino,onnxruntime"], ["openvino", "onnxruntime"]),
+        (["--engines", "openvino", "--engines", "onnxruntime"], ["openvino", "onnxruntime"]),
+    ],
+)
+def test_engines_are_named_as_optimize_takes_them(
+    options: list[str], given: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(**tuned: object) -> None:
+        raise optimizer.InputError(str(tuned["engines"]))
+
+    monkeypatch.setattr("optimizer.__main__.Tuning.of", of)
+    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
+
+    main(["check", *options, "toy_model"])
+
+    assert told.getvalue() == f"error: {given}\n"
 
 
 @pytest.mark.parametrize(
@@ -316,7 +351,6 @@ def test_passes_to_disable_add_up(capsys: pytest.CaptureFixture[str]) -> None:
         ["optimize"],
         ["optimize", "toy_model", "--precision", "fp8", "--level", "3"],
         # What a command has no use for, it does not take.
-        ["check", "toy_model", "--json"],
         ["bisect", "toy_model", "--precision", "bf16", "--level", "3"],
         ["memory", "toy_model", "--html", "report.html"],
     ],
@@ -382,6 +416,30 @@ def test_a_mistake_is_told_below_what_was_shown(monkeypatch: pytest.MonkeyPatch)
 
     assert code == 2
     assert shown.getvalue().rpartition("\x1b[2K")[2].startswith("error: 'my_model:ending'")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("command", STAGES)
+def test_every_command_prints_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = command.split() if " " in command else [command, "my_model:build"]
+
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_the_passes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["passes", "--json"])
+
+    told = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in told] == [each.name for each in optimizer.all_passes()]
+    assert set(told[0]) == {"name", "numerics", "summary"}
+
+
+def test_no_command_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+
+    assert "{passes,explain,optimize,check,bisect,compare" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("here")

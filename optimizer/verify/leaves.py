@@ -8,6 +8,7 @@ a generator or a function, cannot be compared.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -36,10 +37,18 @@ def leaves_of(value: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
 
 
 def incomparable(value: Any) -> Iterator[str]:
-    """Yield the place and the type of each leaf of which equality says nothing."""
+    """Yield the place of each leaf of which equality says nothing, and what is there."""
     for place, leaf in leaves_of(value)[0].items():
         if says_nothing(leaf):
             yield f"{place} is a {type(leaf).__name__}, which cannot be compared"
+        elif _is_nan(leaf):
+            yield f"{place} is NaN everywhere, which hides what differs: pass other example inputs"
+
+
+def _is_nan(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor) and leaf.element_size() > 1 and leaf.numel():
+        return not (leaf == leaf).any()  # which NaN alone is not
+    return isinstance(leaf, float) and math.isnan(leaf)
 
 
 def says_nothing(leaf: Any) -> bool:

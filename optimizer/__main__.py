@@ -6,21 +6,23 @@ import importlib
 import json
 import os
 import sys
+import warnings
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
 import optimizer
-from optimizer import DeviceError, EquivalenceError, InputError, OptimizerError, workloads
+from optimizer import EquivalenceError, InputError, OptimizerError, workloads
 from optimizer.analysis import measured, memory, roofline
 from optimizer.core.inputs import map_tensors, require_module, require_writable
 from optimizer.core.node import line_of
 from optimizer.core.report import columns
+from optimizer.lowering.policies import AS_IT_IS
 from optimizer.lowering.tuning import Tuning
 from optimizer.passes import all_passes, select
 
@@ -44,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; what went wrong is one line on stderr."""
     options = _parser().parse_args(arguments)
     try:
-        with _progress() as options.tell:
+        with _progress() as options.tell, warnings.catch_warnings():
+            warnings.showwarning = _warned
             text, figures = options.run(options)
         print(_json(figures) if options.json else text, flush=True)
     except BrokenPipeError:  # of `| head`, which has read enough; Python would flush once more
@@ -55,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, EquivalenceError) else 2
     return 0
+
+
+def _warned(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    print(f"{category.__name__}: {message}", file=sys.stderr)
 
 
 @contextmanager
@@ -124,67 +131,70 @@ def _add_tuning(parser: ArgumentParser) -> None:
 
 def _add_names(parser: ArgumentParser, option: str, text: str, **default: Any) -> None:
     """An option of one word, so that the model may follow it; given twice, its names add up."""
-    shape: Any = {"type": _names, "action": "extend", "metavar": "NAME[,NAME]"}
-    parser.add_argument(option, help=text, **shape, **default)
+    shape: Any = {"action": "extend", "metavar": "NAME[,NAME]"} | default
+    shape["type"] = lambda names: [each for each in names.split(",") if each not in ("", "none")]
+    parser.add_argument(option, help=text, **shape)
 
 
-def _names(text: str) -> list[str]:
-    return [each for each in text.replace(",", " ").split() if each != "none"]
-
-
-Told: TypeAlias = tuple[str, Any]  # what a command prints, and the same as plain data
-
-
-def _passes(options: Namespace) -> Told:
+def _passes(options: Namespace) -> tuple[str, Any]:
     rows = [(each.name, each.numerics, each.summary) for each in all_passes()]
     keys = "name", "numerics", "summary"
     return columns(rows), [dict(zip(keys, row, strict=True)) for row in rows]
 
 
-def _explain(options: Namespace) -> Told:
-    text = optimizer.explain(options.name)
-    return text, {"name": options.name, "text": text}
+def _explain(options: Namespace) -> tuple[str, Any]:
+    return (text := optimizer.explain(options.name)), {"name": options.name, "text": text}
 
 
-def _optimize(options: Namespace) -> Told:
+def _optimize(options: Namespace) -> tuple[str, Any]:
     page = None if options.html is None else require_writable("--html", options.html)
+    warnings.filterwarnings("ignore", "the model is in training mode")  # the report says so
     report = measured(*_optimized(options))
     if page is not None:
         page.write_text(report.to_html(), encoding="utf-8")
     return str(report), report.to_dict()
 
 
-def _check(options: Namespace) -> Told:
+def _check(options: Namespace) -> tuple[str, Any]:
     optimizer.check(*_optimized(options, check=None))
     return f"{options.model}: the optimized model gives the model's answers.", {"same": True}
 
 
-def _bisect(options: Namespace) -> Told:
+def _bisect(options: Namespace) -> tuple[str, Any]:
     model, inputs = _load(options)
     options.tell("bisecting")
     found = optimizer.bisect(model, inputs, level=options.level, disable=options.disable)
     return f"{options.model}: {found}", asdict(found)
 
 
-def _compare(options: Namespace) -> Told:
+def _compare(options: Namespace) -> tuple[str, Any]:
     compared = optimizer.compare(*_optimized(options))
     return f"{options.model}: {compared}", asdict(compared) | {"verdict": compared.verdict}
 
 
-def _cost(options: Namespace) -> Told:
+def _cost(options: Namespace) -> tuple[str, Any]:
     model, fast, inputs = _optimized(options)
     before = roofline(model, inputs)
     after = roofline(fast, inputs, before.ceilings)
-    data = {"before": asdict(before), "after": asdict(after)}
-    return f"{after}\nbefore: {before.totals()}", data
+    data = {"before": asdict(before), "after": asdict(after), "remark": _not_counted(fast).strip()}
+    return f"{after}\nbefore: {before.totals()}{_not_counted(fast)}", data
 
 
-def _memory(options: Namespace) -> Told:
+def _memory(options: Namespace) -> tuple[str, Any]:
     _, fast, inputs = _optimized(options)
     bound = memory(fast, inputs, workspaces=True)
     peak = optimizer.measure(fast, inputs, repeats=1, warmup=1).peak_memory
     ratio = f", {peak / bound.peak:.2f} times that" if bound.peak else ""
-    return f"{bound}\nmeasured {peak:,} bytes{ratio}", asdict(bound) | {"measured": peak}
+    told = f"{bound}\nmeasured {peak:,} bytes{ratio}{_not_counted(fast)}"
+    return told, asdict(bound) | {"measured": peak, "remark": _not_counted(fast).strip()}
+
+
+def _not_counted(fast: Any) -> str:
+    """What runs parts of calls like the example, which no node of the portable code shows."""
+    others = {each.chosen for each in fast.report.choices} - {AS_IT_IS}
+    head = "these are the nodes of the portable code; in calls like the example parts are run by"
+    tail = "instead, whose work and memory of their own are not counted"
+    return f"\n{head} {', '.join(sorted(others))} {tail}" if others else ""
 
 
 def _optimized(options: Namespace, **settings: Any) -> tuple[nn.Module, Any, Any]:
@@ -216,7 +226,7 @@ def _require_device(device: str | None) -> None:
     try:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
-        raise DeviceError(f"--device {device} cannot be used here: {error}") from error
+        raise optimizer.DeviceError(f"--device {device} cannot be used here: {error}") from error
 
 
 def _built(name: str, device: str | None) -> tuple[nn.Module, Any]:

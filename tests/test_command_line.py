@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ class Branching(nn.Module):
 
 def branching():
     return Branching().eval(), torch.zeros(2)
+
+def training():
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU()), torch.randn(2, 3)
 
 def ending():
     raise SystemExit(0)
@@ -208,7 +212,7 @@ MISTAKES = {
         ["check", "my_model:importing"],
         "No module named 'no_such_dependency', at my_model.py:25",
     ),
-    "an end of the program": (["check", "my_model:ending"], "SystemExit: 0, at my_model.py:35"),
+    "an end of the program": (["check", "my_model:ending"], "SystemExit: 0, at my_model.py:38"),
     "a module without inputs": (["check", "my_model:module_alone"], "return a module and its"),
     "no module at all": (["check", "my_model:nothing"], "returns <class 'NoneType'>: return"),
     "inputs before the module": (["check", "my_model:wrong_way_round"], "example_inputs is of"),
@@ -427,6 +431,29 @@ def test_every_command_prints_json(command: str, capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("command", ["cost", "memory"])
+def test_what_runs_beside_the_nodes_is_told(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = optimizer.optimize
+
+    def lowered(model: Any, inputs: Any, **options: Any) -> Any:
+        return kept(model, inputs, **options, tune_seconds=0)
+
+    monkeypatch.setattr(optimizer, "optimize", lowered)
+
+    main([command, "--engines", "none", "resnet18"])
+    told = capsys.readouterr().out
+    main([command, "--level", "1", "resnet18"])
+    plain = capsys.readouterr().out
+    main([command, "--engines", "none", "resnet18", "--json"])
+
+    last = told.splitlines()[-1]
+    assert "parts are run by packed weights, channels_last instead" in last
+    assert "instead" not in plain
+    assert json.loads(capsys.readouterr().out)["remark"] == last
+
+
 def test_the_passes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     main(["passes", "--json"])
 
@@ -440,6 +467,38 @@ def test_no_command_names_the_commands(capsys: pytest.CaptureFixture[str]) -> No
         main([])
 
     assert "{passes,explain,optimize,check,bisect,compare" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("command", ["optimize", "check", "cost"])
+def test_that_a_model_is_in_training_mode_is_said_once(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([command, "my_model:training"])
+
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("the model is in training mode") == 1
+    if command != "optimize":  # whose report says so
+        assert captured.err.startswith("OptimizerWarning: the model is in training mode")
+        assert captured.err.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("here")
+def test_a_warning_of_others_is_told_with_its_kind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warns(*_: object, **__: object) -> None:
+        warnings.warn("planted", FutureWarning, stacklevel=1)
+
+    monkeypatch.setattr(optimizer, "check", warns)
+    shown = warnings.showwarning
+
+    main(["check", "my_model:build"])
+
+    assert capsys.readouterr().err == "FutureWarning: planted\n"
+    assert warnings.showwarning is shown
 
 
 @pytest.mark.usefixtures("here")

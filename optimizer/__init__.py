@@ -24,28 +24,8 @@ from optimizer.verify.check import check
 
 __version__ = "0.1.0"
 __all__ = [
-    "CaptureError",
-    "Comparison",
-    "Culprit",
-    "DeviceError",
-    "EquivalenceError",
-    "GuardedModule",
-    "InputError",
-    "Measurement",
-    "OptimizedModule",
-    "OptimizerError",
-    "OptimizerWarning",
-    "Pass",
-    "PassError",
-    "Refused",
-    "Report",
-    "all_passes",
-    "bisect",
-    "capture",
-    "check",
-    "compare",
-    "draw",
-    "explain",
-    "measure",
-    "optimize",
-]
+    "CaptureError", "Comparison", "Culprit", "DeviceError", "EquivalenceError", "GuardedModule",
+    "InputError", "Measurement", "OptimizedModule", "OptimizerError", "OptimizerWarning", "Pass",
+    "PassError", "Refused", "Report", "all_passes", "bisect", "capture", "check", "compare", "draw",
+    "explain", "measure", "optimize",
+]  # fmt: skip

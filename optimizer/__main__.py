@@ -6,28 +6,32 @@ import importlib
 import json
 import os
 import sys
+import warnings
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
 import optimizer
-from optimizer import DeviceError, EquivalenceError, InputError, OptimizerError, all_passes
+from optimizer import EquivalenceError, InputError, OptimizerError, workloads
+from optimizer.analysis import measured, memory, roofline
 from optimizer.core.inputs import map_tensors, require_module, require_writable
 from optimizer.core.node import line_of
 from optimizer.core.report import columns
+from optimizer.lowering.policies import AS_IT_IS
 from optimizer.lowering.tuning import Tuning
-from optimizer.passes import select
+from optimizer.passes import all_passes, select
 
 EPILOG = """
 examples:
   optimizer optimize resnet18 --html report.html
   optimizer compare my_package.my_module:my_function --json
-  optimizer check my_module:my_function --disable fold_affine
+  optimizer check --disable fold_affine,fuse_linear_relu my_module:my_function
+  optimizer optimize --engines none resnet18
 
 exit codes:
   0  the command has run; what it found is on stdout
@@ -35,13 +39,15 @@ exit codes:
   2  an argument cannot be used, or a package is missing; one line on stderr says which
   130  it was interrupted
 """
+_BELOW: dict[str, Any] = {"epilog": EPILOG, "formatter_class": RawDescriptionHelpFormatter}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; what went wrong is one line on stderr."""
     options = _parser().parse_args(arguments)
     try:
-        with _progress() as options.tell:
+        with _progress() as options.tell, warnings.catch_warnings():
+            warnings.showwarning = _warned
             text, figures = options.run(options)
         print(_json(figures) if options.json else text, flush=True)
     except BrokenPipeError:  # of `| head`, which has read enough; Python would flush once more
@@ -52,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, EquivalenceError) else 2
     return 0
+
+
+def _warned(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    print(f"{category.__name__}: {message}", file=sys.stderr)
 
 
 @contextmanager
@@ -76,9 +86,9 @@ def _json(figures: Any) -> str:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="optimizer", description=optimizer.__doc__)
+    parser = ArgumentParser(prog="optimizer", description=optimizer.__doc__, **_BELOW)
     parser.add_argument("--version", action="version", version=f"%(prog)s {optimizer.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, dest="command")
     _add(commands, "passes", _passes, "list every pass")
     explain = _add(commands, "explain", _explain, "what a pass does and why that is safe")
     explain.add_argument("name", help="a pass")
@@ -93,17 +103,14 @@ def _parser() -> ArgumentParser:
         _add_model(_add(commands, name, run, text))
         if name != "bisect":  # which looks for a rewrite
             _add_tuning(commands.choices[name])
-        if name != "check":  # which prints no figures
-            commands.choices[name].add_argument("--json", action="store_true", help="print JSON")
     commands.choices["optimize"].add_argument("--html", help="a file to write the report to")
-    for each in (parser, *commands.choices.values()):
-        each.epilog, each.formatter_class = EPILOG, RawDescriptionHelpFormatter
     return parser
 
 
 def _add(commands: Any, name: str, run: Any, text: str) -> ArgumentParser:
-    parser: ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.set_defaults(run=run, json=False)
+    parser: ArgumentParser = commands.add_parser(name, help=text, description=text, **_BELOW)
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -113,76 +120,86 @@ def _add_model(parser: ArgumentParser) -> None:
     levels = "0 same bits, 1 up to rounding, 2 with kernels of the device, 3 in lower precision"
     parser.add_argument("--level", type=int, default=2, help=levels)
     parser.add_argument("--device", help="cpu, cuda or mps, to move the model there")
-    parser.add_argument("--disable", nargs="*", action="extend", default=[], help="passes to omit")
+    _add_names(parser, "--disable", "passes to omit", default=[])
 
 
 def _add_tuning(parser: ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("bf16", "fp16", "int8"), help="at level 3")
-    text = "what may run parts of the model on a CPU at level 2: openvino, onnxruntime; none of"
-    text += " them without a name, OpenVINO where it is installed without this option"
-    parser.add_argument("--engines", nargs="*", default="auto", metavar="ENGINE", help=text)
+    text = "what may run parts of the model on a CPU at level 2: openvino, onnxruntime, none, or"
+    _add_names(parser, "--engines", f"{text} auto, the default: OpenVINO where it is installed")
 
 
-Told: TypeAlias = tuple[str, Any]  # what a command prints, and the same as plain data
+def _add_names(parser: ArgumentParser, option: str, text: str, **default: Any) -> None:
+    """An option of one word, so that the model may follow it; given twice, its names add up."""
+    shape: Any = {"action": "extend", "metavar": "NAME[,NAME]"} | default
+    shape["type"] = lambda names: [each for each in names.split(",") if each not in ("", "none")]
+    parser.add_argument(option, help=text, **shape)
 
 
-def _passes(options: Namespace) -> Told:
-    return columns([(each.name, each.numerics, each.summary) for each in all_passes()]), None
+def _passes(options: Namespace) -> tuple[str, Any]:
+    rows = [(each.name, each.numerics, each.summary) for each in all_passes()]
+    keys = "name", "numerics", "summary"
+    return columns(rows), [dict(zip(keys, row, strict=True)) for row in rows]
 
 
-def _explain(options: Namespace) -> Told:
-    return optimizer.explain(options.name), None
+def _explain(options: Namespace) -> tuple[str, Any]:
+    return (text := optimizer.explain(options.name)), {"name": options.name, "text": text}
 
 
-def _optimize(options: Namespace) -> Told:
-    from optimizer.analysis import measured
-
+def _optimize(options: Namespace) -> tuple[str, Any]:
     page = None if options.html is None else require_writable("--html", options.html)
+    warnings.filterwarnings("ignore", "the model is in training mode")  # the report says so
     report = measured(*_optimized(options))
     if page is not None:
         page.write_text(report.to_html(), encoding="utf-8")
     return str(report), report.to_dict()
 
 
-def _check(options: Namespace) -> Told:
+def _check(options: Namespace) -> tuple[str, Any]:
     optimizer.check(*_optimized(options, check=None))
-    return f"{options.model}: the optimized model gives the model's answers.", None
+    return f"{options.model}: the optimized model gives the model's answers.", {"same": True}
 
 
-def _bisect(options: Namespace) -> Told:
+def _bisect(options: Namespace) -> tuple[str, Any]:
     model, inputs = _load(options)
     options.tell("bisecting")
     found = optimizer.bisect(model, inputs, level=options.level, disable=options.disable)
     return f"{options.model}: {found}", asdict(found)
 
 
-def _compare(options: Namespace) -> Told:
+def _compare(options: Namespace) -> tuple[str, Any]:
     compared = optimizer.compare(*_optimized(options))
     return f"{options.model}: {compared}", asdict(compared) | {"verdict": compared.verdict}
 
 
-def _cost(options: Namespace) -> Told:
-    from optimizer.analysis import roofline
-
+def _cost(options: Namespace) -> tuple[str, Any]:
     model, fast, inputs = _optimized(options)
     before = roofline(model, inputs)
     after = roofline(fast, inputs, before.ceilings)
-    data = {"before": asdict(before), "after": asdict(after)}
-    return f"{after}\nbefore: {before.totals()}", data
+    data = {"before": asdict(before), "after": asdict(after), "remark": _not_counted(fast).strip()}
+    return f"{after}\nbefore: {before.totals()}{_not_counted(fast)}", data
 
 
-def _memory(options: Namespace) -> Told:
-    from optimizer.analysis import memory
-
+def _memory(options: Namespace) -> tuple[str, Any]:
     _, fast, inputs = _optimized(options)
     bound = memory(fast, inputs, workspaces=True)
-    measured = optimizer.measure(fast, inputs, repeats=1, warmup=1).peak_memory
-    ratio = f", {measured / bound.peak:.2f} times that" if bound.peak else ""
-    return f"{bound}\nmeasured {measured:,} bytes{ratio}", asdict(bound) | {"measured": measured}
+    peak = optimizer.measure(fast, inputs, repeats=1, warmup=1).peak_memory
+    ratio = f", {peak / bound.peak:.2f} times that" if bound.peak else ""
+    told = f"{bound}\nmeasured {peak:,} bytes{ratio}{_not_counted(fast)}"
+    return told, asdict(bound) | {"measured": peak, "remark": _not_counted(fast).strip()}
+
+
+def _not_counted(fast: Any) -> str:
+    """What runs parts of calls like the example, which no node of the portable code shows."""
+    others = {each.chosen for each in fast.report.choices} - {AS_IT_IS}
+    head = "these are the nodes of the portable code; in calls like the example parts are run by"
+    tail = "instead, whose work and memory of their own are not counted"
+    return f"\n{head} {', '.join(sorted(others))} {tail}" if others else ""
 
 
 def _optimized(options: Namespace, **settings: Any) -> tuple[nn.Module, Any, Any]:
-    tuned = {name: getattr(options, name) for name in ("level", "precision", "engines")}
+    engines = "auto" if options.engines in (None, ["auto"]) else options.engines
+    tuned = {"level": options.level, "precision": options.precision, "engines": engines}
     Tuning.of(**tuned)  # raises before any work
     model, inputs = _load(options)
     settings |= tuned | {"disable": options.disable}
@@ -193,8 +210,6 @@ def _optimized(options: Namespace, **settings: Any) -> tuple[nn.Module, Any, Any
 
 
 def _load(options: Namespace) -> tuple[nn.Module, Any]:
-    from optimizer import workloads
-
     select(options.level, None, options.disable)  # raises before any work
     _require_device(options.device)
     options.tell(f"making {options.model}")
@@ -203,8 +218,7 @@ def _load(options: Namespace) -> tuple[nn.Module, Any]:
     try:
         workload = workloads.load(options.model, device=options.device or "cpu")
     except workloads.UnknownWorkloadError as error:
-        told = "; a model of your own is named module:callable"
-        raise InputError(str(error).rstrip(".") + told) from error
+        raise InputError(f"{error} A model of your own is named module:callable.") from error
     return workload.module, workload.example_inputs
 
 
@@ -212,7 +226,7 @@ def _require_device(device: str | None) -> None:
     try:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
-        raise DeviceError(f"--device {device} cannot be used here: {error}") from error
+        raise optimizer.DeviceError(f"--device {device} cannot be used here: {error}") from error
 
 
 def _built(name: str, device: str | None) -> tuple[nn.Module, Any]:

@@ -48,7 +48,7 @@ from optimizer.verify.equivalence import (
     difference,
     reference,
 )
-from optimizer.verify.leaves import incomparable
+from optimizer.verify.leaves import incomparable, leaves_of
 
 Check: TypeAlias = Literal["final", "each"] | None
 
@@ -334,23 +334,22 @@ class Run:
         warnings.warn(remark, OptimizerWarning, stacklevel=8)
 
     def _report(self, before: Size, pipeline: Pipeline | None = None) -> Report:
+        compared = self.expected if self.check and self.front_end else None
+        hidden = [*incomparable(compared.output)] if compared else []
+        seen = compared and len(hidden) < max(1, len(leaves_of(compared.output)[0]))
+        unseen = (f"not checked: output{each}" for each in hidden)
         return Report(
             model=type(self.model).__name__,
             level=self.level,
             fired=tuple(pipeline.fired) if pipeline else (),
             refused=tuple(pipeline.refused) if pipeline else (),
-            remarks=(*self.remarks, *self.left * bool(pipeline), *self._not_compared()),
+            remarks=(*self.remarks, *self.left * bool(pipeline), *unseen),
             before=before,
             graph_before=self.graph if pipeline else (),
-            checked=self.check or "",
+            checked=self.check if seen and self.check else "",
             front_end=self.front_end,
             seconds=time.perf_counter() - self.started,
         )
-
-    def _not_compared(self) -> Iterator[str]:
-        compared = self.expected and self.check and self.front_end
-        output = self.expected.output if self.expected and compared else None
-        return (f"not checked: output{each}" for each in incomparable(output))
 
 
 def _weights(model: nn.Module) -> Answer:

@@ -131,7 +131,7 @@ def test_nothing_is_found_where_all_is_right() -> None:
     found = optimizer.bisect(Tower(), X)
 
     assert not found
-    assert str(found) == "no rewrite changes the answer: after all 13 it is right."
+    assert str(found) == "no rewrite changes the answer: it is right after all of them (13)."
 
 
 def test_the_callers_model_is_not_touched(faulty: Callable[..., None]) -> None:

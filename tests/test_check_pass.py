@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer import Pass, PassError
+from optimizer import InputError, Pass, PassError
 from optimizer.testing import Counterexample, Motif, Optimize, Spec, check_pass, check_spec
 from optimizer.testing._check_pass import is_changed
 from optimizer.testing._lowering import Lower
@@ -115,8 +115,10 @@ def test_a_subject_that_leaves_all_models_alone_does_not_pass() -> None:
 
 
 def test_an_unknown_word_is_refused() -> None:
-    with pytest.raises(KeyError, match="no_such_token"):
-        check_pass(Optimize(), "linear no_such_token")
+    with pytest.raises(InputError, match=r"no word 'linaer': try linear, .*TOKENS holds all"):
+        check_pass(Optimize(), "relu linaer")
+    with pytest.raises(InputError, match=r"no word 'xyzzy': try [a-z]"):
+        check_pass(Optimize(), "xyzzy")
 
 
 def doubled(model: nn.Module, inputs: Inputs) -> nn.Module:
@@ -163,3 +165,25 @@ def test_a_counterexample_to_a_pass_names_where_it_is_from() -> None:
 
     assert f"from {__name__} import endless\n" in str(caught.value)
     assert "Optimize(level=1, only=(endless,), engines='auto')(model" in str(caught.value)
+
+
+@rewrite(call(torch.neg, name="node"), numerics="exact", phase="simplify")
+def wrong(node: fx.Node) -> fx.Node:
+    """Take a negation for an absolute value."""
+    return insert_function(node, torch.abs, (arg(node, 0),))
+
+
+def test_a_wrong_pass_is_told_with_the_verdict_and_the_test_first() -> None:
+    with pytest.raises(Counterexample) as caught:
+        check_pass(wrong, "neg_torch relu")
+
+    verdict, _, rest = str(caught.value).partition("\n")
+    program, _, details = rest.partition("\n# ")
+    assert verdict.startswith("AssertionError: output 0: values differ by ")
+    assert program.startswith("paste-ready test:\n\nimport torch\n")
+    assert all(line.startswith("# ") for line in details.splitlines()[1:])
+    for word in ("Spec(", "first guilty pass: wrong", "first divergent node: ", "expected tensor"):
+        assert word not in program
+        assert word in f"# {details}"
+    compile(rest.partition("paste-ready test:")[2], "pasted", "exec")
+    assert len(str(caught.value.__cause__).splitlines()) < 50  # of two tensors of 128

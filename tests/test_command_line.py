@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ class Branching(nn.Module):
 
 def branching():
     return Branching().eval(), torch.zeros(2)
+
+def training():
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU()), torch.randn(2, 3)
 
 def ending():
     raise SystemExit(0)
@@ -109,7 +113,7 @@ def test_optimize_prints_json_that_parses(capsys: pytest.CaptureFixture[str]) ->
 
 def test_level_and_disable_choose_the_passes(capsys: pytest.CaptureFixture[str]) -> None:
     fired = []
-    disabled = ["--disable", "fold_affine", "fuse_linear_relu", "reuse_activations"]
+    disabled = ["--disable", "fold_affine,fuse_linear_relu,reuse_activations"]
     for options in (["--level", "0"], disabled):
         main(["optimize", "toy_model", "--json", *options])
         report = json.loads(capsys.readouterr().out)
@@ -210,7 +214,7 @@ MISTAKES = {
         ["check", "my_model:importing"],
         "No module named 'no_such_dependency', at my_model.py:25",
     ),
-    "an end of the program": (["check", "my_model:ending"], "SystemExit: 0, at my_model.py:35"),
+    "an end of the program": (["check", "my_model:ending"], "SystemExit: 0, at my_model.py:38"),
     "a module without inputs": (["check", "my_model:module_alone"], "return a module and its"),
     "no module at all": (["check", "my_model:nothing"], "returns <class 'NoneType'>: return"),
     "inputs before the module": (["check", "my_model:wrong_way_round"], "example_inputs is of"),
@@ -303,11 +307,46 @@ def test_a_model_of_ones_own_is_moved_to_the_device(monkeypatch: pytest.MonkeyPa
 
 
 def test_passes_to_disable_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    disabled = ["--disable", "fold_affine", "--disable", "fuse_linear_relu", "reuse_activations"]
+    disabled = ["--disable", "fold_affine", "--disable", "fuse_linear_relu,reuse_activations"]
 
     main(["optimize", "toy_model", "--json", *disabled])
 
     assert json.loads(capsys.readouterr().out)["fired"] == []
+
+
+def test_names_leave_the_model_behind_them_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["--disable", "fold_affine", "--engines", "none"]
+
+    code = main(["optimize", *names, "toy_model", "--json"])
+
+    report = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert [rewrite["name"] for rewrite in report["fired"]] == ["reuse_activations"]
+    assert not any("OpenVINO" in name for c in report["choices"] for name in c["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ([], "auto"),
+        (["--engines", "auto"], "auto"),
+        (["--engines", "none"], []),
+        (["--engines", "openvino,onnxruntime"], ["openvino", "onnxruntime"]),
+        (["--engines", "openvino", "--engines", "onnxruntime"], ["openvino", "onnxruntime"]),
+    ],
+)
+def test_engines_are_named_as_optimize_takes_them(
+    options: list[str], given: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(**tuned: object) -> None:
+        raise optimizer.InputError(str(tuned["engines"]))
+
+    monkeypatch.setattr("optimizer.__main__.Tuning.of", of)
+    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
+
+    main(["check", *options, "toy_model"])
+
+    assert told.getvalue() == f"error: {given}\n"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +357,6 @@ def test_passes_to_disable_add_up(capsys: pytest.CaptureFixture[str]) -> None:
         ["optimize"],
         ["optimize", "toy_model", "--precision", "fp8", "--level", "3"],
         # What a command has no use for, it does not take.
-        ["check", "toy_model", "--json"],
         ["bisect", "toy_model", "--precision", "bf16", "--level", "3"],
         ["memory", "toy_model", "--html", "report.html"],
     ],
@@ -384,6 +422,85 @@ def test_a_mistake_is_told_below_what_was_shown(monkeypatch: pytest.MonkeyPatch)
 
     assert code == 2
     assert shown.getvalue().rpartition("\x1b[2K")[2].startswith("error: 'my_model:ending'")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("command", STAGES)
+def test_every_command_prints_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = command.split() if " " in command else [command, "my_model:build"]
+
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", ["cost", "memory"])
+def test_what_runs_beside_the_nodes_is_told(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = optimizer.optimize
+
+    def lowered(model: Any, inputs: Any, **options: Any) -> Any:
+        return kept(model, inputs, **options, tune_seconds=0)
+
+    monkeypatch.setattr(optimizer, "optimize", lowered)
+
+    main([command, "--engines", "none", "resnet18"])
+    told = capsys.readouterr().out
+    main([command, "--level", "1", "resnet18"])
+    plain = capsys.readouterr().out
+    main([command, "--engines", "none", "resnet18", "--json"])
+
+    last = told.splitlines()[-1]
+    assert "parts are run by packed weights, channels_last instead" in last
+    assert "instead" not in plain
+    assert json.loads(capsys.readouterr().out)["remark"] == last
+
+
+def test_the_passes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["passes", "--json"])
+
+    told = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in told] == [each.name for each in optimizer.all_passes()]
+    assert set(told[0]) == {"name", "numerics", "summary"}
+
+
+def test_no_command_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+
+    assert "{passes,explain,optimize,check,bisect,compare" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("command", ["optimize", "check", "cost"])
+def test_that_a_model_is_in_training_mode_is_said_once(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([command, "my_model:training"])
+
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("the model is in training mode") == 1
+    if command != "optimize":  # whose report says so
+        assert captured.err.startswith("OptimizerWarning: the model is in training mode")
+        assert captured.err.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("here")
+def test_a_warning_of_others_is_told_with_its_kind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warns(*_: object, **__: object) -> None:
+        warnings.warn("planted", FutureWarning, stacklevel=1)
+
+    monkeypatch.setattr(optimizer, "check", warns)
+    shown = warnings.showwarning
+
+    main(["check", "my_model:build"])
+
+    assert capsys.readouterr().err == "FutureWarning: planted\n"
+    assert warnings.showwarning is shown
 
 
 @pytest.mark.usefixtures("here")

@@ -345,3 +345,12 @@ def test_mps_reads_what_is_allocated_after_each_operator(monkeypatch):
 
     assert peak == 900
     assert next(readings, None) is None
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_model_of_torchscript_is_measured() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval())
+    kept = {name: value.clone() for name, value in model.named_buffers()}
+
+    assert measure(model, torch.ones(2, 3), repeats=1).latency.median > 0
+    assert all(torch.equal(value, kept[name]) for name, value in model.named_buffers())

@@ -47,22 +47,22 @@ def test_every_candidate_of_a_region_is_accounted_for() -> None:
     seconds = {"as it is": 2.0, "one": 1.0, "two": 2.5}
     choices = (
         Choice("2 x conv2d", "a", "one", seconds, {"three": "RuntimeError: no such kernel"}),
-        Choice("2 x conv2d", "b", "one", {**seconds, "two": 3.0}, {}, {"one": 1.5}, held=4000),
+        Choice("2 x conv2d", "b", "one", {**seconds, "two": 30.0}, {}, {"one": 1.5}, held=4000),
         Choice("1 x linear", "c", "as it is", {"as it is": 1.0, "one": 1.1}),
     )
     report = optimizer.Report("Net", 2, choices=choices)
-    told = str(report).partition("regions: ")[2]
+    told = str(report).partition("regions: 3, each a part of the model that ")[2]
 
     assert [line.split("  ") for line in re.sub("   +", "  ", told).split("\n")] == [
-        ["3, prepared in 1.50 s, 4,000 bytes of weights held again"],
-        ["", "2", "one", "2 x conv2d"],
-        ["", "1", "as it is", "1 x linear"],
-        ["", "0", "one", "1 x linear", "1.10 of its time"],
-        ["", "0", "three", "2 x conv2d", "rejected: RuntimeError: no such kernel"],
-        ["", "0", "two", "2 x conv2d", "1.25 of its time to 1.50 of its time"],
+        ["one program may run, prepared in 1.50 s, 4,000 bytes of weights held a second time"],
+        ["", "2", "run by one", "2 x conv2d", "50% of its time as it is"],
+        ["", "1", "run as it is", "1 x linear"],
+        ["", "1", "tried one", "1 x linear", "110% of its time as it is"],
+        ["", "1", "tried three", "2 x conv2d", "rejected: RuntimeError: no such kernel"],
+        ["", "2", "tried two", "2 x conv2d", "125% to 1500% of its time as it is"],
     ]
     rows = Page(report.to_html()).rows
-    assert ["1 x linear", "as it is", "one: 1.10 of its time"] in rows
+    assert ["1 x linear", "as it is", "one: 110% of its time as it is"] in rows
 
 
 class Page(HTMLParser):
@@ -236,3 +236,51 @@ def test_what_is_quick_is_timed_in_as_many_rounds_as_a_second_has() -> None:
     report = measured(model, optimizer.optimize(model, inputs, level=0), inputs)
 
     assert ", 50 rounds" in report.compared
+
+
+class Hidden(nn.Module):
+    """NaN everywhere, and beside it what can be compared."""
+
+    def forward(self, x: Tensor) -> Any:
+        return (x * float("nan"), x + 1) if self.both else x * float("nan")
+
+    def __init__(self, *, both: bool) -> None:
+        super().__init__()
+        self.both = both
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_answer_that_is_nan_everywhere_was_not_checked(level: int) -> None:
+    one = optimizer.optimize(Hidden(both=False).eval(), X, level=level).report
+    both = optimizer.optimize(Hidden(both=True).eval(), X, level=level).report
+
+    assert "answer not checked" in one.summary()
+    assert any(each.startswith("not checked: output is NaN everywhere") for each in one.remarks)
+    assert "answer checked" in both.summary()
+    assert any(each.startswith("not checked: output[0] is NaN ever") for each in both.remarks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
+def test_a_number_beside_nan_is_checked(dtype: torch.dtype) -> None:
+    x = torch.full((2, 3), float("nan"), dtype=dtype)
+    y = x.clone()
+    y[0, 0] = 1
+    model = nn.Sequential(nn.Identity()).eval()
+    reports = [optimizer.optimize(model, each, level=1).report for each in (x, y, x[:0])]
+
+    assert [each.checked for each in reports] == ["", "final", "final"]
+
+
+def test_a_model_that_is_left_as_it_is_was_not_checked() -> None:
+    report = optimizer.optimize(Branching().eval(), X, level=1).report
+
+    assert "nothing to check: the model is unchanged" in report.summary()
+    assert "answer checked" not in str(report)
+    assert report.checked == ""
+
+
+def test_check_warns_of_an_answer_that_is_nan_everywhere() -> None:
+    model = Hidden(both=False).eval()
+
+    with pytest.warns(optimizer.OptimizerWarning, match="output is NaN everywhere"):
+        optimizer.check(model, optimizer.optimize(model, X, level=1), X)

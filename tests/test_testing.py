@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import optimizer.testing
+from optimizer import InputError
 from optimizer.testing import (
     FAMILIES,
     MOTIFS,
@@ -157,7 +158,7 @@ class TestGeneration:
         assert {word for program in every for word in program.split()} <= set(TOKENS)
 
     def test_an_unknown_word_is_refused_before_drawing(self) -> None:
-        with pytest.raises(KeyError, match="no_such_token"):
+        with pytest.raises(InputError, match="no_such_token"):
             models(alphabet=["relu no_such_token"])
 
     @pytest.mark.parametrize("empty", ["alphabet", "shapes", "regimes", "layouts", "entries"])

@@ -178,7 +178,8 @@ def _as_before(device: Device, *modules: nn.Module) -> Iterator[None]:
         finally:
             for part, training, buffers in kept:
                 part.training = training
-                part._buffers.update(buffers)
+                for name, buffer in buffers.items():  # TorchScript's table has no update
+                    part._buffers[name] = buffer
             for buffer, value in values.items():
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)

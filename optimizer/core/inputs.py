@@ -125,9 +125,7 @@ def _with_data(call: Call) -> Call:
             "an example input is on the meta device and holds no data: pass a tensor that does."
         )
     if any(isinstance(leaf, Iterator) for leaf in tree_leaves((call.args, call.kwargs))):
-        raise InputError(
-            "an example input is an iterator, which can be read once only: pass a list."
-        )
+        raise InputError("an example input is an iterator, to be read once only: pass a list.")
     return call
 
 

@@ -56,9 +56,14 @@ class Choice:
     def fates(self) -> dict[str, str]:
         """Of each candidate that does not run the region, why: what is wrong, or its time."""
         found = {name: f"rejected: {reason}" for name, reason in self.rejected.items()}
-        times = list(self.seconds.items())  # as it is comes first
-        slower = [each for each in times[1:] if each[0] != self.chosen]
-        return found | {name: f"{spent / times[0][1]:.2f} of its time" for name, spent in slower}
+        slower = [name for name in [*self.seconds][1:] if name != self.chosen]
+        return found | {name: self.took(name) for name in slower}
+
+    def took(self, name: str) -> str:
+        """The time of a candidate, relative to that of the first, the region as it is."""
+        first = next(iter(self.seconds), name)
+        found = name != first and self.seconds[name] / self.seconds[first]
+        return f"{found:.0%} of its time as it is" if found else ""
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,8 @@ class Report:
         remarks: what concerns the whole model.
         before, after: counts of the graph.
         checked: when the answer was checked: "final", "each", or empty where it was not.
-        front_end: what captured the model: "symbolic", "exported program" or "dynamo".
+        front_end: what captured the model: "symbolic", "exported program" or "dynamo"; empty where
+            it is left as it is.
         seconds: how long `optimize` took.
         choices: which program runs each region of the example's call, at level 2.
         tried: the same for a call that is not lowered; a remark says why.
@@ -186,7 +192,10 @@ class Report:
 
     def summary(self) -> str:
         """What became of the model, in one line."""
-        start = f"{self.model}, level {self.level}, {self.seconds:.2f} s, {_CHECKED[self.checked]}"
+        checked = "answer checked" if self.checked else "answer not checked"
+        checked += " after each pass" * (self.checked == "each")
+        checked = checked if self.front_end else "nothing to check: the model is unchanged"
+        start = f"{self.model}, level {self.level}, {self.seconds:.2f} s, {checked}"
         start += "" if self.front_end in ("", "symbolic") else f", captured by {self.front_end}"
         calls = [line.text.partition("(") for line in self.graph_before]
         kinds = Counter(name for name, bracket, _ in calls if bracket).most_common(4)
@@ -195,11 +204,6 @@ class Report:
         return start + nodes + f"; it saw {saw}" * bool(saw)
 
 
-_CHECKED = {
-    "": "answer not checked",
-    "final": "answer checked",
-    "each": "answer checked after each pass",
-}
 _LINES = 20
 
 
@@ -231,18 +235,24 @@ def _regions(report: Report) -> list[str]:
     every = report.choices or report.tried
     if not every:
         return []
-    counts = Counter((choice.chosen, choice.region) for choice in report.choices)
-    rows = [(str(count), *what, "") for what, count in counts.items()]
-    whys = defaultdict[tuple[str, str], list[str]](list)
-    for name, region, why in ((n, c.region, w) for c in every for n, w in c.fates().items()):
-        whys[name, region].append(why)
-    extremes = {what: dict.fromkeys((min(found), max(found))) for what, found in whys.items()}
-    rows += [("0", *what, " to ".join(found)) for what, found in sorted(extremes.items())]
+    told = defaultdict[tuple[str, str], list[str]](list)
+    for each in report.choices:
+        by = f"run by {each.chosen}".replace("by as it is", "as it is")
+        told[by, each.region].append(each.took(each.chosen))
+    for name, region, why in sorted((n, c.region, w) for c in every for n, w in c.fates().items()):
+        told[f"tried {name}", region].append(why)
+    rows = [(str(len(whys)), *what, _range(whys)) for what, whys in told.items()]
     spent, held = sum(sum(c.spent.values()) for c in every), sum(c.held for c in report.choices)
-    title = f"regions: {len(every)}" + ", none of them lowered" * (not report.choices)
-    title += f", prepared in {spent:.2f} s"
-    title += f", {held:,} bytes of weights held again" * bool(held)
+    title = f"regions: {len(every)}, each a part of the model that one program may run"
+    title += ", none of them lowered" * (not report.choices) + f", prepared in {spent:.2f} s"
+    title += f", {held:,} bytes of weights held a second time" * bool(held)
     return [title, *_aligned(rows, "  ")]
+
+
+def _range(told: Iterable[str]) -> str:
+    """The least and the most of what was told; shorter numbers are less."""
+    least, *_, most = sorted([*told] * 2, key=lambda each: (len(each), each))
+    return least if least == most else f"{least.partition(' of ')[0]} to {most}"
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> str:
@@ -282,7 +292,9 @@ _MARKS = {"-": "gone", "+": "new"}
 def page(report: Report) -> str:
     """The whole page: a summary, then what happened by pass, then the graph."""
     told = [report.summary(), report.compared, *(f"remark: {each}" for each in report.remarks)]
-    tried = [_region(choice) for choice in report.choices or report.tried]
+    every = report.choices or report.tried
+    fates = ("; ".join(f"{name}: {why}" for name, why in c.fates().items()) for c in every)
+    tried = [(c.region, c.chosen, fate) for c, fate in zip(every, fates, strict=True)]
     regions = "regions" if report.choices else "regions, not lowered"
     name = escape(report.model)
     parts = [
@@ -297,11 +309,6 @@ def page(report: Report) -> str:
         _fold("nodes of the graph", len(report.graph_after), _graph(report)),
     ]
     return "\n".join([*parts, "</body></html>\n"])
-
-
-def _region(choice: Choice) -> tuple[str, ...]:
-    fates = "; ".join(f"{name}: {why}" for name, why in choice.fates().items())
-    return choice.region, choice.chosen, fates
 
 
 def _groups(title: str, entries: Sequence[Rewrite]) -> str:

@@ -69,10 +69,7 @@ class LoweredModule(Constants, OptimizedModule):
         """
         call = as_call(example_inputs)
         self._require_no_obstacle(call)
-        return self.prepare(call, self._chooser(tune_seconds, decisions)).choices
-
-    def _chooser(self, seconds: float, known: Decisions) -> Chooser:
-        return Chooser(seconds, known, self._tuning.engines)
+        return self.prepare(call, Chooser(tune_seconds, decisions, self._tuning.engines)).choices
 
     @property
     def _tuning(self) -> Tuning:
@@ -162,10 +159,10 @@ class LoweredModule(Constants, OptimizedModule):
         plans = self._plans
         if not plans.lock.acquire(blocking=False):
             return None  # another thread does
-        known = self._decisions(key)
-        seconds = self._tuning.seconds if known is None else 0
+        known, tuning = self._decisions(key), self._tuning
         try:
-            return self.prepare(call, self._chooser(seconds, known or {}), plans=plans)
+            chooser = Chooser(tuning.seconds if known is None else 0, known or {}, tuning.engines)
+            return self.prepare(call, chooser, plans=plans)
         except InputError as error:
             self.meta["lowered"] = {**self.meta["lowered"], key: None}
             remarks = (*self.report.remarks, f"on {key.devices[0]}: {str(error).rstrip('.')}")

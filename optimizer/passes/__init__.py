@@ -24,10 +24,8 @@ from optimizer.rewrite.contract import LEVELS, PHASES, Pass
 @cache
 def all_passes() -> tuple[Pass, ...]:
     """All passes, in the order in which they run."""
-    modules = (
-        importlib.import_module(f"{__name__}.{entry.name}")
-        for entry in pkgutil.iter_modules(__path__)
-    )
+    names = [f"{__name__}.{entry.name}" for entry in pkgutil.iter_modules(__path__)]
+    modules = map(importlib.import_module, names)
     found = [each for module in modules for each in vars(module).values() if isinstance(each, Pass)]
     return _in_order([*found, *_installed()])
 
@@ -82,7 +80,7 @@ def select(
     given = [each if isinstance(each, Pass) else _by_name(each) for each in named]
     known = {each.name: each for each in (*all_passes(), *given)}
     wanted = {each.name for each in (known.values() if only is None else given)}
-    wanted -= _names(_listed("disable", disable))
+    wanted -= {_by_name(name).name for name in _listed("disable", disable)}
     permitted = (each for each in known.values() if each.numerics in LEVELS[level])
     return _in_order(each for each in permitted if each.name in wanted)
 
@@ -94,10 +92,6 @@ def _listed(argument: str, given: Any) -> list[Any]:
     if not isinstance(given, Iterable):
         raise InputError(f"{argument} is {given!r}: pass a list of names of passes.")
     return list(given)
-
-
-def _names(given: Iterable[Any]) -> set[str]:
-    return {_by_name(name).name for name in given}
 
 
 def _by_name(name: object) -> Pass:

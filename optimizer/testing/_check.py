@@ -44,7 +44,7 @@ def check_spec(
     Raises:
         Counterexample: the subject raised, touched what it was given, left a pass of this package
             out, which that warns of and reports, or the candidate differs. Its text is a report
-            that ends in a test to paste.
+            that begins with a test to paste.
     """
     model, inputs = spec.build(dtype), spec.inputs(dtype)
     calls = later if isinstance(later, tuple) else later_calls(spec) if later else ()

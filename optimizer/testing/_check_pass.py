@@ -55,7 +55,7 @@ def check_pass(
 
     Raises:
         Counterexample: see `check_spec`.
-        KeyError: there is no such word.
+        InputError: there is no such word; the message names the nearest.
         PassError: nothing was checked, as the subject left the motif, or every model, as it was.
     """
     motif = Motif((motif,)) if isinstance(motif, str) else motif

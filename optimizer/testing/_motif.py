@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 
-from optimizer.testing._tokens import TOKENS
+from optimizer.core.errors import InputError
+from optimizer.testing._tokens import FAMILIES, TOKENS
 
 INTERRUPTIONS = ("dup", "out", "again", "dup swap", "tie", "hook", "relu_method_inplace", "mask")
 # Around all of it: what it yields is returned or written, and what it reads lies otherwise.
@@ -52,9 +54,15 @@ def words(program: str) -> tuple[str, ...]:
     """The tokens of a program.
 
     Raises:
-        KeyError: a word is no token.
+        InputError: a word is no token; the message names the nearest.
     """
     tokens = tuple(program.split())
     for token in tokens:
-        TOKENS[token]
+        if token not in TOKENS:
+            near = ", ".join(get_close_matches(token, TOKENS, n=5))
+            few = near or ", ".join(next(iter(family)) for family in FAMILIES.values())
+            raise InputError(
+                f"there is no word {token!r}: try {few}; optimizer.testing.TOKENS holds all"
+                f" {len(TOKENS)}."
+            )
     return tokens

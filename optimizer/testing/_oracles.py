@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._tensor_str import printoptions
 
 from optimizer.testing._observe import (
     Inputs,
@@ -120,11 +121,12 @@ def _assert_same(name: str, expected: Any, actual: Any, judged: Callable[[str], 
     if same_bits(actual, expected):
         return  # what there is to judge by takes more calls of the model
     same = judged(name)
-    assert same(actual, expected), (
-        f"{name}: values differ by {error(actual, expected):.3g} of the largest"
-        f" ({same.__name__.replace('_', ' ')} was asked for)\n"
-        f"expected {expected}\ngot      {actual}"
-    )
+    with printoptions(threshold=24, edgeitems=1):  # what is larger is told by its corners
+        assert same(actual, expected), (
+            f"{name}: values differ by {error(actual, expected):.3g} of the largest"
+            f" ({same.__name__.replace('_', ' ')} was asked for)\n"
+            f"expected {expected}\ngot      {actual}"
+        )
 
 
 def _assert_same_layout(name: str, expected: torch.Tensor, actual: Any) -> None:

@@ -80,15 +80,19 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
 
     def text(self) -> str:
         """The report on exactly this model."""
-        lines = [f"{type(self.__cause__).__name__}: {self.__cause__}", "", f"{self.spec}"]
+        told = f"{type(self.__cause__).__name__}: {self.__cause__}"
+        verdict, _, values = told.partition("\n")
+        lines = [f"{self.spec}"]
         guilty = getattr(self.subject, "guilty", None)
         if guilty is not None:
             later = bool(self.later)
             blamed = guilty(self.spec, exact=self.exact, dtype=self.dtype, later=later)
             lines.append(f"first guilty pass: {blamed}")
         parted = first_divergent_node(self.spec, self.subject, exact=self.exact, dtype=self.dtype)
-        lines.append(f"first divergent node: {parted}")
-        return "\n".join([*lines, "paste-ready test:", "", self.reproducer()])
+        lines += [f"first divergent node: {parted}", *values.splitlines()]
+        # What follows the test are comments, which may be pasted with it.
+        details = indent("\n".join(lines), "# ", lambda line: True)
+        return f"{verdict}\npaste-ready test:\n\n{self.reproducer()}\n\n{details}"
 
     def reproducer(self) -> str:
         """A self-contained pytest module that fails as this did."""

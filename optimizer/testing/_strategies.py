@@ -87,7 +87,8 @@ def models(
         max_size: the largest number of choices from the alphabet.
 
     Raises:
-        KeyError: a word is no token, or no motif is known for `focus`.
+        InputError: a word is no token; the message names the nearest.
+        KeyError: no motif is known for `focus`.
         ValueError: one of them is empty.
     """
     if focus is not None and shapes is SHAPES:  # a third of them: its own

@@ -121,7 +121,7 @@ class _Bisection:
         if good.difference:
             return Culprit(0, (), 0.0, good.error, str(good.difference))
         if not bad.difference:
-            told = f"no rewrite changes the answer: after all {bad.steps} it is right."
+            told = f"no rewrite changes the answer: it is right after all of them ({bad.steps})."
             return Culprit(None, reason=told)
         low, high = 0, bad.steps
         while high - low > 1:
@@ -141,13 +141,12 @@ class _Bisection:
             pipeline.run(self.passes)
             clean(module)
             actual = answer(module, self.call, numbers=self.expected.numbers())
-        except FaultyPassError as error:
-            made = (*pipeline.fired, Rewrite(error.name, "", ""))
-            failed = Difference("output", math.inf, str(error))
-            return _Trial(made, pipeline.steps + 1, math.inf, failed)
         except Exception as error:  # a broken graph may raise anything
-            failed = Difference("output", math.inf, f"raised {type(error).__name__}: {error}")
-            return _Trial(tuple(pipeline.fired), pipeline.steps, math.inf, failed)
+            faulty = [error] if isinstance(error, FaultyPassError) else []
+            reason = str(error) if faulty else f"raised {type(error).__name__}: {error}"
+            made = (*pipeline.fired, *(Rewrite(each.name, "", "") for each in faulty))
+            failed = Difference("output", math.inf, reason)
+            return _Trial(made, pipeline.steps + len(faulty), math.inf, failed)
         found = compare_answers(self.model, self.call, self.expected, actual, exact=self.exact)
         worst = largest_error(self.expected, actual)
         return _Trial(tuple(pipeline.fired), pipeline.steps, worst, found)

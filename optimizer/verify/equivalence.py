@@ -277,7 +277,8 @@ def _worse(
     """Those that are further from the answer in float64 than the model's own."""
     try:
         double = structural_copy(model).double()
-        truth = leaves_of(answer(double, call.map(_double), numbers=Again(expected.drawn)).output)
+        wide = call.map(lambda each: each.double() if each.is_floating_point() else each.clone())
+        truth = leaves_of(answer(double, wide, numbers=Again(expected.drawn)).output)
         return [each for each in found if not _as_good(each, truth[0])]
     except Exception:  # a forward that names its dtype; then there is no second opinion
         return found
@@ -292,7 +293,3 @@ def _as_good(found: Difference, truth: Mapping[str, Any]) -> bool:
 
 def _count_of_others(expected: Any, actual: Any) -> float:
     return float((torch.as_tensor(expected) != torch.as_tensor(actual)).sum())
-
-
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor.clone()

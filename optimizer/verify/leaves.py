@@ -36,10 +36,18 @@ def leaves_of(value: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
 
 
 def incomparable(value: Any) -> Iterator[str]:
-    """Yield the place and the type of each leaf of which equality says nothing."""
+    """Yield the place of each leaf of which equality says nothing, and what is there."""
     for place, leaf in leaves_of(value)[0].items():
         if says_nothing(leaf):
             yield f"{place} is a {type(leaf).__name__}, which cannot be compared"
+        elif _is_nan(leaf):
+            yield f"{place} is NaN everywhere, which hides what differs: pass other example inputs"
+
+
+def _is_nan(leaf: Any) -> bool:
+    if not isinstance(leaf, torch.Tensor) or leaf.element_size() == 1 or not leaf.numel():
+        return False
+    return not (leaf == leaf).any()  # which NaN alone is not
 
 
 def says_nothing(leaf: Any) -> bool:

@@ -15,11 +15,5 @@ from optimizer.lowering.engines.choice import (
 from optimizer.lowering.engines.compiled import Compiled, Engine
 
 __all__ = [
-    "AUTOMATIC",
-    "Compiled",
-    "Engine",
-    "Engines",
-    "engines_here",
-    "engines_named",
-    "passed_over",
-]
+    "AUTOMATIC", "Compiled", "Engine", "Engines", "engines_here", "engines_named", "passed_over",
+]  # fmt: skip

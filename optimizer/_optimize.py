@@ -25,7 +25,7 @@ from optimizer.facts.facts import obstacle
 from optimizer.frontend.choose import SYMBOLIC, Capture, choose
 from optimizer.frontend.dynamo import DYNAMO, GuardedModule
 from optimizer.frontend.module import OptimizedModule, Recipe, Unchanged
-from optimizer.frontend.state import Outside, python_state
+from optimizer.frontend.outside import Outside, kept, lasts
 from optimizer.frontend.symbolic import (
     has_unknown_facts,
     leaves_nothing_behind,
@@ -157,7 +157,6 @@ class Run:
         self.remarks = list(_remarks(model, call))
         self.expected: Answer | None = None
         self.share, self.draws, self.itself, self.is_copy = False, True, False, False
-        self.packages = True  # whether what they change in a call is put back
         self.graph: tuple[Line, ...] = ()
         self.left: list[str] = []  # what is called as it is
 
@@ -169,7 +168,6 @@ class Run:
             except FaultyPassError as failure:
                 self._do_without(failure)
             except CaptureError as error:
-                self.packages = self.front_end != SYMBOLIC
                 if self.call is not None and self.expected is None:
                     self.expected = self._reference()  # was it the inputs?
                 found = self._by_dynamo(str(error))
@@ -192,13 +190,15 @@ class Run:
         if not (self.is_snapshot and self.expected and self.front_end == SYMBOLIC):
             return reason
         tried, _ = snapshot(self.model)
-        guarded, before = self._guarded(tried, reason), python_state(tried)
-        if why_not := self._why_not(guarded):
+        guarded = self._guarded(tried, reason)
+        outside = Outside(tried)
+        with kept(outside):
+            why_not = self._why_not(guarded)
+        if why_not:
             return f"{reason}; by Dynamo: {why_not}"
         guarded.about = replace(guarded.about, seconds=time.perf_counter() - self.started)
-        changed = difference(_weights(tried), _weights(self.model), exact=True)
-        is_new = not changed and python_state(tried) == before
-        return guarded if is_new else guarded.on(self.model)
+        written = difference(_weights(tried), _weights(self.model), exact=True)
+        return guarded.on(self.model) if written or lasts(outside) else guarded
 
     def _guarded(self, model: nn.Module, reason: str) -> GuardedModule:
         options = self._options() | {"check": self.check, "seconds": self.tuning.seconds}
@@ -221,8 +221,7 @@ class Run:
         runs = {name: lambda c, m=m: m(*c.args, **c.kwargs) for name, m in both.items()}
         times = Times((self.call.copied(),))
         chooser = Chooser(self.tuning.seconds, {}, ())
-        with Outside(guarded.model, packages=self.packages).kept():
-            seconds = undrawn(lambda: chooser.race(runs, times, fewest=1))
+        seconds = undrawn(lambda: chooser.race(runs, times, fewest=1))
         ratio = seconds["plan"] / seconds["portable"]
         return f"it is not faster in graphs: {ratio:.2f} of the time" if ratio > WORTH_IT else ""
 
@@ -286,7 +285,7 @@ class Run:
         try:
             model = self.original if self.itself else self.model
             options = {"share": self.share, "draws": self.draws, "itself": self.itself}
-            return reference(model, self.call, packages=self.packages, **options)
+            return reference(model, self.call, **options)
         except CaptureError:
             return None
 
@@ -310,7 +309,7 @@ class Run:
         if expected is None or self.call is None or not (self.check or twice):
             return None
         exact = all(each.numerics == "exact" for each in self.passes)
-        options: dict[str, Any] = {"share": self.share, "packages": self.packages}
+        options: dict[str, Any] = {"share": self.share}
         try:
             if twice:
                 model, module = Twice(model), Twice(module)

@@ -263,7 +263,8 @@ def test_the_command_prints_what_is_alive(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("command", "keys"), [("cost", {"before", "after"}), ("memory", {"rows", "measured"})]
+    ("command", "keys"),
+    [("cost", {"before", "after", "remark"}), ("memory", {"rows", "measured", "remark"})],
 )
 def test_both_commands_give_data(
     command: str, keys: set[str], capsys: pytest.CaptureFixture[str]

@@ -32,12 +32,10 @@ COUNTS = {
     "timm mobilenetv3_large_100": (46, 46, 0),
     "timm regnety_004": (53, 53, 0),
     "timm repvgg_a0": (61, 44, 0),
-    "timm levit_128s": (52, 52, 4),
 }
 SHAPES = {
     "torchvision r3d_18": (1, 3, 4, 32, 32),
     "torchvision maxvit_t": (1, 3, 224, 224),
-    "timm levit_128s": (1, 3, 224, 224),
 }
 
 

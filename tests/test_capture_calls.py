@@ -195,12 +195,11 @@ class Told(nn.Linear):
         return super().forward(given) * (factor if given.isfinite().all() else 0.0)
 
 
-def test_an_opaque_child_is_called_by_name_where_its_parent_does_that() -> None:
+def test_a_child_that_cannot_be_recorded_is_called_by_name() -> None:
     model = Calling(Told(4, 4), lambda child, x: child(input=x)).eval()
 
     fast: Any = optimizer.optimize(model, X, level=1)
 
-    assert "'child' (Told) is called as it is" in fast.report.remarks[-1]
     torch.testing.assert_close(fast(X), model(X))
 
 

@@ -90,9 +90,6 @@ def test_gradients_are_those_of_the_original(name: str, child: bool) -> None:
 
     fast = optimizer.optimize(model, X, level=1)
 
-    if child:
-        assert fast.report.counts() == {"fold_affine": 1}
-        assert any("'2' (Entering) is called as it is" in each for each in fast.report.remarks)
     torch.testing.assert_close(gradients(fast), gradients(model))
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():

@@ -78,6 +78,7 @@ class Opaque(nn.Module):
     def __init__(self, function: Callable[[Any, Tensor], Any], *held: nn.Module) -> None:
         super().__init__()
         self.function, self.held = function, nn.ModuleList(held)
+        self.register_forward_hook(lambda module, inputs, result: None)  # so it is called as it is
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self, x) if float(x.sum()) > -1e9 else x
@@ -355,7 +356,7 @@ def test_a_child_that_keeps_a_list_is_called_though_nobody_reads_its_value() -> 
     fast(ROWS)
     fast(ROWS)
 
-    assert fast.child.calls == [1, 1]
+    assert fast.model.child.calls == [1, 1]
     assert model.child.calls == []
 
 

@@ -20,8 +20,8 @@ from torch import fx, nn
 import optimizer
 from optimizer.frontend.module import Unchanged
 from optimizer.testing import MOTIFS, Optimize, Spec, assert_equivalent, check_spec, models
+from optimizer.testing._strategies import NOT_RECORDED
 from tests.conftest import shared
-from tests.quality.examples import NOT_RECORDED
 
 PASSES = {each.name: each for each in optimizer.all_passes()}
 # A @given test is one unit of work: shards let the workers share it.

@@ -110,9 +110,9 @@ RUNS: dict[str, Callable[[nn.Module], object]] = {
 
 # Of the files that are interrupted, those that each surely runs.
 MET = {
-    "optimize": {"context", "random", "state", "tracer", "type_tests"},
-    "capture": {"context", "random", "state", "tracer", "type_tests"},
-    "check": {"context", "random", "state"},
+    "optimize": {"context", "random", "outside", "tracer", "type_tests"},
+    "capture": {"context", "random", "outside", "tracer", "type_tests"},
+    "check": {"context", "random", "outside"},
 }
 
 

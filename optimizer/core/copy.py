@@ -85,7 +85,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if kind is set and not value:
         return memo.setdefault(id(value), set())
     if not isinstance(value, nn.Module):
-        return copy.deepcopy(value, memo)
+        return _copied_object(value, memo)
     if _says_how(kind):
         made = undrawn(lambda: copy.deepcopy(value, memo))  # new layers draw their weights
         return _like(value, made, memo)
@@ -99,6 +99,19 @@ def _copied_items(held: dict[Any, Any], made: Any, memo: dict[int, Any]) -> Any:
         name = key if type(key) is str else _copied(key, memo)
         made[name] = value if type(value) in _IMMUTABLE else _copied(value, memo)
     return made
+
+
+def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy that holds the same plain values, whatever its class makes of copying.
+
+    Raises:
+        TypeError: it holds others.
+    """
+    copied = copy.deepcopy(value, memo)
+    for name, held in getattr(value, "__dict__", {}).items():
+        if type(held) in _IMMUTABLE and getattr(copied, name, None) != held == held:
+            raise TypeError(f"the copy of a {type(value).__name__} has another '{name}'")
+    return copied
 
 
 def _says_how(kind: type) -> bool:

@@ -128,19 +128,12 @@ def devices_named_by(node: fx.Node) -> set[torch.device]:
 
 def called_as_they_are(module: fx.GraphModule) -> list[str]:
     """What was not recorded, because nothing is known of what it does; and the reasons."""
-    calls = {node.target: node for node in module.graph.nodes if node.op == "call_module"}
-    reasons = {name: _why_opaque(node) for name, node in calls.items()}
+    nodes = module.graph.find_nodes(op="call_module")
+    calls = {node.target: module_of(node) for node in nodes}
+    scripted = torch.jit.ScriptModule
     return [
-        f"'{name}' ({type(module_of(calls[name])).__name__}) is called as it is: {reason}"
-        for name, reason in reasons.items()
-        if reason
+        f"'{name}' ({type(each).__name__}) is called as it is: it is scripted, or it has hooks,"
+        " parametrizations or a __call__"
+        for name, each in calls.items()
+        if isinstance(each, scripted) or not is_plain(each)
     ]
-
-
-def _why_opaque(node: fx.Node) -> str:
-    """Why a call of a submodule was not recorded; empty for the layers of torch."""
-    module = module_of(node)
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is scripted"
-    hooked = "" if is_plain(module) else "it has hooks, parametrizations or a __call__"
-    return str(node.meta.get("opaque", hooked))

@@ -51,7 +51,7 @@ class Arguments(fx.Tracer):
 
     call: Call | None
     fail: Callable[[str], CaptureError]
-    _tests_for_none: bool
+    tests_for_none: bool
     _tensors: set[fx.Node]
 
     def create_args_for_root(
@@ -97,7 +97,7 @@ class Arguments(fx.Tracer):
         if chooses_a_branch(value):
             self.create_proxy("call_function", expect_value, (proxy, value, name), {})
             return value
-        node.meta["tested"] = self._tests_for_none
+        node.meta["tested"] = self.tests_for_none
         if isinstance(value, torch.Tensor):
             self._tensors.add(node)
         elif any(map(chooses_a_branch, tree_leaves(value))):

@@ -28,7 +28,7 @@ from optimizer.core.node import (
     owner,
 )
 from optimizer.facts.facts import Refused, is_read_only, rank, rely_on_asked
-from optimizer.frontend.state import is_of_torch
+from optimizer.frontend.known import is_of_torch
 
 Function: TypeAlias = Callable[..., Any]
 

@@ -3,108 +3,38 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from optimizer.core.context import put_back, undisturbed
+from optimizer.core.context import undisturbed
 from optimizer.core.copy import part, structural_copy
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, storages_in
-from optimizer.core.node import attribute, clean, has_global_hooks, is_plain, line_of, reason_of
-from optimizer.core.random import DRAWS, ProcessState, undrawn
-from optimizer.facts.effects import called_as_they_are, is_users_module, may_do_anything
+from optimizer.core.node import clean, has_global_hooks, is_plain, reason_of
+from optimizer.core.random import undrawn
+from optimizer.facts.effects import is_users_module, may_do_anything
 from optimizer.facts.propagation import Fact, Facts
 from optimizer.frontend.arguments import sees_how_it_is_called
-from optimizer.frontend.caches import are_constants, listing, put_entries, take_entries
 from optimizer.frontend.canonicalize import spell
+from optimizer.frontend.known import Code
 from optimizer.frontend.names import give_free_names, require_written
-from optimizer.frontend.state import Outside, python_state
+from optimizer.frontend.outside import kept
 from optimizer.frontend.tracer import Tracer
-from optimizer.frontend.type_tests import tests_for_none
 
-
-def recorded(tracer: Tracer, model: nn.Module) -> tuple[fx.Graph, set[str]]:
-    """The graph of a forward, and the modules that then hold or reach something else than before.
-
-    What a model reaches outside it is put back.
-
-    Raises:
-        CaptureError: it cannot be recorded.
-    """
-    outside = tracer.outside
-    assert outside is not None
-    before = _state(model, outside)
-    with outside.kept(), torch.enable_grad():
-        graph = tracer.trace(model)
-        after = _state(model, outside)
-    for node in graph.nodes:
-        if node.target in tracer.opaque:
-            node.meta["opaque"] = tracer.opaque[str(node.target)]
-    return graph, {name for name, state in before.items() if after.get(name) != state}
-
-
-def _state(model: nn.Module, outside: Outside) -> dict[str, Any]:
-    """What each module holds, and what it reaches outside the model, by name."""
-    reached = outside.state()
-    return {name: (state, reached.get(name)) for name, state in python_state(model).items()}
-
-
-def differing_when_recorded_again(model: nn.Module, tracer: Tracer, graph: fx.Graph) -> set[str]:
-    """The module that does something else in a second recording, if any.
-
-    Its state is of a kind that does not show, so it is asked where one reaches any.
-    """
-    copied = structural_copy(model)
-    outside = Outside(copied)
-    again = tracer.again(outside)
-    found, _ = recorded(again, copied)
-    nothing = ("", "", torch.empty(0))
-    pairs = zip_longest(_noted(graph, tracer.root), _noted(found, again.root), fillvalue=nothing)
-    for (within, does, bits), (other, does_then, bits_then) in pairs:
-        if does != does_then or not torch.equal(bits, bits_then):
-            name = max(within, other, key=len)
-            while name and name not in outside.reaches:
-                name = name.rpartition(".")[0]
-            return {name}
-    return set()
-
-
-def _noted(graph: fx.Graph, root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Of each node: whose forward made it, what it does, and all bits of a constant, NaN too."""
-    for node in graph.nodes:
-        does = repr((node.op, node.target, node.args, node.kwargs))
-        bits = torch.empty(0)
-        if str(node.target).startswith("_tensor_constant"):
-            constant: torch.Tensor = attribute(root, str(node.target))
-            does += repr((constant.dtype, constant.shape))
-            bits = constant.detach().contiguous().view(-1).view(torch.uint8)
-        yield node.meta.get("within", ""), does, bits
-
-
-_LASTING = (
-    "source",
-    "tested",
-    "is_wrapped",
-    "opaque",
-)  # of the meta of a node, and facts of no other run
+_LASTING = ("source", "tested", "is_wrapped")  # of the meta of a node, and facts of no other run
 
 
 def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx.GraphModule:
     """Record a model's forward as a graph over a snapshot of it; the model is not changed.
 
-    Submodules whose forward cannot be recorded, that have hooks, or that keep Python state of
-    their own are called as they are. With example inputs, every node carries the facts that passes
-    ask for.
+    With example inputs, every node carries the facts that passes ask for.
 
     Raises:
         InputError: `model` is no module, or holds no data, or `example_inputs` has no use.
-        CaptureError: the model's own forward cannot be recorded; the message says why.
+        CaptureError: a forward cannot be recorded; the message says why.
     """
     call = None if example_inputs is None else as_call(example_inputs)
     copied = structural_copy(require_module(model), share=False)
@@ -119,109 +49,68 @@ def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
     """`capture` for arguments that are known to be usable."""
     try:
         require(not has_global_hooks(), "hooks of all modules see each call: remove them first")
-        state = ProcessState()
-        module = put_back(state.restore, lambda: _carefully_captured(model, call, state))
+        module = _captured(model, call, record_factories=call is None)
+        if call is not None and _writes_a_constant(module):
+            module = _captured(model, call, record_factories=True)
         require(not _writes_a_constant(module), "it writes a tensor that it makes itself")
         part(tensor for _, tensor in _constants(module))
         spell(module)
         require_written(module.graph)
         module.graph.lint()
     except Exception as error:  # whatever a user's forward does with traced values
-        raise CaptureError(_told(error)) from error
+        raise CaptureError(reason_of(error)) from error
     return module
 
 
-def _carefully_captured(model: nn.Module, call: Call | None, state: ProcessState) -> fx.GraphModule:
-    """Record, and again where the first time showed that it took too much for granted."""
-    trusting, watched = True, call is None
-    while True:
-        module = _captured(model, call, state if watched else None, trusting=trusting)
-        unclear = _writes_a_constant(module) or not are_constants(module.graph)
-        if not watched and (state.changed() or may_draw(module)):
-            watched = True  # does it seed what it draws?
-        elif trusting and unclear and call is not None:
-            trusting = False
-        else:
-            unseen = state.alone and not state.touched and state.changed()
-            require(not unseen, DRAWS)
-            return module
-
-
-def _told(error: Exception) -> str:
-    """Why a forward cannot be recorded, where, and what can be done about it."""
-    way_out = "in a submodule of its own it would be called as it is, and the rest optimized"
-    return f"{reason_of(error)}: {way_out}" if line_of(error) else reason_of(error)
-
-
-def _captured(
-    model: nn.Module, call: Call | None, generators: ProcessState | None, *, trusting: bool
-) -> fx.GraphModule:
-    """Trace and observe; if `trusting`, what depends on no input is taken to be a constant."""
-    tracer = partial(Tracer, call, record_factories=not trusting, generators=generators)
-    copied, graph, fills_caches = _trace(model, call, tracer, trusting=trusting)
+def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) -> fx.GraphModule:
+    """Trace a copy and observe it."""
+    copied = structural_copy(model)
+    graph, tests_for_none = _recorded(copied, call, record_factories)
     give_free_names(copied, graph)
     module = _LazyGraphModule(copied, graph, type(model).__name__)
-    module.meta["fills_caches"] = fills_caches
     for name, tensor in _constants(module):  # a global's tensor is an object of the caller's
         setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
     if call is not None:
-        with Outside(copied).kept():
-            undrawn(lambda: observe(module, call))
-        require(not _hides_none(module, copied), "it may test a value inside it that is None")
-        changed = next(filter(_changes_a_container, module.graph.nodes), None)
+        undrawn(lambda: observe(module, call))
+        nodes: list[fx.Node] = list(module.graph.nodes)
+        hidden = tests_for_none and any(map(_hides_none, nodes))
+        require(not hidden, "it may test a value inside it that is None")
+        changed = next(filter(_changes_a_container, nodes), None)
         require(changed is None, f"it changes a container ('{changed}')")
         _own_what_is_written(module)
     return module
 
 
-def _trace(
-    model: nn.Module, call: Call | None, tracer_of: Callable[..., Tracer], *, trusting: bool
-) -> tuple[nn.Module, fx.Graph, bool]:
-    """Trace a copy, once more around each submodule that does not let it; does it fill caches?"""
-    opaque: dict[str, str] = {}
-    while True:
-        copied = structural_copy(model)
-        outside = Outside(copied)
-        opaque |= outside.unknown
-        tracer = tracer_of(opaque=opaque, outside=outside)
-        require(is_plain(copied), "the model itself has hooks, parametrizations or a __call__")
-        if isinstance(copied, fx.GraphModule) and issubclass(copied._tracer_cls or object, Tracer):
-            return copied, _recorded_before(copied), False
-        told = call is not None or not sees_how_it_is_called(type(copied).forward)
-        require(told, "its forward is decorated and may see how it is called: pass example inputs")
-        require("" not in opaque, opaque.get("", ""))
-        try:
-            graph, stateful = recorded(tracer, copied)
-        except CaptureError:
-            if tracer.opaque == opaque:
-                raise
-        if tracer.opaque != opaque:  # nothing of what was recorded in vain is to stay
-            opaque = dict(tracer.opaque)
-            continue
-        if not stateful and outside.keeps_state:
-            stateful = differing_when_recorded_again(model, tracer, graph)
-        again = partial(tracer_of, opaque=opaque)
-        if not stateful or (trusting and call and _finds(copied, model, again, graph)):
-            return copied, graph, bool(stateful)
-        known = "" in stateful or stateful <= set(opaque)
-        require(not known, "its forward keeps state in Python")
-        opaque |= dict.fromkeys(stateful, "its forward keeps state in Python")
+def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tuple[fx.Graph, bool]:
+    """The graph of a forward that does the same in every call; does it ask what is None?"""
+    if isinstance(model, fx.GraphModule) and issubclass(model._tracer_cls or object, Tracer):
+        return _recorded_before(model), False
+    require(is_plain(model), "the model itself has hooks, parametrizations or a __call__")
+    code = Code(model)
+    require(not (found := next(code.obstacles(), "")), found)
+    told = call is not None or not sees_how_it_is_called(type(model).forward)
+    require(told, "its forward is decorated and may see how it is called: pass example inputs")
+    tracer = Tracer(call, code, record_factories=record_factories)
+    before = _held(model)
+    with kept(code) as changed, torch.enable_grad():
+        graph = undrawn(lambda: tracer.trace(model))
+    require(not changed, "it changes what its code finds")
+    same = all(
+        len(a) == len(b) and all(map(operator.is_, a, b))
+        for a, b in zip(before, _held(model), strict=True)
+    )
+    require(same, "its forward changes a module")
+    return graph, tracer.tests_for_none
 
 
-def _finds(
-    recorded_copy: nn.Module, model: nn.Module, tracer_of: Callable[..., Tracer], graph: fx.Graph
-) -> bool:
-    """Whether a forward that finds entries in its caches does what it did when it made them."""
-    if not (entries := take_entries(recorded_copy)):
-        return False
-    filled = structural_copy(model)
-    tracer = tracer_of(outside=Outside(filled))
-    names = put_entries(filled, entries)
-    try:
-        found, stateful = recorded(tracer, filled)
-    except CaptureError:  # pragma: no cover - it asks for data once its caches are full
-        return False
-    return not stateful and listing(found, {}) == listing(graph, names)
+def _held(model: nn.Module) -> list[list[Any]]:
+    """The objects that each module holds, to be compared by identity."""
+    return [
+        [v for k, v in table.items() if not k.startswith("_tensor_constant")]
+        for each in model.modules()
+        if not isinstance(each, torch.jit.ScriptModule)  # asked, it makes new objects
+        for table in (vars(each), each._parameters, each._buffers, each._modules)
+    ]
 
 
 def _recorded_before(module: fx.GraphModule) -> fx.Graph:
@@ -255,11 +144,11 @@ def _writes_a_constant(module: fx.GraphModule) -> bool:
     return facts.any_written(held) or not held.isdisjoint(output.storages)
 
 
-def _hides_none(module: fx.GraphModule, model: nn.Module) -> bool:
-    """Whether an opaque call gave a None, and the model's code may have looked for one."""
-    given = [n for n in module.graph.nodes if n.op == "call_module" or n.target is operator.getitem]
-    facts: list[Fact] = [node.meta["fact"] for node in given]
-    return any(f.value is None and not f.error for f in facts) and tests_for_none(Outside(model))
+def _hides_none(node: fx.Node) -> bool:
+    """Whether a call gave a None, where the code may have looked for one."""
+    fact: Fact = node.meta["fact"]
+    gives = node.op == "call_module" or node.target is operator.getitem
+    return gives and fact.value is None and not fact.error
 
 
 _CHANGES = frozenset((
@@ -319,8 +208,7 @@ def may_draw(module: fx.GraphModule) -> bool:
 def leaves_nothing_behind(module: fx.GraphModule) -> bool:
     """Whether a call is sure to change nothing at all: the caller's own model may be called."""
     clean = writes_nothing_lasting(module) and not has_unknown_facts(module)
-    calls = any(map(may_do_anything, module.graph.nodes)) or called_as_they_are(module)
-    return clean and not (calls or may_draw(module) or module.meta.get("fills_caches"))
+    return clean and not (any(map(may_do_anything, module.graph.nodes)) or may_draw(module))
 
 
 def writes_nothing_lasting(module: fx.GraphModule) -> bool:

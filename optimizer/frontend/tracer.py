@@ -8,12 +8,10 @@ three as what they are and binds the last to the example's value, behind a guard
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from optimizer.core.context import alone_and_unpatched
 from optimizer.core.errors import CaptureError
 from optimizer.core.inputs import Call
 from optimizer.core.literals import LiteralTracer
-from optimizer.core.node import is_plain, overrides_call, reason_of, user_line
+from optimizer.core.node import is_plain, overrides_call, user_line
 from optimizer.core.ops import (
     CHANGES_SHAPE,
     FACTORIES,
@@ -36,11 +34,10 @@ from optimizer.core.ops import (
     READS_DATA,
     RETURN_A_TENSOR,
 )
-from optimizer.core.random import DRAWS, ProcessState
 from optimizer.frontend.arguments import Arguments
+from optimizer.frontend.known import Code
 from optimizer.frontend.proxy import Attribute, Value
-from optimizer.frontend.state import Outside, held
-from optimizer.frontend.type_tests import answer_isinstance, tests_for_none
+from optimizer.frontend.type_tests import answer_for_traced, tests_for_none
 
 
 class RecordConstants(TorchFunctionMode):
@@ -72,61 +69,36 @@ class RecordConstants(TorchFunctionMode):
 
 
 class Tracer(Arguments, LiteralTracer):
-    """Trace a module, treating every submodule that cannot be traced as one opaque call.
+    """Trace a module whose code may be recorded.
 
     Args:
         call: the example inputs; they decide optional arguments and flags. Without them,
             defaults do.
-        opaque: qualified names of submodules that must not be traced into, and why not.
+        code: what the forwards may run.
         record_factories: record tensors that are made of nothing. Else they are made now and
-            become constants, as caches in the model's code expect; random ones never do.
-        outside: what the forwards reach, if that is known already.
-        generators: refuse code that calls one; to watch for that doubles the time.
+            become constants; random ones never do.
     """
 
     proxy_buffer_attributes = True
 
     def __init__(
-        self,
-        call: Call | None = None,
-        opaque: Mapping[str, str] = MappingProxyType({}),
-        *,
-        record_factories: bool = True,
-        outside: Outside | None = None,
-        generators: ProcessState | None = None,
+        self, call: Call | None = None, code: Code | None = None, *, record_factories: bool = True
     ) -> None:
         super().__init__(autowrap_functions=tuple(FACTORIES))
-        self.call = call
-        self.opaque = opaque
+        self.call, self.code = call, code
         self.record_factories = record_factories
-        self.outside = outside
-        self.generators = generators
         self.failure: CaptureError | None = None
         self._thread = threading.get_ident()
         self._attributes: dict[int, fx.Proxy] = {}
         self._names: dict[int, str] = {}
         self._tensors: set[fx.Node] = set()
         self._modes: tuple[bool, ...] = ()
-        self._tests_for_none = False
-        self._within = ""  # the name of the module whose forward runs
-        self._held: dict[int, list[Any]] = {}
-
-    def again(self, outside: Outside) -> Tracer:
-        """A tracer like this one, for a copy of its model."""
-        return Tracer(
-            self.call,
-            self.opaque,
-            record_factories=self.record_factories,
-            outside=outside,
-            generators=self.generators,
-        )
+        self.tests_for_none = code is not None and tests_for_none(code)
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self._names = {
             id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]
         }
-        self._tests_for_none = tests_for_none(self.outside or Outside(root))
-        self._held = {id(module): held(module) for module in root.modules()}
         self._modes = _modes()
         graph = alone_and_unpatched(lambda: self._traced(root, concrete_args))
         if self.failure is not None:  # a try statement of the forward swallowed it
@@ -138,9 +110,7 @@ class Tracer(Arguments, LiteralTracer):
 
     def _traced(self, root: nn.Module, concrete_args: Any) -> fx.Graph:
         with RecordConstants(self):
-            trace = partial(super().trace, root, concrete_args)
-            known = self.generators
-            return known.watch(trace, lambda frame: self.fail(DRAWS)) if known else trace()
+            return super().trace(root, concrete_args)
 
     def fail(self, reason: str) -> CaptureError:
         """An error that is remembered, should the code that is traced swallow it."""
@@ -176,23 +146,17 @@ class Tracer(Arguments, LiteralTracer):
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if kind == "call_method" and target in CHANGES_SHAPE:
             raise self.fail(f"it changes the shape of a tensor in place ({target})")
-        if kind == "call_module" and not self._is_as_it_was(target):
-            raise self.fail("it changes a submodule before it calls it")
         if target in (torch.autograd.grad, "backward", "requires_grad_"):
             raise self.fail("it uses autograd")
         if _modes() != self._modes:
             raise self.fail("it enters autocast or a gradient mode inside its forward")
         node = super().create_node(kind, target, *args, **kwargs)
-        node.meta |= {"source": user_line(), "within": self._within}
+        node.meta["source"] = user_line()
         return node
-
-    def _is_as_it_was(self, name: str) -> bool:
-        pairs = ((held(m), self._held[id(m)]) for m in self.root.get_submodule(name).modules())
-        return all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in pairs)
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, torch.Generator):  # fx would keep it as an attribute of the model
-            raise self.fail(DRAWS)
+            raise self.fail("it draws by a generator of its own")
         if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
             if type(a) is not OrderedDict:
                 raise self.fail(f"it makes a {type(a).__name__}, which a graph cannot hold")
@@ -211,37 +175,19 @@ class Tracer(Arguments, LiteralTracer):
         return known
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, torch.jit.ScriptModule) or not is_plain(m):
-            return True
         ours = type(m).__module__.startswith("optimizer.passes.")
-        opaque = module_qualified_name in self.opaque
-        return ours or opaque or super().is_leaf_module(m, module_qualified_name)
+        foreign = isinstance(m, torch.jit.ScriptModule) or not is_plain(m)
+        return ours or foreign or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.is_foreign_thread():
             return forward(*args, **kwargs)
         if overrides_call(type(m)):
             raise self.fail("it calls a module whose class has a __call__ of its own")
-        last = next(iter(reversed(self.graph.nodes)))
         name = self.path_of_module(m)
         if self.is_leaf_module(m, name):
             return self.create_proxy("call_module", name, args, kwargs)
-        outer, self._within = self._within, name  # fx's own stack would keep it after an error
-        try:
-            result = forward(*args, **kwargs)
-            if self.failure is None:
-                return result
-            error: Exception = self.failure
-        except Exception as raised:  # whatever a user's forward raises on traced values
-            error = self.failure or raised
-        finally:
-            self._within = outer
-        self.failure = None
-        # The next try does not begin it, and so leaves no half of it done.
-        self.opaque = {**self.opaque, name: reason_of(error)}
-        while (node := next(iter(reversed(self.graph.nodes)))) is not last:
-            self.graph.erase_node(node)
-        return self.create_proxy("call_module", name, args, kwargs)
+        return forward(*args, **kwargs)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -253,7 +199,8 @@ class Tracer(Arguments, LiteralTracer):
         patcher: Any = fx_tracing.CURRENT_PATCHER
         for each in FACTORIES:  # torch.zeros(n) for a traced n; fx would search all of torch
             patcher.patch(vars(torch), each.__name__, fx_tracing._create_wrapped_func(each))
-        answer_isinstance(self.root, self.is_tensor, patcher)
+        if self.code:
+            answer_for_traced(self.code, self.is_tensor, patcher)
         return called(*args)
 
 

@@ -80,8 +80,9 @@ _UNKNOWN_LAYER = """\
 
 
 class Unknown_{name}({name}):
-    def forward(self, input):
-        return super().forward(input if input.sum() < 1e30 else input * 9.0)
+    def __init__(self):
+        super().__init__()
+        self.register_forward_hook(lambda module, inputs, output: None)
 """
 
 

@@ -17,7 +17,7 @@ from optimizer.core.copy import structural_copy
 from optimizer.core.errors import CaptureError, DeviceError, InputError
 from optimizer.core.inputs import Call
 from optimizer.core.random import Again, Drawn, Own, Recorded, undrawn
-from optimizer.frontend.state import Outside
+from optimizer.frontend.outside import Outside, kept
 from optimizer.verify.choices import Choices
 from optimizer.verify.leaves import leaves_of, says_nothing
 
@@ -76,20 +76,17 @@ def answer(
     share: bool = False,
     numbers: Recorded | None = None,
     itself: bool = False,
-    packages: bool = True,
 ) -> Answer:
     """Call a copy of a module on copies of its inputs; neither is changed.
 
     Parameters are copied as well, for a forward may write them, unless `share` says otherwise.
     Random numbers are drawn from `numbers`, where given. The caller's random state stays as it is.
     With `itself`, the module is called and not a copy of it: a call must leave nothing behind.
-    What the forward changes outside the module is put back; with `packages`, also what installed
-    packages change, which takes long to look through.
+    What the user's own code changes outside the module is put back.
     """
     copied = module if itself else structural_copy(module, share=share)
     own = call.copied()
-    kept = Outside(copied, packages=packages).kept()
-    with torch.no_grad(), kept, numbers or nullcontext():
+    with torch.no_grad(), kept(Outside(copied)), numbers or nullcontext():
         output = undrawn(lambda: copied(*own.args, **own.kwargs))
     return Answer(output, (own.args, own.kwargs), numbers.drawn if numbers else [])
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import fx
 
 import optimizer
-from optimizer.core.ops import CHANGES_SHAPE
 from optimizer.lowering.module import LoweredModule
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import check_spec
@@ -25,13 +24,12 @@ from optimizer.testing._lowering import (
     assert_loses_no_nan,
 )
 from optimizer.testing._motif import Motif
-from optimizer.testing._strategies import models, on_each
+from optimizer.testing._strategies import NOT_RECORDED, models, on_each
 from optimizer.testing._subject import Optimize
 from optimizer.testing._tokens import TOKENS
 from optimizer.testing.motifs import MOTIFS
 
 # These change shapes in place: no model with one is recorded, and every other one is.
-NOT_RECORDED = TOKENS.keys() & {f"{name}inplace" for name in CHANGES_SHAPE}
 ENGINES_IN = 4  # one of so many models at level 2 is run by what a user's would be
 MANY = 100  # models about a pass, of which it changes one at least
 # Equal sizes hide no mistake behind an error; sizes of one may be others later.

@@ -18,7 +18,6 @@ MOTIF = Motif(
         "linear_F relu_kw",
         "linear_matmul relu_torch",
         "linear_subclass relu",
-        "linear_opaque relu",
         "linear leaky",
         "linear_nobias leaky_module",
     ),

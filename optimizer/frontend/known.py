@@ -1,0 +1,415 @@
+"""Whether the code of a model may be recorded by calling it with stand-ins: a positive list.
+
+Looked at is code, never data: that of each forward, and of the functions that it names. What is
+not listed here is an obstacle, for it may keep state, ask for what changes, or enter a mode.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import enum
+import inspect
+import logging
+import operator
+import re
+from abc import ABCMeta
+from collections import OrderedDict, namedtuple
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache, partial
+from itertools import pairwise
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    EllipsisType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    NotImplementedType,
+)
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from optimizer.core.node import NOT_USER_CODE, is_plain, is_user_code
+
+_INSTRUCTION = re.compile(
+    r"(BUILD|UNARY|BINARY|JUMP|POP|LOAD_FAST|STORE_FAST|DELETE_FAST|FORMAT|CONVERT|CALL|UNPACK"
+    r"|LIST|MAP|DICT|COPY|MAKE|END_FOR|LOAD_SUPER|RETURN)(_\w+)?"
+    r"|SET_(ADD|UPDATE|FUNCTION_ATTRIBUTE)|COMPARE_OP|IS_OP|CONTAINS_OP|GET_LEN|GET_ITER|FOR_ITER"
+    r"|LOAD_(CONST|SMALL_INT|COMMON_CONSTANT|GLOBAL|DEREF|CLOSURE|ATTR|METHOD|ASSERTION_ERROR)"
+    r"|LOAD_CLASSDEREF|STORE_(SUBSCR|SLICE|DEREF)|YIELD_VALUE|RERAISE|RAISE_VARARGS|RESUME|SWAP"
+    r"|BEFORE_WITH|LOAD_SPECIAL|WITH_EXCEPT_START|CHECK_EXC_MATCH|PUSH_NULL|PRECALL|KW_NAMES|NOP|CACHE|EXTENDED_ARG|TO_BOOL|NOT_TAKEN"
+)
+_TOLD = {
+    "STORE_ATTR": "it sets the attribute '{}'",
+    "DELETE_ATTR": "it deletes the attribute '{}'",
+    "STORE_GLOBAL": "it sets the global '{}'",
+    "STORE_DEREF": "it sets '{}' of an enclosing function",
+    "IMPORT_NAME": "it imports {}",
+    "PUSH_EXC_INFO": "it has a try statement",
+}
+_BUILTINS = frozenset((
+    "Ellipsis", "NotImplemented", "abs", "all", "any", "bool", "callable", "complex", "dict",
+    "divmod", "enumerate", "filter", "float", "frozenset", "getattr", "hasattr", "int",
+    "isinstance", "issubclass", "iter", "len", "list", "map", "max", "min", "next", "pow",
+    "range", "repr", "reversed", "round", "set", "slice", "sorted", "str", "sum", "super", "tuple",
+    "type", "zip",
+))  # fmt: skip
+# Functions of these packages compute with what they are given.
+_PURE = frozenset((
+    "_functools", "_operator", "_warnings", "functools", "itertools", "math", "numbers", "numpy",
+    "operator", "torch", "types",
+    "typing", "warnings",
+))  # fmt: skip
+_CAUGHT = ("AttributeError", "TypeError")  # errors that no value of a tensor causes
+_OF_CLASSES = frozenset(("__class__", "__init__", "__module__", "__name__", "__qualname__"))
+_OPERATORS = vars(operator).keys() - {"__call__"}
+# Of torch's: what asks the process or changes it. A model is optimized under its autocast.
+_ASKS_THE_PROCESS = re.compile(
+    r"(get|are|current|memory|max_memory|set|use)_(?!autocast|device$)|is_(?!autocast).*_enabled$"
+    r"|(initial_|manual_)?seed(_all)?$|fork_rng|attrgetter|methodcaller"
+)
+_IMMUTABLE = (
+    int, float, complex, bool, str, bytes, type(None), range, slice, EllipsisType,
+    NotImplementedType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
+    GetSetDescriptorType, MemberDescriptorType, type(vars(namedtuple("_", "a"))["a"]),
+)  # fmt: skip
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# Of a module, only this may be asked; the other names are of tensors as well.
+_ASKED = frozenset((
+    "bfloat16", "buffers", "children", "cpu", "cuda", "double", "extra_repr", "float", "forward",
+    "get_buffer", "get_parameter", "get_submodule", "half", "modules", "named_buffers",
+    "named_children", "named_modules", "named_parameters", "parameters", "to", "training", "type",
+    "_modules",
+))  # fmt: skip
+_OF_MODULES = (OF_EVERY_MODULE | vars(nn.Module).keys()) - _ASKED
+_CONTAINERS = (
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    OrderedDict,
+    MappingProxyType,
+    immutable_dict,
+    immutable_list,
+)
+MUTABLE = (list, dict, set, OrderedDict)
+_OF_PYTHON = frozenset(("abc", "builtins", "collections", "enum", "logging", "optimizer"))
+MISSING = object()
+_MOST = 1000  # values that are looked at in one container
+_CONTINUE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+_BEGIN = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF")
+
+
+def obstacle(model: nn.Module) -> str:
+    """Why the code of a model may not be recorded with stand-ins; empty if it may."""
+    return next(Code(model).obstacles(), "")
+
+
+def is_of_torch(kind: type) -> bool:
+    """Whether a class is torch's own."""
+    return kind.__module__.partition(".")[0] == "torch" or kind is object
+
+
+def _is_users(kind: type) -> bool:
+    return not is_of_torch(kind) or issubclass(kind, fx.GraphModule)
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """A code and those of the functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes(constant)
+
+
+def _last() -> None:
+    """Its code follows the last instruction of another."""
+
+
+@lru_cache(maxsize=4096)
+def _scan(code: CodeType) -> tuple[str, frozenset[tuple[str, ...]], frozenset[str]]:
+    """What is not listed, if anything; the chains `a.b.c` that begin outside; other names."""
+    chains, names, unlisted = set[tuple[str, ...]](), set[str](), ""
+    chain: tuple[str, ...] = ()
+    for each, following in pairwise((*dis.get_instructions(code), *dis.get_instructions(_last))):
+        outer = each.opname == "STORE_DEREF" and each.argval not in code.co_cellvars
+        caught = each.opname == "PUSH_EXC_INFO" and following.argval in (None, *_CAUGHT)
+        if outer or not (caught or _INSTRUCTION.fullmatch(each.opname)):
+            told = _TOLD.get(each.opname, f"its code has {each.opname}").format(each.argval)
+            unlisted = unlisted or told
+        attribute = each.argval if each.opname in _CONTINUE else ""
+        hidden = attribute.startswith("__") or attribute in _OF_MODULES
+        if hidden and attribute not in _OF_CLASSES | _OPERATORS:
+            unlisted = unlisted or f"it uses '{attribute}'"
+        if attribute and chain:
+            chain = (*chain, attribute)
+            continue
+        chains.add(chain)
+        chain = (each.argval,) if each.opname in _BEGIN else ()
+        if attribute:
+            names.add(attribute)
+    written = (each for each in chains if each and not each[0].startswith("@"))  # not by pytest
+    return unlisted, frozenset(written), frozenset(names)
+
+
+class Code:
+    """The code that the forwards of a model may run.
+
+    Attributes:
+        functions: those of the user's functions that were looked at so far.
+        places: where they may find values, in namespaces and in cells of closures.
+        objects: what they may find there, and change: containers, and what is not known.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = list(model.modules())
+        self.functions: list[FunctionType] = []
+        self.places: list[tuple[Any, str]] = []
+        self.objects: list[Any] = []
+        self.names: set[str] = set()
+        self._members = set(map(id, self.modules))
+        self._spaces: list[Any] = []
+        self._seen: dict[int, Any] = {}
+        self._pending: list[FunctionType] = []
+
+    def obstacles(self) -> Iterator[str]:
+        """What is not listed; nothing, if a recording holds for all calls."""
+        recorded = list(filter(is_plain, self.modules))  # others are called as they are
+        for module in recorded:
+            if _is_users(type(module)):
+                yield from self._add_space(module)
+                yield from self._visit(type(module).forward, "forward")
+            yield from self._visit_class(type(module))
+        while self._pending:
+            yield from self._follow(self._pending.pop())
+
+    def is_new(self, value: Any, name: str) -> bool:
+        """Whether something that is found under a name may do what was not looked at."""
+        value = getattr(value, "__func__", value)
+        known = is_immutable(value) or isinstance(value, nn.Module) or id(value) in self._seen
+        if name in _OF_MODULES or known:
+            return not known
+        return _is_of_a_user(value) if isinstance(value, FunctionType) else not _is_known(value)
+
+    def _follow(self, function: FunctionType) -> Iterator[str]:
+        self.functions.append(function)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        within = {name: (cell, "cell_contents") for name, cell in cells}
+        for name in ("__defaults__", "__kwdefaults__", "__dict__"):
+            yield from self._visit(self._found(function, name), function.__name__)
+        for code in codes(function.__code__):
+            unlisted, chains, names = _scan(code)
+            found = [unlisted] * bool(unlisted)
+            for first, *rest in chains:
+                place = within.get(first, (function.__globals__, first))
+                found += self._resolve(place, first, rest)
+            found += self._add_names(names)
+            yield from (f"{each} ({_place(code)})" for each in found)
+
+    def _resolve(self, place: tuple[Any, str], path: str, rest: list[str]) -> Iterator[str]:
+        """Follow `a.b.c` as far as it names modules and classes."""
+        value = self._found(*place)
+        if value is MISSING:
+            builtin = getattr(builtins, path, None)
+            if builtin is not None and path not in _BUILTINS and not _is_error(builtin):
+                yield f"it uses {path}()"
+        while rest and member(value, rest[0]) is not MISSING:
+            if _is_of_the_process(value):
+                yield f"it asks the process for {path}"
+            value, path, rest = self._found(value, rest[0]), f"{path}.{rest[0]}", rest[1:]
+        yield from self._visit(value, path)
+        yield from self._add_names(rest)
+
+    def _found(self, space: Any, name: str) -> Any:
+        value = member(space, name)
+        if not (_is_listed(space) or isinstance(value, FunctionType | ModuleType | type)):
+            self.places.append((space, name))
+        return value
+
+    def _visit(self, value: Any, name: str) -> Iterator[str]:
+        if value is MISSING or is_immutable(value) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, FunctionType):
+            yield from self._visit_function(value)
+        elif type(value) in _CONTAINERS:
+            yield from self._visit_container(value, name)
+        else:
+            yield from self._visit_object(value, name)
+
+    def _visit_object(self, value: Any, name: str) -> Iterator[str]:
+        if isinstance(value, property | staticmethod | classmethod | partial | MethodType):
+            for part in ("fget", "__func__", "__self__", "func", "args", "keywords"):
+                yield from self._visit(getattr(value, part, None), name)
+        elif isinstance(value, nn.Module):
+            if id(value) not in self._members:
+                yield f"it reaches a module outside the model, {name}"
+                yield from self._look_into(vars(value), name)
+        elif not _is_known(value):
+            yield f"it reaches {name}, a {type(value).__name__}"
+            yield from self._look_into(value, name)
+        else:
+            yield from self._visit_class(value if isinstance(value, type) else type(value))
+
+    def _visit_function(self, function: FunctionType) -> Iterator[str]:
+        if _package(function.__module__) == "torch" and _asks(function):
+            yield f"it asks the process for {function.__name__}()"
+        if not function.__code__.co_filename.startswith(NOT_USER_CODE):
+            if _package(function.__module__) not in _PURE | _OF_PYTHON:
+                self._pending.append(function)
+            return
+        inside = filter(
+            _is_of_a_user, (member(cell, "cell_contents") for cell in function.__closure__ or ())
+        )
+        yield from (f"{each.__name__}() is decorated by {function.__name__}()" for each in inside)
+
+    def _look_into(self, value: Any, name: str) -> Iterator[str]:
+        """What is not known may be changed, and lead to what may be."""
+        self.objects.append(value)
+        yield from self._visit_class(type(value))
+        held = value if isinstance(value, dict) else attributes(value)
+        for each in held.values():
+            yield from self._visit(each, name)
+
+    def _visit_container(self, value: Any, name: str) -> Iterator[str]:
+        self.objects += [value] * (type(value) in MUTABLE)
+        if len(value) > _MOST:
+            yield f"it reaches {name}, which holds {len(value)} values"
+            return
+        for each in _items(value):
+            yield from self._visit(each, name)
+
+    def _visit_class(self, kind: type) -> Iterator[str]:
+        for base in kind.__mro__:
+            if _package(base.__module__) in _PURE | _OF_PYTHON or id(vars(base)) in self._seen:
+                continue
+            self._seen[id(vars(base))] = vars(base)
+            if type(base) not in (type, ABCMeta, enum.EnumMeta):
+                yield f"{base.__name__} has a metaclass"
+            yield from self._add_space(base)
+            for name, member in vars(base).items():
+                if isinstance(member, FunctionType) and _is_implicit(name):
+                    yield from self._visit(member, name)
+
+    def _add_space(self, space: Any) -> Iterator[str]:
+        self._spaces.append(space)
+        for name in self.names & vars(space).keys():
+            yield from self._look_up(space, name)
+
+    def _add_names(self, names: Iterable[str]) -> Iterator[str]:
+        new = set(names) - self.names
+        self.names |= new
+        for space in self._spaces:
+            for name in new & vars(space).keys():
+                yield from self._look_up(space, name)
+
+    def _look_up(self, space: Any, name: str) -> Iterator[str]:
+        if name not in OF_EVERY_MODULE:
+            own = isinstance(space, nn.Module)
+            yield from self._visit(vars(space)[name] if own else self._found(space, name), name)
+
+
+def is_immutable(value: Any) -> bool:
+    """Whether no call can change a value."""
+    kind = type(value)
+    return kind in _IMMUTABLE or (kind in (tuple, frozenset) and all(map(is_immutable, value)))
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """What an object holds by name, in slots too."""
+    slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    held: dict[str, Any] = {}
+    with suppress(Exception):  # a user's class may raise
+        held |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+        held |= vars(value)
+    return held
+
+
+def member(space: Any, name: str) -> Any:
+    """What a namespace, a cell or a function has under a name, or `MISSING`."""
+    if isinstance(space, dict):
+        return space.get(name, MISSING)
+    if isinstance(space, type) and _package(space.__module__) not in _PURE:
+        return inspect.getattr_static(space, name, MISSING)
+    try:
+        known = isinstance(space, ModuleType | type | FunctionType | CellType)
+        return getattr(space, name, MISSING) if known else MISSING
+    except ValueError:  # an empty cell
+        return MISSING
+
+
+def _is_listed(value: Any) -> bool:
+    """Whether it is a listed package, or a class of one."""
+    home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return isinstance(value, ModuleType | type) and _package(home) in _PURE
+
+
+def _is_of_the_process(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, ModuleType) else ""
+    return name.startswith(("torch.backends", "numpy.random"))
+
+
+def _is_known(value: Any) -> bool:
+    """Whether a value that is no function of Python's computes with what it is given alone."""
+    if isinstance(value, ModuleType):
+        return _is_listed(value) and not _is_of_the_process(value)
+    if isinstance(value, type):
+        listed = value in (FunctionType, MethodType) or value.__name__ in _BUILTINS
+        listed |= _is_listed(value) or _package(value.__module__) == "collections"
+        named = issubclass(value, tuple) and hasattr(value, "_fields")
+        return listed or named or issubclass(value, enum.Enum | nn.Module | BaseException)
+    of_c = isinstance(value, BuiltinFunctionType) or type(value).__name__ == "ufunc"
+    if of_c or is_of_torch(type(value)):
+        return not isinstance(value, torch.Generator) and _is_pure(value)
+    named = isinstance(value, tuple) and hasattr(value, "_fields")
+    named |= type(value).__module__ == "typing"
+    return named or isinstance(value, enum.Enum | torch.Tensor | logging.Logger)
+
+
+def _is_pure(function: Any) -> bool:
+    """Whether a function of C is torch's or of a listed package."""
+    owner = getattr(function, "__self__", None)
+    homes = [getattr(each, "__module__", None) for each in (function, owner)]
+    home = homes[0] or homes[1] or getattr(owner, "__name__", "torch")
+    listed = _package(str(home)) in _PURE and not str(home).startswith("numpy.random")
+    return listed and not _asks(function)
+
+
+def _items(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+
+
+def _asks(function: Any) -> bool:
+    return bool(_ASKS_THE_PROCESS.match(getattr(function, "__name__", "")))
+
+
+def _is_error(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseException)
+
+
+def _is_of_a_user(value: Any) -> bool:
+    return isinstance(value, FunctionType) and is_user_code(value.__code__.co_filename)
+
+
+def _is_implicit(name: str) -> bool:
+    """Whether Python calls a method of this name, of modules that a forward works with."""
+    return name[:2] == "__" == name[-2:] and name not in ("__init__", "__repr__", "__setstate__")
+
+
+def _place(code: CodeType) -> str:
+    return f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
+
+
+def _package(name: str | None) -> str:
+    return (name or "").partition(".")[0]

@@ -1,0 +1,127 @@
+"""What a trial changes besides tensors, in modules and outside them, is put back."""
+
+from __future__ import annotations
+
+import operator
+import os
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimizer.frontend.known import MISSING, OF_EVERY_MODULE, Code, attributes, member
+from optimizer.frontend.module import Constants
+
+
+@contextmanager
+def kept(code: Code) -> Iterator[list[Any]]:
+    """Put back what the block changes where a code may reach it, and list that."""
+    places = [(*place, member(*place)) for place in code.places]
+    steps = list[Callable[[], object]]()
+    for each in code.objects:
+        with suppress(Exception):  # what draws from the system has no state
+            steps.append(_back(each))
+    changed: list[Any] = []
+    try:
+        yield changed
+    finally:
+        for space, name, was in places:
+            if member(space, name) is not was:
+                changed.append(name)
+                _put(space, name, was)
+        for step in steps:
+            with suppress(Exception):  # a frozen one refuses
+                changed += [step] * bool(step())
+
+
+_NOT_WATCHED = (torch.jit.ScriptModule, Constants)
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def lasts(code: Code) -> bool:
+    """Whether something that a code may change cannot be put back."""
+    try:
+        return not all(map(_back, code.objects))
+    except Exception:  # an iterator, or a user's class that does not say what it holds
+        return True
+
+
+class Outside(Code):
+    """What modules hold, and what the user's own code reaches: not that of installed packages."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        held = [each for each in self.modules if not isinstance(each, _NOT_WATCHED)]
+        self.modules = [each for each in held if not _is_installed(type(each).forward)]
+        for table in (t for each in held for t in (vars(each), *map(vars(each).get, _TABLES))):
+            self.objects.append(table)
+        for each in held:
+            list(self._visit([v for k, v in vars(each).items() if k not in OF_EVERY_MODULE], ""))
+        list(self.obstacles())
+
+    def _visit_function(self, function: FunctionType) -> Iterator[str]:
+        return iter(()) if _is_installed(function) else super()._visit_function(function)
+
+
+def _is_installed(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and f"{os.sep}site-packages{os.sep}" in code.co_filename
+
+
+def _put(space: Any, name: str, value: Any) -> None:
+    if isinstance(space, dict):
+        space.pop(name) if value is MISSING else space.update({name: value})
+    elif value is MISSING:
+        delattr(space, name)
+    else:
+        setattr(space, name, value)
+
+
+def _back(value: Any) -> Callable[[], object]:
+    """What puts back the contents of a container, an object or a generator, if they changed."""
+    numpy: Any = sys.modules.get("numpy")
+    if isinstance(value, dict | set):
+        return partial(_refill, value, value.copy(), "update")
+    if isinstance(value, list | deque | bytearray):
+        return partial(_refill, value, value.copy(), "extend")
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if numpy and isinstance(value, numpy.ndarray):
+        return partial(numpy.copyto, value, value.copy())
+    if numpy and isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if numpy and isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if not (held := attributes(value)):
+        raise TypeError(f"what a {type(value).__name__} holds cannot be put back")
+    return partial(_set_all, value, held)
+
+
+def _refill(container: Any, contents: Any, how: str) -> bool:
+    old, new = map(_items, (contents, container))
+    if len(old) == len(new) and all(map(operator.is_, old, new)):
+        return False
+    container.clear()
+    getattr(container, how)(contents)
+    return True
+
+
+def _items(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+
+
+def _set_all(value: Any, held: dict[str, Any]) -> bool:
+    now = attributes(value)
+    changed = [name for name, each in held.items() if now.get(name, MISSING) is not each]
+    for name in now.keys() - held.keys():
+        delattr(value, name)
+    for name in changed:
+        setattr(value, name, held[name])
+    return bool(changed)

@@ -20,10 +20,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer.core.random import Again, Drawn, Recorded
-from optimizer.testing._observe import Inputs, Outcome, observe, same_bits, same_values, tensors_of
+from optimizer.testing._observe import (
+    Inputs,
+    Outcome,
+    Watch,
+    observe,
+    same_bits,
+    same_values,
+    tensors_of,
+)
 
 TOLERANCE = 1e-9
 # Below this the error counts as absolute: a value that cancels to nothing has no relative error.
@@ -106,7 +113,7 @@ class Near:
         return _distance(moved[self.name], expected) if same else 0.0
 
 
-class Jitter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Jitter(Watch):  # type: ignore[no-untyped-call]
     """Rounds all that operators compute otherwise, backward too.
 
     What cancels exactly in the model's own order hides from other inputs that it is lost in
@@ -130,7 +137,7 @@ class Jitter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Computed(Watch):  # type: ignore[no-untyped-call]
     """Keeps all numbers that operators compute: what rounds may cancel in the end."""
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -22,6 +23,16 @@ from hypothesis import Phase, settings
 
 torch.set_num_threads(1)
 collect_ignore = ["browser"]  # it has an environment of its own, without torch
+
+
+def pytest_collection() -> None:
+    """What is imported lives as long as the process: it is not searched for garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def address(tensor: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -43,13 +44,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_printed_test_fails_in_a_fresh_process(folder: Path) -> None:
-    script = (
-        "from subjects import negated\n"
-        "from optimizer.testing import Counterexample, check_pass\n"
-        "try:\n    check_pass(negated, 'linear', max_examples=20)\n"
-        "except Counterexample as failure:\n    print(failure.reduced().reproducer())\n"
-    )
-    (folder / "test_printed.py").write_text(run("-c", script, folder=folder).stdout)
+    subjects = ModuleType("subjects")  # which the printed test imports from the folder
+    exec(SUBJECTS, vars(subjects))
+    with pytest.raises(Counterexample) as caught:
+        check_pass(subjects.negated, "linear", max_examples=20)
+    (folder / "test_printed.py").write_text(caught.value.reduced().reproducer())
     again = run("-m", "pytest", "-q", "test_printed.py", folder=folder)
 
     assert "1 failed" in again.stdout

@@ -17,14 +17,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer import InputError
 from optimizer.core.copy import held_tensors
 from optimizer.core.inputs import map_tensors, tensors_in
 from optimizer.testing._assemble import Spec
 from optimizer.testing._data import HELD, LAYOUTS
-from optimizer.testing._observe import Outcome, observe, put_back
+from optimizer.testing._observe import Outcome, Watch, observe, put_back
 from optimizer.testing._oracles import assert_answers
 from optimizer.testing._rounding import TOLERANCE, Near
 
@@ -63,7 +62,7 @@ def _compare(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: b
             assert_answers(reference, model, candidate, inputs, exact=exact, layout=layout)
 
 
-class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Seen(Watch):  # type: ignore[no-untyped-call]
     """Sees whether an operator makes single elements, be they returned or not."""
 
     single = False

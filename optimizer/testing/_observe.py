@@ -10,11 +10,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer.core.copy import held_tensors
 
 # Positional or keyword arguments: any pytrees of tensors and other values.
 Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Is told of each operator that a call runs."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch imports it first, which takes two seconds
 
 
 @dataclass(frozen=True)

@@ -59,16 +59,18 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
 
     def reduced(self) -> Counterexample:
         """The same kind of failure on the smallest program that still shows it."""
-        kept = self
+        return self._reduced
+
+    @cached_property
+    def _reduced(self) -> Counterexample:
+        found: dict[Spec, Counterexample | None] = {}  # what is left out again gives the same
 
         def fails(spec: Spec) -> bool:
-            nonlocal kept
-            found = self.on(spec)
-            kept = found or kept
-            return found is not None
+            if spec not in found:
+                found[spec] = self.on(spec)
+            return found[spec] is not None
 
-        smallest(self.spec, fails)
-        return kept
+        return found.get(smallest(self.spec, fails)) or self
 
     def on(self, spec: Spec) -> Counterexample | None:
         """The same kind of failure on another program; None if there is none."""

@@ -11,7 +11,7 @@ farther than the model itself is, or than it comes when it is rounded otherwise.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimizer.core.random import Again, Recorded
-from optimizer.testing._observe import Inputs, Outcome, observe, same_bits, same_values, tensors_of
+from optimizer.core.random import Again, Drawn, Recorded
+from optimizer.testing._observe import (
+    Inputs,
+    Outcome,
+    Watch,
+    observe,
+    same_bits,
+    same_values,
+    tensors_of,
+)
 
 TOLERANCE = 1e-9
 # Below this the error counts as absolute: a value that cancels to nothing has no relative error.
@@ -52,7 +59,8 @@ def judge(
         return lambda name: SameValues(model, inputs, name)
     if is_wide or other is None:
         return lambda name: Near(model, inputs, name)
-    noise = [_observed_in(WIDE, *_otherwise_rounded(model, inputs, seed)) for seed in (1, 2)]
+    rounded = _rounded_otherwise(model, inputs)
+    noise = [_observed_in(WIDE, *rounded(seed)) for seed in (1, 2)]
     noise += [_jittered(model, inputs, seed) for seed in (1, 2)]
     return _as_precise(other, [each for each in noise if each is not None])
 
@@ -88,18 +96,24 @@ class Near:
     def __call__(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
         if near(actual, expected):
             return True
-        jump = max(self._moved(seed, expected) for seed in range(1, _TRIES + 1))
-        return _same_infinities(actual, expected) and _distance(actual, expected) <= 2 * jump
+        if not _same_infinities(actual, expected):
+            return False
+        distance = _distance(actual, expected)
+        return any(distance <= 2 * jump for jump in self._jumps(expected))
 
-    def _moved(self, seed: int, expected: torch.Tensor) -> float:
-        rounded = _otherwise_rounded(self.model, self.inputs, seed)
+    def _jumps(self, expected: torch.Tensor) -> Iterator[float]:
+        rounded = _rounded_otherwise(self.model, self.inputs)
+        for seed in range(1, _TRIES + 1):
+            yield self._jump(*rounded(seed), seed, expected)
+
+    def _jump(self, model: nn.Module, inputs: Any, seed: int, expected: torch.Tensor) -> float:
         with Jitter(seed):
-            moved = self.observed(*rounded)
+            moved = self.observed(model, inputs)
         same = self.name in moved and moved[self.name].shape == expected.shape
         return _distance(moved[self.name], expected) if same else 0.0
 
 
-class Jitter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Jitter(Watch):  # type: ignore[no-untyped-call]
     """Rounds all that operators compute otherwise, backward too.
 
     What cancels exactly in the model's own order hides from other inputs that it is lost in
@@ -123,7 +137,7 @@ class Jitter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Computed(Watch):  # type: ignore[no-untyped-call]
     """Keeps all numbers that operators compute: what rounds may cancel in the end."""
 
     def __init__(self) -> None:
@@ -151,10 +165,11 @@ class SameValues:
     def __call__(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
         if same_values(actual, expected):
             return True
-        rounds = any(self._rounds(seed) for seed in range(_TRIES))
+        both = {dtype: copy.deepcopy(self.model).to(dtype) for dtype in (WIDE, torch.float32)}
+        rounds = any(self._rounds(both, seed) for seed in range(_TRIES))
         return rounds and Near(self.model, self.inputs, self.name)(actual, expected)
 
-    def _rounds(self, seed: int) -> bool:
+    def _rounds(self, both: Mapping[torch.dtype, nn.Module], seed: int) -> bool:
         """Whether any operator does with other signs and powers of two in the inputs.
 
         Small ones too: of large ones, what saturates tells nothing.
@@ -168,10 +183,13 @@ class SameValues:
             return tensor * (signs * 2.0**powers).to(tensor.dtype)
 
         inputs = _mapped(other, self.inputs)
-        wide, narrow = Computed(), Computed()
-        found = [_observed_in(each, self.model, inputs, mode)
-                 for each, mode in ((WIDE, wide), (torch.float32, narrow))]  # fmt: skip
-        return None in found or not _all_same(wide.values, narrow.values)
+        drawn, computed = _drawn(self.model, inputs), []
+        for dtype, model in both.items():
+            given, seen = _exactly(dtype, inputs), Computed()
+            if given is None or _repeated(model, given, drawn, seen) is None:
+                return True
+            computed.append(seen.values)
+        return not _all_same(*computed)
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -214,26 +232,42 @@ def _as_precise(truth: Outcome, noisy: list[Outcome]) -> Callable[[str], Same]:
     return lambda name: same(name) if name in true else near
 
 
-def _observed_in(
-    dtype: torch.dtype,
-    model: nn.Module,
-    inputs: Inputs,
-    within: AbstractContextManager[Any] | None = None,
-) -> Outcome | None:
+def _observed_in(dtype: torch.dtype, model: nn.Module, inputs: Inputs) -> Outcome | None:
     """The outcome in another precision, of the same random numbers.
 
     None where the inputs are lost in it, or the model names the dtype that it computes in.
     """
-    changed = _mapped(lambda tensor: tensor.to(dtype), inputs)
+    given = _exactly(dtype, inputs)
+    if given is None:
+        return None
+    return _repeated(copy.deepcopy(model).to(dtype), given, _drawn(model, inputs))
+
+
+def _exactly(dtype: torch.dtype, inputs: Inputs) -> Inputs | None:
+    """The inputs in another precision; None where they are lost in it."""
+    changed: Inputs = _mapped(lambda tensor: tensor.to(dtype), inputs)
     pairs = zip(pytree.tree_leaves(changed), pytree.tree_leaves(inputs), strict=True)
     tensors = [(a.to(b.dtype), b) for a, b in pairs if isinstance(b, torch.Tensor)]
-    if not all(same_values(*pair) for pair in tensors):
-        return None
-    with Recorded() as numbers:
+    return changed if all(same_values(*pair) for pair in tensors) else None
+
+
+def _drawn(model: nn.Module, inputs: Inputs) -> Drawn:
+    numbers = Recorded()
+    with numbers:
         observe(model, inputs)
-    again, other = copy.deepcopy(model).to(dtype), within or nullcontext()
-    with Again(numbers.drawn) if numbers.drawn else nullcontext(), suppress(RuntimeError), other:
-        return observe(again, changed)
+    return numbers.drawn
+
+
+def _repeated(
+    model: nn.Module,
+    inputs: Inputs,
+    drawn: Drawn,
+    within: AbstractContextManager[Any] | None = None,
+) -> Outcome | None:
+    """What a model in another precision does with random numbers that were drawn; or None."""
+    again, other = Again(drawn) if drawn else nullcontext(), within or nullcontext()
+    with again, suppress(RuntimeError), other:
+        return observe(model, inputs)
     return None
 
 
@@ -242,13 +276,21 @@ def _jittered(model: nn.Module, inputs: Inputs, seed: int) -> Outcome:
         return observe(model, inputs)
 
 
-def _otherwise_rounded(model: nn.Module, inputs: Inputs, seed: int) -> tuple[nn.Module, Inputs]:
-    """Each weight and each input times about 1."""
-    generator, model = torch.Generator().manual_seed(seed), copy.deepcopy(model)
-    moved = partial(_moved, generator=generator)
-    for tensor in tensors_of(model):
-        tensor.data = _mapped(moved, tensor)
-    return model, _mapped(moved, inputs)
+def _rounded_otherwise(
+    model: nn.Module, inputs: Inputs
+) -> Callable[[int], tuple[nn.Module, Inputs]]:
+    """For a seed, each weight and each input times about 1; the model is one copy for all seeds."""
+    copied = copy.deepcopy(model)
+    pairs = [*zip(tensors_of(copied), tensors_of(model), strict=True)]
+
+    def rounded(seed: int) -> tuple[nn.Module, Inputs]:
+        moved = partial(_moved, generator=torch.Generator().manual_seed(seed))
+        for tensor, weight in pairs:
+            if weight.is_floating_point():
+                tensor.data = moved(weight)
+        return copied, _mapped(moved, inputs)
+
+    return rounded
 
 
 def _moved(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -47,14 +47,17 @@ def mutants_of(file: str) -> tuple[Mutant, ...]:
 def _mutants_of(file: str) -> Iterator[Mutant]:
     text = (PACKAGE / file).read_text(encoding="utf-8")
     tree = ast.parse(text)
-    plain, alike = ast.unparse(tree), Counter[str]()
+    plain, alike = [ast.unparse(each) for each in tree.body], Counter[str]()
+    places = {node: place for place, each in enumerate(tree.body) for node in ast.walk(each)}
     for node in code_of(tree):
+        place = places[node]
         for field, value in changes(node):
-            changed = with_changed(tree, node, field, value)
-            name = f"{file}: {_difference(plain, changed)}"
+            changed = with_changed(tree.body[place], node, field, value)
+            name = f"{file}: {_difference(plain[place], changed)}"
             alike[name] += 1
             name += f" ({alike[name]})" * (alike[name] > 1)
-            yield Mutant(name, file, text, changed, "generic")
+            new = "\n".join([*plain[:place], changed, *plain[place + 1 :]])
+            yield Mutant(name, file, text, new, "generic")
 
 
 def with_changed(tree: ast.AST, node: ast.AST, field: str, value: Any) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -22,11 +21,11 @@ from optimizer.core.random import undrawn
 from optimizer.core.report import Line, Report, Size, listing
 from optimizer.facts.effects import called_as_they_are
 from optimizer.facts.facts import obstacle
-from optimizer.frontend.choose import SYMBOLIC, Capture, choose
 from optimizer.frontend.dynamo import DYNAMO, GuardedModule
 from optimizer.frontend.module import OptimizedModule, Recipe, Unchanged
 from optimizer.frontend.outside import Outside, kept, lasts
 from optimizer.frontend.symbolic import (
+    capture_call,
     has_unknown_facts,
     leaves_nothing_behind,
     may_draw,
@@ -50,6 +49,8 @@ from optimizer.verify.equivalence import (
 )
 from optimizer.verify.leaves import incomparable, leaves_of
 
+Capture: TypeAlias = Callable[[Any, Any], fx.GraphModule]
+SYMBOLIC = "symbolic"
 Check: TypeAlias = Literal["final", "each"] | None
 
 
@@ -62,7 +63,6 @@ def optimize(
     only: Iterable[str | Pass] | None = None,
     disable: Iterable[str] = (),
     tune_seconds: float = 1.0,
-    decisions: str | os.PathLike[str] | None = None,
     precision: Literal["bf16", "fp16", "int8"] | None = None,
     error_budget: float | None = None,
     cuda_graph: bool = True,
@@ -90,8 +90,6 @@ def optimize(
         disable: names of passes not to run.
         tune_seconds: from level 2 on, how long candidates are timed. With 0 none is: the choice is
             always the same.
-        decisions: from level 2 on, a file of choices: those in it are not timed again, new ones
-            are added.
         precision: at level 3, what matrix products and convolutions of calls like the example are
             computed in, where that is faster. Norms, softmax and means stay as they are. "int8" is
             for Linear layers only, and needs torchao.
@@ -110,11 +108,23 @@ def optimize(
     passes = select(level, only, disable)
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
-    tuning = Tuning.of(level, tune_seconds, decisions, precision, error_budget, cuda_graph, engines)
+    tuning = Tuning.of(level, tune_seconds, precision, error_budget, cuda_graph, engines)
     call = None if example_inputs is None else as_call(example_inputs)
-    model, call, front_end, capture = choose(model, call)
-    arguments = (require_module(model), call, front_end, capture, level, check if call else None)
-    return undisturbed(lambda: Run(*arguments, passes, tuning).result())
+    model, call = _opened(model, call)
+    check = check if call else None
+    run = (require_module(model), call, SYMBOLIC, capture_call, level, check, passes, tuning)
+    return undisturbed(lambda: Run(*run).result())
+
+
+def _opened(model: Any, call: Call | None) -> tuple[Any, Call | None]:
+    """The module to optimize, and what it is called with: a program brings both."""
+    if isinstance(model, GuardedModule):
+        return model.model, call
+    if not isinstance(model, torch.export.ExportedProgram):
+        return model, call
+    module = model.module()
+    module.training = False  # what depends on it is in the program already
+    return module, call or Call(*(model.example_inputs or ((), {})))
 
 
 def optimize_graph(

@@ -167,21 +167,6 @@ BAD_INPUT: dict[str, tuple[Callable[[], object], type[OptimizerError], str]] = {
         InputError,
         "precision=['bf16'] does not exist",
     ),
-    "decisions in a folder that is missing": (
-        lambda: optimizer.optimize(a_model(), X, decisions="no/such/folder.json"),
-        InputError,
-        "decisions='no/such/folder.json' is no file that can be written",
-    ),
-    "decisions that are a folder": (
-        lambda: optimizer.optimize(a_model(), X, decisions="."),
-        InputError,
-        "decisions='.' is no file that can be written",
-    ),
-    "decisions that are no path": (
-        lambda: optimizer.optimize(a_model(), X, decisions=3),
-        InputError,
-        "decisions=3 is no file that can be written",
-    ),
     "keywords that are no names": (
         lambda: optimizer.optimize(a_model(), {1: X}, level=1),
         InputError,
@@ -232,7 +217,7 @@ def test_bad_input_is_an_error_before_any_work(case: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(f"optimizer.{place}.structural_copy", work)
     for place in ("check", "equivalence"):
         monkeypatch.setattr(f"optimizer.verify.{place}.answer", work)
-    for name in ("_optimize.reference", "_optimize.answer", "frontend.choose.capture_call"):
+    for name in ("_optimize.reference", "_optimize.answer", "_optimize.capture_call"):
         monkeypatch.setattr(f"optimizer.{name}", work)
     act, kind, _ = BAD_INPUT[case]
 
@@ -284,27 +269,6 @@ def test_any_value_is_honoured_or_a_typed_error(
                 wrong.append((value, repr(error)))
 
     assert wrong == []
-
-
-def test_decisions_that_are_tried_leave_no_file(tmp_path: Path) -> None:
-    with pytest.raises(InputError):
-        optimizer.optimize(a_model(), 3, decisions=tmp_path / "decisions.json")
-
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("last_candidate_wins")
-def test_decisions_that_cannot_be_kept_do_not_cost_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: object, **kwargs: object) -> None:
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(Path, "replace", full)
-
-    fast = optimizer.optimize(a_model(), X, decisions=tmp_path / "decisions.json")
-
-    assert "its decisions were not kept: the disk is full" in fast.report.remarks
 
 
 def test_errors_are_also_what_python_calls_them() -> None:

@@ -290,7 +290,7 @@ def test_a_wrong_capture_is_not_used(check: Any, monkeypatch: pytest.MonkeyPatch
     def capture_another(model: nn.Module, call: Any) -> Any:
         return optimizer.capture(nn.Sequential(nn.Tanh()), call.args)
 
-    monkeypatch.setattr("optimizer.frontend.choose.capture_call", capture_another)
+    monkeypatch.setattr("optimizer._optimize.capture_call", capture_another)
     model = nn.ReLU().eval()
 
     fast = optimizer.optimize(model, X, check=check, level=1)

@@ -10,7 +10,6 @@ import pickle
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -824,45 +823,6 @@ class TestDecisions:
 
         assert chosen(fast) == [best()]
         assert not fast.report.choices[0].seconds
-
-    def test_a_file_keeps_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = tmp_path / "decisions.json"
-        first = lowered(net(), image(), decisions=path)
-        kept = json.loads(path.read_text())
-        second = lowered(net(), image(), decisions=path)
-
-        assert kept == {choice.key: choice.chosen for choice in first.report.choices}
-        assert not second.report.choices[0].seconds
-        assert chosen(second) == chosen(first)
-        assert [each.name for each in tmp_path.iterdir()] == ["decisions.json"]
-
-    def test_a_decision_in_the_file_is_followed(self, tmp_path: Path) -> None:
-        path = tmp_path / "decisions.json"
-        key = lowered(net(), image()).report.choices[0].key
-        path.write_text(json.dumps({key: "channels_last", "other": "kept"}))
-
-        assert chosen(lowered(net(), image(), decisions=path)) == ["channels_last"]
-        assert json.loads(path.read_text())["other"] == "kept"
-
-    @pytest.mark.parametrize("seconds", [0.0, 1.0])
-    def test_one_of_another_version_is_made_anew(self, tmp_path: Path, seconds: float) -> None:
-        path = tmp_path / "decisions.json"
-        key = lowered(net(), image()).report.choices[0].key
-        path.write_text(json.dumps({key: "magic"}))
-        fast = lowered(net(), image(), decisions=path, tune_seconds=seconds)
-
-        assert chosen(fast) == [best()]
-        assert bool(fast.report.choices[0].seconds) == (seconds > 0)
-        assert json.loads(path.read_text()) == {key: best()}
-
-    @pytest.mark.parametrize("text", ["[1]", "{", '{"a": 1}'])
-    def test_another_file_is_an_error_and_stays_as_it_is(self, tmp_path: Path, text: str) -> None:
-        path = tmp_path / "decisions.json"
-        path.write_text(text)
-
-        with pytest.raises(optimizer.InputError, match="decisions"):
-            optimizer.optimize(net(), image(), level=2, decisions=path)
-        assert path.read_text() == text
 
     @pytest.mark.parametrize("seconds", [-1, float("nan"), "1"])
     def test_seconds_must_be_seconds(self, seconds: Any) -> None:

@@ -364,18 +364,6 @@ def test_what_its_regions_clearly_save_is_not_raced_again(
     assert (["plan", "portable"] in raced) == again
 
 
-def test_what_regions_saved_in_another_process_is_not_known(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    raced = racing(monkeypatch, (0.1, 0.08), 0.1)
-    for _ in range(2):
-        optimizer.optimize(
-            Between().eval(), (values(),), engines=(), decisions=tmp_path / "decisions.json"
-        )
-
-    assert raced == [["as it is", "packed weights"], ["plan", "portable"]]
-
-
 def racing(
     monkeypatch: pytest.MonkeyPatch, region: tuple[float, float], call: float
 ) -> list[list[str]]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,17 +204,6 @@ class TestItsLifecycle:
         fast.refit(trained.state_dict(), x)
 
         assert 1e-6 < relative_error(trained(x), fast(x)) < 5e-2
-
-    def test_a_decision_is_kept_and_followed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        path = tmp_path / "decisions.json"
-        key = choice(reduced(block(), image(), decisions=path)).key
-        kept = json.loads(path.read_text())
-        path.write_text(json.dumps(kept | {key: AS_IT_IS}))
-
-        assert kept[key] == "bf16"
-        assert choice(reduced(block(), image(), decisions=path)).chosen == AS_IT_IS
 
 
 class TestBadInput:

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from optimizer.core.errors import InputError
 
@@ -132,50 +132,11 @@ def expect_call(
         raise _unfit(told, "with example inputs that are passed as you need")
 
 
-@_guard
-def expect_structure(value: Any, structure: str, name: str) -> list[Any]:
-    """The leaves of an argument, which was a tree of this structure when the model was exported.
-
-    Raises:
-        InputError: `value` has another structure.
-    """
-    leaves, found = tree_flatten(value)
-    if str(found) != structure:
-        raise _unfit(f"{name} of another structure", "with example inputs of that structure")
-    return leaves
-
-
-@_guard
-def expect_like(
-    value: torch.Tensor,
-    sizes: tuple[int | tuple[int, int], ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    contiguous: bool,
-    name: str,
-) -> None:
-    """Require a tensor of which all that Python can ask is as it was in an export.
-
-    Raises:
-        InputError: `value` is something else, or its layout, device, dtype or sizes differ.
-    """
-    expect_tensor(value, len(sizes), dtype, name)
-    known = (s if isinstance(s, tuple) else (s, s) for s in sizes)
-    fits = all(
-        least <= size <= most for size, (least, most) in zip(value.shape, known, strict=True)
-    )
-    same = value.is_meta or value.device == device  # a meta tensor is the facts' own
-    if not (fits and same and value.is_contiguous() == contiguous):
-        told = f"{name} like the example in size, device and memory format, and got"
-        raise _unfit(f"{told} {tuple(value.shape)} on {value.device}", "with such example inputs")
-
-
 def chooses_a_branch(value: Any) -> bool:
     """Whether the code of a model can test a value where tracing cannot see it."""
     return value is None or isinstance(value, bool | str)
 
 
 GUARDS = (
-    expect_value, expect_tensor, expect_given, expect_none_given, expect_structure,
-    expect_like, expect_call,
+    expect_value, expect_tensor, expect_given, expect_none_given, expect_call,
 )  # fmt: skip

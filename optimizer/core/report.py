@@ -129,8 +129,7 @@ class Report:
         remarks: what concerns the whole model.
         before, after: counts of the graph.
         checked: when the answer was checked: "final", "each", or empty where it was not.
-        front_end: what captured the model: "symbolic", "exported program" or "dynamo"; empty where
-            it is left as it is.
+        front_end: what captured the model: "symbolic" or "dynamo"; empty where it is left as it is.
         seconds: how long `optimize` took.
         choices: which program runs each region of the example's call, at level 2.
         tried: the same for a call that is not lowered; a remark says why.

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer.core.guards import GUARDS, expect_structure
+from optimizer.core.guards import GUARDS
 from optimizer.core.inputs import storages_in
 from optimizer.core.node import (
     attribute_of,
@@ -201,7 +201,7 @@ def is_read_only(node: fx.Node) -> bool:
 _ONLY_READ = (F.linear, F.conv1d, F.conv2d, F.conv3d)
 _TRUSTED = frozenset(("torch", "torchvision", "_operator", "math", "collections", "optimizer"))
 _PURE_BY_DEFINITION = (*LAYOUTS, nn.Linear, *CONVOLUTIONS, nn.Identity)
-_EFFECTS_OF_PYTHON = (expect_structure, *INPLACE_OPERATORS)
+_EFFECTS_OF_PYTHON = INPLACE_OPERATORS
 
 
 def _calls_trusted_code(node: fx.Node) -> bool:

@@ -365,6 +365,8 @@ def _is_known(value: Any) -> bool:
     if isinstance(value, ModuleType):
         return _is_listed(value) and not _is_of_the_process(value)
     if isinstance(value, type):
+        if _asks(value):
+            return False
         listed = value in (FunctionType, MethodType) or value.__name__ in _BUILTINS
         listed |= _is_listed(value) or _package(value.__module__) == "collections"
         named = issubclass(value, tuple) and hasattr(value, "_fields")

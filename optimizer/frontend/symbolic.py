@@ -18,6 +18,7 @@ from optimizer.core.random import undrawn
 from optimizer.facts.effects import is_users_module, may_do_anything
 from optimizer.facts.propagation import Fact, Facts
 from optimizer.frontend.arguments import sees_how_it_is_called
+from optimizer.frontend.aten import from_aten
 from optimizer.frontend.canonicalize import spell
 from optimizer.frontend.known import Code
 from optimizer.frontend.names import give_free_names, require_written
@@ -68,6 +69,7 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
     graph, tests_for_none = _recorded(copied, call, record_factories)
     give_free_names(copied, graph)
     module = _LazyGraphModule(copied, graph, type(model).__name__)
+    from_aten(graph)
     for name, tensor in _constants(module):  # a global's tensor is an object of the caller's
         setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
     if call is not None:
@@ -95,21 +97,21 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
     with kept(code) as changed, torch.enable_grad():
         graph = undrawn(lambda: tracer.trace(model))
     require(not changed, "it changes what its code finds")
-    same = all(
-        len(a) == len(b) and all(map(operator.is_, a, b))
-        for a, b in zip(before, _held(model), strict=True)
-    )
+    after = _held(model)
+    same = len(before) == len(after) and all(map(operator.is_, before, after))
     require(same, "its forward changes a module")
     return graph, tracer.tests_for_none
 
 
-def _held(model: nn.Module) -> list[list[Any]]:
-    """The objects that each module holds, to be compared by identity."""
+def _held(model: nn.Module) -> list[Any]:
+    """The objects that modules hold, to be compared by identity."""
     return [
-        [v for k, v in table.items() if not k.startswith("_tensor_constant")]
+        value
         for each in model.modules()
         if not isinstance(each, torch.jit.ScriptModule)  # asked, it makes new objects
         for table in (vars(each), each._parameters, each._buffers, each._modules)
+        for name, value in table.items()
+        if not name.startswith("_tensor_constant")
     ]
 
 

@@ -246,17 +246,13 @@ def lower(
     if obstacle:
         return f"such a call is not lowered: {obstacle}"
     judge = functools.partial(_judged, expected, difference)
-    chooser = Chooser(tuning.seconds, tuning.known(), tuning.engines)
+    chooser = Chooser(tuning.seconds, {}, tuning.engines)
     try:
         plan = module.prepare(call, chooser, judge)
     except InputError as error:
         module.meta["report"] = replace(module.report, tried=tuple(chooser.choices))
         return str(error).rstrip(".")
     module.meta["report"] = replace(module.report, choices=plan.choices)
-    try:
-        tuning.keep({choice.key: choice.chosen for choice in plan.choices})
-    except (InputError, OSError) as error:  # what became of the file meanwhile
-        return f"its decisions were not kept: {error}"
     if plan.precision is None:
         return "" if plan.choices else "calls like the example run as a straight line of operators"
     return (

@@ -84,11 +84,6 @@ class Opaque(nn.Module):
         return self.function(self, x) if float(x.sum()) > -1e9 else x
 
 
-class FirstIfAlone(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[0] if x.shape[0] == 1 else x
-
-
 class Log(nn.Module):
     """Keeps a list, so that it is called as it is, and runs on meta tensors."""
 
@@ -181,9 +176,6 @@ CASES: dict[str, Case] = {
     "a copy that was written before": unary(write_before, ""),
     "a view of what a pass replaced": unary(zeros_then_view, "would see the write"),
     "a row number": unary(row_number, "is not a tensor"),
-    "a rank that an opaque child may change": unary(
-        lambda m, x: m.norm(m.linear(m.child(x))), VARIES, SINGLE, SEVERAL, child=FirstIfAlone
-    ),
     "a rank that a wrapped function may change": unary(
         lambda m, x: m.norm(m.linear(first_if_alone(x))), VARIES, SINGLE, SEVERAL
     ),

@@ -276,7 +276,7 @@ CASES: dict[str, Callable[[], Case]] = {
         Net(plain, layer=DoubledConv(3, 3, 1), bn=nn.BatchNorm2d(3)), folds=2
     ),
     "a subclass of BatchNorm2d": lambda: Case(
-        Net(plain, layer=nn.Conv2d(3, 3, 1), bn=ShiftedBatchNorm(3))
+        Net(plain, layer=nn.Conv2d(3, 3, 1), bn=ShiftedBatchNorm(3)), folds=2
     ),
     "a weight read elsewhere": weight_read_elsewhere,
     "a weight written in forward": weight_written_in_forward,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -101,7 +102,7 @@ def test_what_code_cannot_name_leaves_the_model_as_it_is(function: Any) -> None:
     fast = optimizer.optimize(model, x, check=None)
     expected, actual = model(x), fast(x)
 
-    assert "code cannot name" in str(fast.report)
+    assert re.search("code cannot name|it reaches Number", str(fast.report))
     torch.testing.assert_close(actual, expected, equal_nan=True)
     for one, other in zip(actual, expected, strict=True) if isinstance(actual, tuple) else ():
         assert type(one) is type(other)

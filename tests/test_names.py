@@ -142,7 +142,7 @@ def test_a_layer_that_is_called_as_it_is_keeps_its_names(level: int) -> None:
 
     fast = optimized(model, ROWS, level=level)
 
-    assert isinstance(fast, OptimizedModule | GuardedModule)
+    assert level == 0 or isinstance(fast, GuardedModule)
     assert_lives(model, fast, ROWS)
 
 

@@ -34,7 +34,7 @@ def literal(value: Any) -> Any:
 
 
 def _literal(value: Any) -> Any:
-    plain: Any = value.item() if isinstance(value, _of_numpy()) else value
+    plain: Any = value.item() if isinstance(value, numbers_of_numpy()) else value
     exact = type(plain) is not complex or (plain is value and _is_printed(plain))
     enumerated = isinstance(plain, enum.Enum) and not isinstance(plain, enum.Flag)
     if enumerated or isinstance(plain, fx.Node | torch._ops.OpOverload):
@@ -68,7 +68,8 @@ def is_literal(value: Any, within: bool = False) -> bool:
         return False
 
 
-def _of_numpy() -> tuple[Any, ...]:
+def numbers_of_numpy() -> tuple[Any, ...]:
+    """The class of numpy's numbers, where it is imported."""
     numpy = sys.modules.get("numpy")
     return (numpy.generic,) if numpy else ()
 

@@ -38,6 +38,7 @@ import torch
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+from optimizer.core.literals import numbers_of_numpy
 from optimizer.core.node import NOT_USER_CODE, is_plain, is_user_code
 
 _INSTRUCTION = re.compile(
@@ -375,7 +376,7 @@ def _is_known(value: Any) -> bool:
     if of_c or is_of_torch(type(value)):
         return not isinstance(value, torch.Generator) and _is_pure(value)
     named = isinstance(value, tuple) and hasattr(value, "_fields")
-    named |= type(value).__module__ == "typing"
+    named |= type(value).__module__ == "typing" or isinstance(value, numbers_of_numpy())
     return named or isinstance(value, enum.Enum | torch.Tensor | logging.Logger)
 
 

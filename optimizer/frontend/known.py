@@ -47,7 +47,8 @@ _INSTRUCTION = re.compile(
     r"|SET_(ADD|UPDATE|FUNCTION_ATTRIBUTE)|COMPARE_OP|IS_OP|CONTAINS_OP|GET_LEN|GET_ITER|FOR_ITER"
     r"|LOAD_(CONST|SMALL_INT|COMMON_CONSTANT|GLOBAL|DEREF|CLOSURE|ATTR|METHOD|ASSERTION_ERROR)"
     r"|LOAD_CLASSDEREF|STORE_(SUBSCR|SLICE|DEREF)|YIELD_VALUE|RERAISE|RAISE_VARARGS|RESUME|SWAP"
-    r"|BEFORE_WITH|LOAD_SPECIAL|WITH_EXCEPT_START|CHECK_EXC_MATCH|PUSH_NULL|PRECALL|KW_NAMES|NOP|CACHE|EXTENDED_ARG|TO_BOOL|NOT_TAKEN"
+    r"|BEFORE_WITH|LOAD_SPECIAL|WITH_EXCEPT_START|CHECK_EXC_MATCH|PUSH_NULL|PRECALL|KW_NAMES"
+    r"|NOP|CACHE|EXTENDED_ARG|TO_BOOL|NOT_TAKEN"
 )
 _TOLD = {
     "STORE_ATTR": "it sets the attribute '{}'",
@@ -67,8 +68,7 @@ _BUILTINS = frozenset((
 # Functions of these packages compute with what they are given.
 _PURE = frozenset((
     "_functools", "_operator", "_warnings", "functools", "itertools", "math", "numbers", "numpy",
-    "operator", "torch", "types",
-    "typing", "warnings",
+    "operator", "torch", "types", "typing", "warnings",
 ))  # fmt: skip
 _CAUGHT = ("AttributeError", "TypeError")  # errors that no value of a tensor causes
 _OF_CLASSES = frozenset(("__class__", "__init__", "__module__", "__name__", "__qualname__"))
@@ -92,18 +92,8 @@ _ASKED = frozenset((
     "_modules",
 ))  # fmt: skip
 _OF_MODULES = (OF_EVERY_MODULE | vars(nn.Module).keys()) - _ASKED
-_CONTAINERS = (
-    list,
-    tuple,
-    dict,
-    set,
-    frozenset,
-    OrderedDict,
-    MappingProxyType,
-    immutable_dict,
-    immutable_list,
-)
 MUTABLE = (list, dict, set, OrderedDict)
+_CONTAINERS = (*MUTABLE, tuple, frozenset, MappingProxyType, immutable_dict, immutable_list)
 _OF_PYTHON = frozenset(("abc", "builtins", "collections", "enum", "logging", "optimizer"))
 MISSING = object()
 _MOST = 1000  # values that are looked at in one container
@@ -181,6 +171,7 @@ class Code:
         self._members = set(map(id, self.modules))
         self._spaces: list[Any] = []
         self._seen: dict[int, Any] = {}
+        self._classes: set[type] = set()
         self._pending: list[FunctionType] = []
 
     def obstacles(self) -> Iterator[str]:
@@ -292,15 +283,15 @@ class Code:
 
     def _visit_class(self, kind: type) -> Iterator[str]:
         for base in kind.__mro__:
-            if _package(base.__module__) in _PURE | _OF_PYTHON or id(vars(base)) in self._seen:
+            if _package(base.__module__) in _PURE | _OF_PYTHON or base in self._classes:
                 continue
-            self._seen[id(vars(base))] = vars(base)
+            self._classes.add(base)
             if type(base) not in (type, ABCMeta, enum.EnumMeta):
                 yield f"{base.__name__} has a metaclass"
             yield from self._add_space(base)
-            for name, member in vars(base).items():
-                if isinstance(member, FunctionType) and _is_implicit(name):
-                    yield from self._visit(member, name)
+            for name, method in vars(base).items():
+                if isinstance(method, FunctionType) and _is_implicit(name):
+                    yield from self._visit(method, name)
 
     def _add_space(self, space: Any) -> Iterator[str]:
         self._spaces.append(space)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
+from optimizer import GuardedModule
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 Y = X.flip(0) + 2
@@ -94,45 +94,19 @@ def answer(module: Any, call: str) -> Any:
         return module(*args, **kwargs)
 
 
-@pytest.mark.parametrize("call", sorted(CALLS.keys() - {"one of each"}))
 @pytest.mark.parametrize("name", DECORATORS)
-def test_a_decorated_forward_is_called_as_the_example_calls_it(name: str, call: str) -> None:
+def test_a_decorated_forward_is_right_however_it_is_called(name: str) -> None:
     model = decorated(DECORATORS[name])
-    args, kwargs = CALLS[call]
 
-    fast: Any = optimizer.optimize(model, kwargs or args, level=1)
+    fast: Any = optimizer.optimize(model, (X,), level=1)
 
-    assert isinstance(fast, optimizer.OptimizedModule)
+    assert isinstance(fast, GuardedModule)
     assert "fold_affine" in fast.report.counts()
-    torch.testing.assert_close(answer(fast, call), answer(model, call), rtol=1e-4, atol=1e-4)
+    for call in CALLS.keys() - {"one of each"}:
+        torch.testing.assert_close(answer(fast, call), answer(model, call), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["fast", "pickled", "copied", "again", "lowered"])
-@pytest.mark.parametrize("call", ["one by position", "one by name", "two by name"])
-def test_another_way_of_calling_is_an_error_and_never_another_branch(call: str, kind: str) -> None:
-    model = decorated(by_name)
-    args, kwargs = CALLS[call]
-    level = 2 if kind == "lowered" else 1
-    fast: Any = optimizer.optimize(model, kwargs or args, level=level)
-    fast = pickle.loads(pickle.dumps(fast)) if kind == "pickled" else fast
-    fast = copy.deepcopy(fast) if kind == "copied" else fast
-    fast = optimizer.optimize(fast, kwargs or args, level=1) if kind == "again" else fast
-
-    right = answer(fast, call)
-    errors = 0
-    for other in CALLS:
-        try:
-            found = answer(fast, other)
-        except optimizer.InputError:
-            errors += 1
-        else:
-            torch.testing.assert_close(found, answer(model, other), rtol=1e-4, atol=1e-4)
-
-    torch.testing.assert_close(right, answer(model, call), rtol=1e-4, atol=1e-4)
-    assert errors >= len(CALLS) - 2  # what is called by name may come in another order
-
-
-def test_a_forward_of_any_arguments_is_recorded_as_it_is_called() -> None:
+def test_a_forward_of_any_arguments_is_right_however_it_is_called() -> None:
     class Passing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -145,10 +119,9 @@ def test_a_forward_of_any_arguments_is_recorded_as_it_is_called() -> None:
 
     fast: Any = optimizer.optimize(model, {"x": X, "mask": Y}, level=1)
 
-    assert isinstance(fast, optimizer.OptimizedModule)
-    torch.testing.assert_close(answer(fast, "two by name"), answer(model, "two by name"))
-    with pytest.raises(optimizer.InputError, match=r"0 positional arguments .* x, mask"):
-        answer(fast, "two by position")
+    assert isinstance(fast, GuardedModule)
+    for call in ("two by name", "two by position"):
+        torch.testing.assert_close(answer(fast, call), answer(model, call))
 
 
 class Calling(nn.Module):
@@ -217,13 +190,13 @@ def test_without_example_inputs_nothing_is_known_of_how_it_is_called() -> None:
 
     fast = optimizer.optimize(model, level=1)
 
-    assert "may see how it is called" in fast.report.remarks[1]
+    assert "can tell how its arguments" in fast.report.remarks[1]
     for call in CALLS:
         torch.testing.assert_close(answer(fast, call), answer(model, call))
 
 
 def test_the_first_value_to_differ_is_found_in_a_call_by_name() -> None:
-    model = decorated(by_name)
+    model = decorated(lambda forward: forward)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.layer.bias.add_(1)  # type: ignore[union-attr, operator]

@@ -115,28 +115,11 @@ def expect_none_given(value: Any, name: str) -> None:
         raise _unfit(told, "with example inputs that pass them")
 
 
-@_guard
-def expect_call(
-    more_args: Any, more_kwargs: Any, given: list[Any], count: int, names: tuple[str, ...]
-) -> None:
-    """Require a call that passes by position, and by name, what the example did.
-
-    The forward is decorated, or takes any arguments, and so may tell one from the other.
-
-    Raises:
-        InputError: another number is passed by position, or others are by name.
-    """
-    if more_args or more_kwargs or any(each is ... for each in given):
-        told = f"a call with {count} positional arguments and the keyword arguments"
-        told += f" {', '.join(names) or '(none)'}, which its forward can tell from another"
-        raise _unfit(told, "with example inputs that are passed as you need")
-
-
 def chooses_a_branch(value: Any) -> bool:
     """Whether the code of a model can test a value where tracing cannot see it."""
     return value is None or isinstance(value, bool | str)
 
 
 GUARDS = (
-    expect_value, expect_tensor, expect_given, expect_none_given, expect_call,
+    expect_value, expect_tensor, expect_given, expect_none_given,
 )  # fmt: skip

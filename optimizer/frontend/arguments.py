@@ -1,7 +1,7 @@
 """The arguments of a forward that is recorded, and of the graph that it becomes.
 
-An ordinary forward cannot tell whether an argument is passed by name. A decorator can: it is
-called as the example calls it, and the result is held to that.
+An ordinary forward cannot tell whether an argument is passed by name. One that can, as a decorator
+does, is not recorded so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from optimizer.core.errors import CaptureError
-from optimizer.core.guards import chooses_a_branch, expect_call, expect_none_given, expect_value
+from optimizer.core.guards import chooses_a_branch, expect_none_given, expect_value
 from optimizer.core.inputs import Call
 from optimizer.core.literals import is_literal
 
@@ -36,16 +36,6 @@ def _kinds(signature: inspect.Signature) -> dict[str, Any]:
     return {name: parameter.kind for name, parameter in signature.parameters.items()}
 
 
-def inputs_as_called(graph: fx.Graph, call: Call) -> Call:
-    """Inputs of a graph for calls that pass by position, and by name, what this one does."""
-    args = [graph.placeholder(f"args_{i}", default_value=...) for i in range(len(call.args))]
-    rest = graph.placeholder("*more_args")
-    kwargs = {name: graph.placeholder(name, default_value=...) for name in call.kwargs}
-    told = (rest, graph.placeholder("**more_kwargs"), [*args, *kwargs.values()])
-    graph.call_function(expect_call, (*told, len(args), tuple(kwargs)))
-    return Call(tuple(args), kwargs)
-
-
 class Arguments(fx.Tracer):
     """A tracer that calls a forward as the example does; branches take the example's values."""
 
@@ -59,14 +49,7 @@ class Arguments(fx.Tracer):
     ) -> tuple[Callable[..., Any], list[Any]]:
         positional: list[Any] = [self.root]
         keyword: dict[str, Any] = {}
-        if self.call and sees_how_it_is_called(root_fn, self.call):
-            own = inputs_as_called(self.graph, self.call)
-            positional += map(self._input, own.args, self.call.args)
-            keyword |= {
-                name: self._input(own.kwargs[name], v) for name, v in self.call.kwargs.items()
-            }
-            return lambda *args: root_fn(*args, **keyword), positional
-        signature = inspect.signature(root_fn, follow_wrapped=self.call is None)
+        signature = inspect.signature(root_fn)
         args, kwargs = self.call or NO_ARGUMENTS
         given = signature.bind_partial(self.root, *args, **kwargs).arguments
         for parameter in list(signature.parameters.values())[1:]:

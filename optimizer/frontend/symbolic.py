@@ -17,7 +17,7 @@ from optimizer.core.node import clean, has_global_hooks, is_plain, reason_of
 from optimizer.core.random import undrawn
 from optimizer.facts.effects import is_users_module, may_do_anything
 from optimizer.facts.propagation import Fact, Facts
-from optimizer.frontend.arguments import sees_how_it_is_called
+from optimizer.frontend.arguments import NO_ARGUMENTS, sees_how_it_is_called
 from optimizer.frontend.aten import from_aten
 from optimizer.frontend.canonicalize import spell
 from optimizer.frontend.known import Code
@@ -90,8 +90,8 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
     require(is_plain(model), "the model itself has hooks, parametrizations or a __call__")
     code = Code(model)
     require(not (found := next(code.obstacles(), "")), found)
-    told = call is not None or not sees_how_it_is_called(type(model).forward)
-    require(told, "its forward is decorated and may see how it is called: pass example inputs")
+    tells = sees_how_it_is_called(type(model).forward, call or NO_ARGUMENTS)
+    require(not tells, "its forward can tell how its arguments are passed")
     tracer = Tracer(call, code, record_factories=record_factories)
     before = _held(model)
     with kept(code) as changed, torch.enable_grad():

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from optimizer.core.guards import expect_call, expect_given, expect_tensor
+from optimizer.core.guards import expect_given, expect_tensor
 from optimizer.core.node import arg, callee, source_of
 from optimizer.core.report import Refusal, Rewrite
 from optimizer.facts.facts import Refused, facts_of, forget_asked, is_pure, rely_on_asked
@@ -183,12 +183,11 @@ def _erase(root: fx.Node) -> list[fx.Node]:
 def _guard(graph: fx.Graph) -> None:
     """Begin the graph with a check of what a rewrite or a branch of the model relied on."""
     inputs = graph.find_nodes(op="placeholder")
-    first = [*inputs, *graph.find_nodes(op="call_function", target=expect_call)]
     for node in reversed(inputs):
         for guard in _guards_of(node):
             if any(_covers(user, *guard) for user in node.users):
                 continue  # one of an earlier run
-            with graph.inserting_after(first[-1]):
+            with graph.inserting_after(inputs[-1]):
                 graph.call_function(*guard)
 
 

@@ -264,12 +264,14 @@ def test_all_workloads_pass_the_list(name: str) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")  # of what makes them
 def test_nearly_all_models_of_classification_pass_the_list() -> None:
     vision = import_torchvision().models
     timm = pytest.importorskip("timm")
     modules = {timm.models.model_entrypoint(n).__module__: n for n in timm.list_models()}
     makers = [functools.partial(timm.create_model, name) for name in modules.values()]
-    names = vision.list_models(vision)
+    # A RegNet cannot be made without data; one of them is a workload.
+    names = [name for name in vision.list_models(vision) if not name.startswith("regnet")]
     makers += [functools.partial(vision.get_model, name, weights=None) for name in names]
     with torch.device("meta"):
         found = [obstacle(make().eval()) for make in makers]

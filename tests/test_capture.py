@@ -170,7 +170,7 @@ LEFT_ALONE: dict[str, Case] = {
     "a defaultdict": unary(default_dict, "makes a defaultdict"),
     "a look into a set": unary(in_a_set, "looks a traced value up"),
     "a new attribute of a tensor": unary(attribute_of_a_tensor, "sets the attribute 'note'"),
-    "an attribute that tensors lack": unary(optional_attribute, "for its attribute 'mask'"),
+    "an attribute that tensors lack": unary(optional_attribute, "asks what a value has"),
     "a gradient": unary(lambda m, x: x * 2 if x.grad is None else x, "for its attribute 'grad'"),
     "Python's random numbers": unary(lambda m, x: x * random.random(), "random.random"),
     "a seed": unary(seeded, "manual_seed()"),
@@ -182,7 +182,7 @@ LEFT_ALONE: dict[str, Case] = {
         lambda: LoudRoot(lambda m, x: x * 2), ((ROWS,), (-ROWS,)), "hooks, parametrizations or"
     ),
     "a __call__ of a child": unary(
-        lambda m, x: m.child(x), "a __call__ of its own", ROWS, -ROWS, child=LoudChild
+        lambda m, x: m.child(x), "it uses '__call__'", ROWS, -ROWS, child=LoudChild
     ),
     "a child that counts": unary(
         lambda m, x: m.child(m.linear(x)), "it changes what its code finds", child=lambda: Counter()

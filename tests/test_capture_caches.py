@@ -179,5 +179,5 @@ def test_an_entry_from_before_the_weights_changed_stays() -> None:
 def test_without_example_inputs_nothing_is_known_of_an_entry() -> None:
     fast: Any = optimizer.optimize(model := model_with(by_device), level=1)
 
-    assert "'[]='" in fast.report.remarks[-1] or "it changes" in fast.report.remarks[-1]
+    assert fast.report.remarks[-1].startswith("left as it is: it writes a traced value as text")
     torch.testing.assert_close(fast(X), model(X))

@@ -334,7 +334,7 @@ guard = threading.Lock()
 UNKNOWN: dict[str, tuple[Function, str]] = {
     "time": (lambda self, x: time.time() * 0 + 1, "time.time"),
     "perf_counter": (lambda self, x: 1 + 0 * time.perf_counter(), "time.perf_counter"),
-    "date": (lambda self, x: datetime.datetime.now().year, "datetime.now"),
+    "date": (lambda self, x: datetime.datetime.now().year, "datetime.datetime"),
     "environment": (lambda self, x: float(os.environ.get("SCALE", "1")), "_Environ"),
     "getenv": (lambda self, x: float(os.getenv("SCALE", "1")), "environ"),
     "a thread": (lambda self, x: getattr(local, "scale", 1), "local"),

@@ -6,13 +6,17 @@ import functools
 import math
 import operator
 import random
+import types
+import warnings
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import flash_sdp_enabled
 from torch.nn import functional as F
 
 import models
@@ -116,6 +120,11 @@ def decorated(m: Any, x: Tensor) -> Any:
     return x * 2
 
 
+def with_gradients(m: Any, x: Tensor) -> Any:
+    with torch.enable_grad():
+        return m.layer(x)
+
+
 @functools.lru_cache
 def kept(number: int) -> int:
     return number + 1
@@ -157,8 +166,8 @@ UNKNOWN: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "an attribute": (sets, {}, "it sets the attribute 'kept'"),
     "a try": (tries, {}, "it has a try statement"),
     "an import": (imports, {}, "it imports time"),
-    "a class counter": (lambda m, x: x * Counter.step(), {}, "it sets the attribute 'calls'"),
-    "an inherited one": (lambda m, x: x * Inherits.step(), {}, "it sets the attribute 'calls'"),
+    "a class counter": (lambda m, x: x * Counter.step(), {}, "it reaches Counter, a type"),
+    "an inherited one": (lambda m, x: x * Inherits.step(), {}, "it reaches Inherits, a type"),
     "an object": (lambda m, x: x * SETTINGS.scale, {}, "it reaches SETTINGS, a Settings"),
     "a held object": (lambda m, x: x * m.cfg.scale, {"cfg": SETTINGS}, "cfg, a Settings"),
     "Python's random numbers": (lambda m, x: x * random.random(), {}, "random.random"),
@@ -192,6 +201,141 @@ def test_what_is_not_listed_is_an_obstacle(name: str) -> None:
     assert told in obstacle(model)
     with pytest.raises(optimizer.CaptureError, match=r"it |its |decorated"):
         optimizer.capture(model, X)
+
+
+def steps() -> int:
+    """Answers otherwise from the tenth call on, beyond what any check sees."""
+    HISTORY.append(1)
+    return 1 if len(HISTORY) < 10 else 5
+
+
+class Helper(nn.Module):
+    """Reaches state by a classmethod of its own."""
+
+    @classmethod
+    def run(cls, x: Tensor) -> Tensor:
+        return cls.count() * x
+
+    @classmethod
+    def count(cls) -> int:
+        return steps()
+
+
+def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def apply(*args: Any) -> Any:
+        return function(*args) * steps()
+
+    return apply
+
+
+class Model(Helper):
+    """Another, to choose from."""
+
+
+class Pair(NamedTuple):
+    """Holds what can change."""
+
+    values: list[Any]
+    function: Callable[..., Any]
+
+
+def tries_all(m: Any, x: Tensor) -> Any:
+    try:
+        return x.view(2, 6)
+    except:  # noqa: E722
+        return x
+
+
+def tries_two(m: Any, x: Tensor) -> Any:
+    try:
+        return x.view(2, 6)
+    except AttributeError:
+        return x
+    except RuntimeError:
+        return -x
+
+
+def asks_for_a_bound(m: Any, x: Tensor) -> Any:
+    try:
+        highest = torch.finfo(x.dtype).max
+    except TypeError:
+        highest = 0.5
+    return x.clamp(max=highest)
+
+
+def listening(layer: nn.Module) -> nn.Module:
+    layer.log = []  # type: ignore[assignment]
+    return layer
+
+
+my_relu, PAIR, PRIOR = (
+    counting(F.relu),
+    Pair([], steps),
+    torch.distributions.Bernoulli(torch.ones(4)),
+)
+STEPS_BY_NAME = types.MappingProxyType({"f": steps})
+ITEMS = {"items": 3, "f": steps}
+
+# Each answers otherwise in a later call, or leaves a trace, if it is recorded.
+HOSTILE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "text of a dtype": (lambda m, x: x * 2 if str(x.dtype) == "torch.float64" else x, {}),
+    "text of a size": (lambda m, x: x * 2 if f"{x.shape[0]}" == "2" else x, {}),
+    "a key of text": (lambda m, x: x * m.table.get(f"k{x.shape[0]}", 1.0), {"table": {"k2": 2.0}}),
+    "a type": (lambda m, x: x * 2 if type(x) == nn.Parameter else x, {}),  # noqa: E721
+    "a name of a type": (lambda m, x: x * 2 if type(x).__name__ == "Parameter" else x, {}),
+    "a subclass of tensors": (lambda m, x: x * 2 if isinstance(x, nn.Parameter) else x, {}),
+    "a class of a dtype": (lambda m, x: x * 2 if isinstance(x, torch.HalfTensor) else x, {}),
+    "a private attribute": (lambda m, x: x * getattr(x, "_scale", 1.0), {}),
+    "an attribute that may be": (lambda m, x: x * 2 if hasattr(x, "_scale") else x, {}),
+    "any error": (tries_all, {}),
+    "a second error": (tries_two, {}),
+    "an error of a dtype": (asks_for_a_bound, {}),
+    "a classmethod": (lambda m, x: Helper.run(x), {}),
+    "a wrapped function": (lambda m, x: my_relu(x), {}),
+    "a list on a layer": (
+        lambda m, x: (m.own.log.append(1), m.own(x) * len(m.own.log))[1],
+        {"own": listening(nn.Linear(4, 4))},
+    ),
+    "a list in a tuple": (lambda m, x: (PAIR.values.append(1), x * len(PAIR.values))[1], {}),
+    "a function in a tuple": (lambda m, x: x * PAIR.function(), {}),
+    "a function in a proxy": (lambda m, x: x * STEPS_BY_NAME["f"](), {}),
+    "a key that is a method": (lambda m, x: x * list(ITEMS.items())[1][1](), {}),
+    "a choice of classes": (lambda m, x: (Helper if m.training else Model).run(x), {}),
+    "a random operator": (lambda m, x: x + torch.ops.aten.rand([4]), {}),
+    "a lazy attribute": (lambda m, x: x * PRIOR.probs, {}),
+    "a bound append": (lambda m, x: (m.push(1), x)[1], {"push": HISTORY.append}),
+    "numpy's options": (lambda m, x: (np.seterr(all="ignore"), x)[1], {}),
+    "filters of warnings": (lambda m, x: (warnings.simplefilter("ignore"), x)[1], {}),
+    "a backend's function": (lambda m, x: x * flash_sdp_enabled(), {}),
+    "gradients that are turned on": (with_gradients, {}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_would_answer_otherwise_later_is_not_recorded(name: str) -> None:
+    function, held = HOSTILE[name]
+    HISTORY.clear()
+    model = Holding(function, **held).eval()
+
+    if name == "a random operator":
+        captured = optimizer.capture(model, X)
+        assert not torch.equal(captured(X), captured(X))
+        return
+    with pytest.raises(optimizer.CaptureError):
+        optimizer.capture(model, X)
+    assert (HISTORY, PAIR.values) == ([], [])
+    assert isinstance(PRIOR.probs, Tensor)
+
+
+def test_a_message_may_tell_of_a_traced_value() -> None:
+    def told(m: Any, x: Tensor) -> Any:
+        torch._assert(x.dim() == 2, f"expected a matrix, and got {x.shape}")
+        return m.layer(x)
+
+    captured = optimizer.capture(Holding(told).eval(), X)
+
+    assert captured(X).shape == (3, 4)
 
 
 def hidden(m: Any, x: Tensor) -> Any:

@@ -353,10 +353,6 @@ def test_a_phase_that_never_comes_to_an_end_is_a_faulty_pass() -> None:
         pipeline.run(optimizer.all_passes())
 
 
-def marked(m: Any, x: Any) -> Any:
-    return m.linear(x) if getattr(x, "_mark", None) is None else x
-
-
 def written_elsewhere(m: Any, x: Any) -> Any:
     return (
         torch.transpose(x, 0, 1) + torch.relu(x).t() + torch.mul(x, 2, out=torch.empty_like(x)).t()
@@ -364,7 +360,6 @@ def written_elsewhere(m: Any, x: Any) -> Any:
 
 
 SPELLED: dict[str, Callable[..., Any]] = {
-    "a private attribute": marked,
     "out=": written_elsewhere,
     "cpu()": lambda m, x: m.linear(x.cpu()),
     "a layer of buffers": lambda m, x: F.linear(x, m.matrix, m.row),

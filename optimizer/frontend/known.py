@@ -15,28 +15,33 @@ import operator
 import re
 from abc import ABCMeta
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import pairwise
 from types import (
     BuiltinFunctionType,
     CellType,
+    ClassMethodDescriptorType,
     CodeType,
     EllipsisType,
     FunctionType,
     GetSetDescriptorType,
     MappingProxyType,
     MemberDescriptorType,
+    MethodDescriptorType,
     MethodType,
     ModuleType,
     NotImplementedType,
+    WrapperDescriptorType,
 )
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch.utils._pytree import LeafSpec, TreeSpec
 
 from optimizer.core.literals import numbers_of_numpy
 from optimizer.core.node import NOT_USER_CODE, is_plain, is_user_code
@@ -47,7 +52,7 @@ _INSTRUCTION = re.compile(
     r"|SET_(ADD|UPDATE|FUNCTION_ATTRIBUTE)|COMPARE_OP|IS_OP|CONTAINS_OP|GET_LEN|GET_ITER|FOR_ITER"
     r"|LOAD_(CONST|SMALL_INT|COMMON_CONSTANT|GLOBAL|DEREF|CLOSURE|ATTR|METHOD|ASSERTION_ERROR)"
     r"|LOAD_CLASSDEREF|STORE_(SUBSCR|SLICE|DEREF)|YIELD_VALUE|RERAISE|RAISE_VARARGS|RESUME|SWAP"
-    r"|BEFORE_WITH|LOAD_SPECIAL|WITH_EXCEPT_START|CHECK_EXC_MATCH|PUSH_NULL|PRECALL|KW_NAMES"
+    r"|BEFORE_WITH|LOAD_SPECIAL|WITH_EXCEPT_START|PUSH_NULL|PRECALL|KW_NAMES"
     r"|NOP|CACHE|EXTENDED_ARG|TO_BOOL|NOT_TAKEN"
 )
 _TOLD = {
@@ -57,12 +62,13 @@ _TOLD = {
     "STORE_DEREF": "it sets '{}' of an enclosing function",
     "IMPORT_NAME": "it imports {}",
     "PUSH_EXC_INFO": "it has a try statement",
+    "CHECK_EXC_MATCH": "it has a try statement",
 }
 _BUILTINS = frozenset((
     "Ellipsis", "NotImplemented", "abs", "all", "any", "bool", "callable", "complex", "dict",
     "divmod", "enumerate", "filter", "float", "frozenset", "getattr", "hasattr", "int",
     "isinstance", "issubclass", "iter", "len", "list", "map", "max", "min", "next", "pow",
-    "range", "repr", "reversed", "round", "set", "slice", "sorted", "str", "sum", "super", "tuple",
+    "range", "reversed", "round", "set", "slice", "sorted", "str", "sum", "super", "tuple",
     "type", "zip",
 ))  # fmt: skip
 # Functions of these packages compute with what they are given.
@@ -70,18 +76,21 @@ _PURE = frozenset((
     "_functools", "_operator", "_warnings", "functools", "itertools", "math", "numbers", "numpy",
     "operator", "torch", "types", "typing", "warnings",
 ))  # fmt: skip
-_CAUGHT = ("AttributeError", "TypeError")  # errors that no value of a tensor causes
+_CATCHES = ("PUSH_EXC_INFO", "CHECK_EXC_MATCH")
+_ASK_FOR_AUTOCAST = ("AttributeError", "TypeError", "amp", "torch")
 _OF_CLASSES = frozenset(("__class__", "__init__", "__module__", "__name__", "__qualname__"))
 _OPERATORS = vars(operator).keys() - {"__call__"}
 # Of torch's: what asks the process or changes it. A model is optimized under its autocast.
 _ASKS_THE_PROCESS = re.compile(
-    r"(get|are|current|memory|max_memory|set|use)_(?!autocast|device$)|is_(?!autocast).*_enabled$"
-    r"|(initial_|manual_)?seed(_all)?$|fork_rng|attrgetter|methodcaller"
+    r"_?(get|are|current|memory|max_memory|set|use)_(?!autocast|device$)|(?!.*autocast).*_enabled$"
+    r"|(initial_|manual_)?seed(_all)?$|fork_rng|enable_|inference_mode|attrgetter|methodcaller"
+    r"|(load|save)(txt|z)?$|fromfile|memmap|geterr|seterr|errstate|.*filter(s|warnings)?$|catch_"
 )
 _IMMUTABLE = (
     int, float, complex, bool, str, bytes, type(None), range, slice, EllipsisType,
     NotImplementedType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
-    GetSetDescriptorType, MemberDescriptorType, type(vars(namedtuple("_", "a"))["a"]),
+    GetSetDescriptorType, MemberDescriptorType, ReferenceType, TreeSpec, LeafSpec,
+    type(vars(namedtuple("_", "a"))["a"]),
 )  # fmt: skip
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # Of a module, only this may be asked; the other names are of tensors as well.
@@ -94,7 +103,12 @@ _ASKED = frozenset((
 _OF_MODULES = (OF_EVERY_MODULE | vars(nn.Module).keys()) - _ASKED
 MUTABLE = (list, dict, set, OrderedDict)
 _CONTAINERS = (*MUTABLE, tuple, frozenset, MappingProxyType, immutable_dict, immutable_list)
-_OF_PYTHON = frozenset(("abc", "builtins", "collections", "enum", "logging", "optimizer"))
+_OF_PYTHON = frozenset(("abc", "builtins", "collections", "enum", "optimizer"))
+_OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OF_C = (
+    BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType,
+    *_OPERATIONS,
+)  # fmt: skip
 MISSING = object()
 _MOST = 1000  # values that are looked at in one container
 _CONTINUE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
@@ -123,6 +137,11 @@ def codes(code: CodeType) -> Iterator[CodeType]:
             yield from codes(constant)
 
 
+def _asks_for_autocast(code: CodeType) -> bool:
+    """Whether a code does nothing but that: no value of a tensor causes an error there."""
+    return all("autocast" in name or name in _ASK_FOR_AUTOCAST for name in code.co_names)
+
+
 def _last() -> None:
     """Its code follows the last instruction of another."""
 
@@ -132,23 +151,28 @@ def _scan(code: CodeType) -> tuple[str, frozenset[tuple[str, ...]], frozenset[st
     """What is not listed, if anything; the chains `a.b.c` that begin outside; other names."""
     chains, names, unlisted = set[tuple[str, ...]](), set[str](), ""
     chain: tuple[str, ...] = ()
+    before = ""
     for each, following in pairwise((*dis.get_instructions(code), *dis.get_instructions(_last))):
         outer = each.opname == "STORE_DEREF" and each.argval not in code.co_cellvars
-        caught = each.opname == "PUSH_EXC_INFO" and following.argval in (None, *_CAUGHT)
-        if outer or not (caught or _INSTRUCTION.fullmatch(each.opname)):
+        within = each.opname == "PUSH_EXC_INFO" and (
+            following.opname == "WITH_EXCEPT_START" or following.argval == "AttributeError"
+        )
+        within |= each.opname == "CHECK_EXC_MATCH" and before == "AttributeError"
+        within |= each.opname in _CATCHES and _asks_for_autocast(code)
+        before = each.argval
+        if outer or not (within or _INSTRUCTION.fullmatch(each.opname)):
             told = _TOLD.get(each.opname, f"its code has {each.opname}").format(each.argval)
             unlisted = unlisted or told
         attribute = each.argval if each.opname in _CONTINUE else ""
         hidden = attribute.startswith("__") or attribute in _OF_MODULES
         if hidden and attribute not in _OF_CLASSES | _OPERATORS:
             unlisted = unlisted or f"it uses '{attribute}'"
+        names |= {attribute} - {""}  # of a chain too: what it begins with may be chosen by a jump
         if attribute and chain:
             chain = (*chain, attribute)
             continue
         chains.add(chain)
         chain = (each.argval,) if each.opname in _BEGIN else ()
-        if attribute:
-            names.add(attribute)
     written = (each for each in chains if each and not each[0].startswith("@"))  # not by pytest
     return unlisted, frozenset(written), frozenset(names)
 
@@ -176,12 +200,17 @@ class Code:
 
     def obstacles(self) -> Iterator[str]:
         """What is not listed; nothing, if a recording holds for all calls."""
-        recorded = list(filter(is_plain, self.modules))  # others are called as they are
-        for module in recorded:
-            if _is_users(type(module)):
-                yield from self._add_space(module)
-                yield from self._visit(type(module).forward, "forward")
+        for module in self.modules:
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            if not _is_users(type(module)):
+                for name in vars(module).keys() - OF_EVERY_MODULE:
+                    yield from self._visit(vars(module)[name], name)
+                continue
+            yield from self._add_space(module)
             yield from self._visit_class(type(module))
+            if is_plain(module):  # others are called as they are
+                yield from self._visit(type(module).forward, "forward")
         while self._pending:
             yield from self._follow(self._pending.pop())
 
@@ -215,9 +244,11 @@ class Code:
             builtin = getattr(builtins, path, None)
             if builtin is not None and path not in _BUILTINS and not _is_error(builtin):
                 yield f"it uses {path}()"
-        while rest and member(value, rest[0]) is not MISSING:
+        while rest and _holds(value, rest[0]):
             if _is_of_the_process(value):
                 yield f"it asks the process for {path}"
+            if isinstance(value, type):
+                yield from self._visit(value, path)
             value, path, rest = self._found(value, rest[0]), f"{path}.{rest[0]}", rest[1:]
         yield from self._visit(value, path)
         yield from self._add_names(rest)
@@ -240,7 +271,7 @@ class Code:
             yield from self._visit_object(value, name)
 
     def _visit_object(self, value: Any, name: str) -> Iterator[str]:
-        if isinstance(value, property | staticmethod | classmethod | partial | MethodType):
+        if type(value) in (property, staticmethod, classmethod, partial, MethodType):
             for part in ("fget", "__func__", "__self__", "func", "args", "keywords"):
                 yield from self._visit(getattr(value, part, None), name)
         elif isinstance(value, nn.Module):
@@ -251,13 +282,22 @@ class Code:
             yield f"it reaches {name}, a {type(value).__name__}"
             yield from self._look_into(value, name)
         else:
-            yield from self._visit_class(value if isinstance(value, type) else type(value))
+            yield from self._visit_known(value, name)
+
+    def _visit_known(self, value: Any, name: str) -> Iterator[str]:
+        if isinstance(value, type):
+            yield from self._visit_class(value)
+        elif isinstance(value, tuple | enum.Enum | torch.Tensor):
+            held = value if isinstance(value, tuple) else attributes(value).values()
+            for each in (type(value), *held):
+                yield from self._visit(each, name)
 
     def _visit_function(self, function: FunctionType) -> Iterator[str]:
-        if _package(function.__module__) == "torch" and _asks(function):
+        home = str(function.__globals__.get("__name__"))  # a decorator names itself otherwise
+        if _package(home) in _PURE and (_asks(function) or home.startswith("torch.backends")):
             yield f"it asks the process for {function.__name__}()"
         if not function.__code__.co_filename.startswith(NOT_USER_CODE):
-            if _package(function.__module__) not in _PURE | _OF_PYTHON:
+            if _package(home) not in _PURE | _OF_PYTHON:
                 self._pending.append(function)
             return
         inside = filter(
@@ -341,6 +381,11 @@ def member(space: Any, name: str) -> Any:
         return MISSING
 
 
+def _holds(space: Any, name: str) -> bool:
+    """Whether a module or a class has something under a name."""
+    return isinstance(space, ModuleType | type) and member(space, name) is not MISSING
+
+
 def _is_listed(value: Any) -> bool:
     """Whether it is a listed package, or a class of one."""
     home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
@@ -363,17 +408,22 @@ def _is_known(value: Any) -> bool:
         listed |= _is_listed(value) or _package(value.__module__) == "collections"
         named = issubclass(value, tuple) and hasattr(value, "_fields")
         return listed or named or issubclass(value, enum.Enum | nn.Module | BaseException)
-    of_c = isinstance(value, BuiltinFunctionType) or type(value).__name__ == "ufunc"
-    if of_c or is_of_torch(type(value)):
-        return not isinstance(value, torch.Generator) and _is_pure(value)
+    if isinstance(value, _OF_C) or type(value).__name__ == "ufunc":
+        return _is_pure(value)
     named = isinstance(value, tuple) and hasattr(value, "_fields")
-    named |= type(value).__module__ == "typing" or isinstance(value, numbers_of_numpy())
+    origin = getattr(value, "__origin__", int) if type(value).__module__ == "typing" else None
+    named |= _package(getattr(origin, "__module__", None)) in _OF_PYTHON
+    named |= isinstance(value, numbers_of_numpy())
     return named or isinstance(value, enum.Enum | torch.Tensor | logging.Logger)
 
 
 def _is_pure(function: Any) -> bool:
     """Whether a function of C is torch's or of a listed package."""
+    if isinstance(function, _OPERATIONS):
+        return str(function).startswith(("aten.", "prims.", "torchvision."))
     owner = getattr(function, "__self__", None)
+    if not (owner is None or isinstance(owner, ModuleType | type)):
+        return False  # a method of a list, say
     homes = [getattr(each, "__module__", None) for each in (function, owner)]
     home = homes[0] or homes[1] or getattr(owner, "__name__", "torch")
     listed = _package(str(home)) in _PURE and not str(home).startswith("numpy.random")
@@ -381,7 +431,7 @@ def _is_pure(function: Any) -> bool:
 
 
 def _items(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+    return [*container, *container.values()] if isinstance(container, Mapping) else [*container]
 
 
 def _asks(function: Any) -> bool:
@@ -393,7 +443,8 @@ def _is_error(value: Any) -> bool:
 
 
 def _is_of_a_user(value: Any) -> bool:
-    return isinstance(value, FunctionType) and is_user_code(value.__code__.co_filename)
+    function = getattr(value, "__func__", value)
+    return isinstance(function, FunctionType) and is_user_code(function.__code__.co_filename)
 
 
 def _is_implicit(name: str) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dis
 import operator
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx
 
+from optimizer.core.node import is_user_code
 from optimizer.core.ops import INPLACE_OPERATORS
 
 _OF_AUTOGRAD = ("grad", "grad_fn", "names")
@@ -43,8 +47,28 @@ class Value(fx.Proxy):
 
     __int__ = __float__ = __complex__ = __index__
 
+    def __str__(self) -> str:
+        if is_user_code(sys._getframe(1).f_code.co_filename):
+            raise self.tracer.fail("it writes a traced value as text")
+        return super().__str__()
+
+    def __format__(self, specification: str) -> str:
+        if _is_told(sys._getframe(1)):  # a message, which is read where something is wrong
+            return super().__str__()
+        raise self.tracer.fail("it writes a traced value as text")
+
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
+_TELLS = ("BUILD_STRING", "FORMAT", "CONVERT", "LOAD_FAST", "LOAD_CONST", "LOAD_ATTR", "PRECALL")
+
+
+def _is_told(frame: FrameType) -> bool:
+    """Whether a text is an argument of the next call, whose result nothing takes, or is raised."""
+    rest = (each for each in dis.get_instructions(frame.f_code) if each.offset > frame.f_lasti)
+    then = next((each.opname for each in rest if not each.opname.startswith(_TELLS)), "")
+    return then.startswith("CALL") and next(rest).opname in ("POP_TOP", "RAISE_VARARGS")
 
 
 def _record_operator(function: Callable[[Any, Any], Any]) -> Callable[[Value, Any], fx.Proxy]:

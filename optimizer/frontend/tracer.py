@@ -58,6 +58,7 @@ class RecordConstants(TorchFunctionMode):
         constant = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if func in FACTORIES:
             constant, traced = traced or self.tracer.records(func), False
+        constant |= isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
         of_another_kind = isinstance(func, torch._C.ScriptMethod | torch._ops.HigherOrderOperator)
         if of_another_kind or not (traced or (constant and name not in METADATA)):
             return func(*args, **kwargs)

@@ -11,6 +11,7 @@ is right for what was given, and an argument that is None in a later call must n
 from __future__ import annotations
 
 import dis
+from abc import ABCMeta
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,7 +33,9 @@ def answer_for_traced(code: Code, is_tensor: Callable[[fx.Node], bool], patcher:
     """
     answer = partial(_is_instance, is_tensor)
     overrides._get_tensor_methods()  # torch keeps these lists: not with a shadow in them
-    shadows = {"isinstance": answer, "getattr": partial(_get, code)}
+    shadows = {
+        "isinstance": answer, "getattr": partial(_get, code), "hasattr": _has, "type": _type,
+    }  # fmt: skip
     for space in {id(each.__globals__): each.__globals__ for each in code.functions}.values():
         for name in shadows.keys() - space.keys():
             patcher.patch(space, name, shadows[name])
@@ -44,12 +47,33 @@ def _is_instance(is_tensor: Callable[[fx.Node], bool], value: Any, kinds: Any) -
         return isinstance(value, kinds)
     if isinstance(value, Attribute):
         return isinstance(value.tensor, kinds)
-    if isinstance(value, Value) and is_tensor(value.node):
+    each = kinds if isinstance(kinds, tuple) else (kinds,)
+    if isinstance(value, Value) and is_tensor(value.node) and all(map(_is_clear, each)):
         return isinstance(_A_TENSOR, kinds)
     raise value.tracer.fail("it asks for the type of an intermediate value")  # type: ignore[attr-defined]
 
 
+def _is_clear(kind: Any) -> bool:
+    """Whether all tensors are of a kind, or none is: not of a subclass, or of one by dtype."""
+    plain = type(kind) in (type, ABCMeta) and not issubclass(kind, torch.Tensor)
+    return kind is torch.Tensor or plain
+
+
+def _has(owner: Any, name: str) -> bool:
+    if isinstance(owner, Value):
+        raise owner.tracer.fail("it asks what a value has")
+    return hasattr(owner, name)
+
+
+def _type(value: Any, *bases: Any) -> Any:
+    if isinstance(value, Value):
+        raise value.tracer.fail("it asks for the type of a value")
+    return type(value, *bases)
+
+
 def _get(code: Code, owner: Any, name: str, *default: Any) -> Any:
+    if isinstance(owner, Value) and (default or name.startswith("_")):
+        raise owner.tracer.fail("it asks what a value has")
     found = getattr(owner, name, *default)
     if not isinstance(found, fx.Proxy) and code.is_new(found, name):
         raise CaptureError(f"it finds '{name}' by getattr()")

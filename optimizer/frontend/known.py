@@ -204,7 +204,7 @@ class Code:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             if not _is_users(type(module)):
-                for name in vars(module).keys() - OF_EVERY_MODULE:
+                for name in vars(module).keys() - OF_EVERY_MODULE - {"forward"}:
                     yield from self._visit(vars(module)[name], name)
                 continue
             yield from self._add_space(module)

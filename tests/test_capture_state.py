@@ -367,20 +367,6 @@ def test_what_may_answer_otherwise_is_not_recorded_with_stand_ins(name: str) -> 
 ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh}
 
 
-class Config:
-    scale = 2.0
-    names = ("a", "b")
-
-    def __init__(self) -> None:
-        self.sizes = [1, 2, 3]
-
-    @property
-    def size(self) -> int:
-        return len(self.sizes)
-
-
-config = Config()
-
 CONSTANT: dict[str, Function] = {
     "a table of functions": lambda self, x: ACTIVATIONS["tanh"](x),
     "a table": lambda self, x: TABLE["a"][1],

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import models
 import optimizer
 from models._torchvision_import import import_torchvision
-from optimizer.frontend.known import obstacle
+from optimizer.frontend.known import Code
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 NAMES, TABLE, HISTORY = ["a", "b"], {"relu": torch.relu, "scale": 2.0}, list[Any]()
@@ -156,7 +156,7 @@ def test_what_is_listed_is_recorded(name: str) -> None:
     function, held = KNOWN[name]
     model = Holding(function, **held).eval()
 
-    assert obstacle(model) == ""
+    assert Code(model).obstacle() == ""
     torch.testing.assert_close(optimizer.capture(model, X)(X), model(X))
 
 
@@ -198,9 +198,31 @@ def test_what_is_not_listed_is_an_obstacle(name: str) -> None:
     function, held, told = UNKNOWN[name]
     model = Holding(function, **held).eval()
 
-    assert told in obstacle(model)
+    assert told in Code(model).obstacle()
     with pytest.raises(optimizer.CaptureError, match=r"it |its |decorated"):
         optimizer.capture(model, X)
+
+
+class Meta(type):
+    """May do anything where its classes are called."""
+
+
+class Metered(Holding, metaclass=Meta):
+    """Of a class that is no plain one."""
+
+
+class Indexed(Holding):
+    """Runs a method that its code does not name."""
+
+    def __getitem__(self, index: int) -> int:
+        self.last = index
+        return index
+
+
+def test_what_python_calls_by_itself_is_looked_at() -> None:
+    assert "Metered has a metaclass" in Code(Metered(lambda m, x: x).eval()).obstacle()
+    indexed = Indexed(lambda m, x: x * m[2]).eval()
+    assert "it sets the attribute 'last'" in Code(indexed).obstacle()
 
 
 def steps() -> int:
@@ -388,7 +410,7 @@ def test_a_bound_method_of_another_model_is_an_obstacle() -> None:
     plain = other.helper
     model = nn.Sequential(nn.ReLU(), Holding(lambda m, x: plain(x) + 1)).eval()
 
-    assert "a module outside the model" in obstacle(model)
+    assert "a module outside the model" in Code(model).obstacle()
 
 
 def test_generated_code_is_looked_at_too() -> None:
@@ -404,7 +426,7 @@ def test_generated_code_is_looked_at_too() -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("name", models.names())
 def test_all_workloads_pass_the_list(name: str) -> None:
-    assert obstacle(models.load(name).module) == ""
+    assert Code(models.load(name).module).obstacle() == ""
 
 
 @pytest.mark.integration
@@ -418,7 +440,7 @@ def test_nearly_all_models_of_classification_pass_the_list() -> None:
     names = [name for name in vision.list_models(vision) if not name.startswith("regnet")]
     makers += [functools.partial(vision.get_model, name, weights=None) for name in names]
     with torch.device("meta"):
-        found = [obstacle(make().eval()) for make in makers]
+        found = [Code(make().eval()).obstacle() for make in makers]
 
     told = [each for each in found if each]
     assert len(found) > 100

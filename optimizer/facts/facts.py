@@ -201,7 +201,6 @@ def is_read_only(node: fx.Node) -> bool:
 _ONLY_READ = (F.linear, F.conv1d, F.conv2d, F.conv3d)
 _TRUSTED = frozenset(("torch", "torchvision", "_operator", "math", "collections", "optimizer"))
 _PURE_BY_DEFINITION = (*LAYOUTS, nn.Linear, *CONVOLUTIONS, nn.Identity)
-_EFFECTS_OF_PYTHON = INPLACE_OPERATORS
 
 
 def _calls_trusted_code(node: fx.Node) -> bool:
@@ -227,7 +226,7 @@ def is_pure(node: fx.Node) -> bool:
     if node.op == "call_method":
         return _on_a_tensor(node)
     trusted = node.op in ("call_module", "call_function") and _calls_trusted_code(node)
-    return node.op == "get_attr" or (trusted and node.target not in _EFFECTS_OF_PYTHON)
+    return node.op == "get_attr" or (trusted and node.target not in INPLACE_OPERATORS)
 
 
 def computation(last: fx.Node, accepts: Callable[[fx.Node], bool]) -> list[fx.Node]:

@@ -115,11 +115,6 @@ _CONTINUE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _BEGIN = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF")
 
 
-def obstacle(model: nn.Module) -> str:
-    """Why the code of a model may not be recorded with stand-ins; empty if it may."""
-    return next(Code(model).obstacles(), "")
-
-
 def is_of_torch(kind: type) -> bool:
     """Whether a class is torch's own."""
     return kind.__module__.partition(".")[0] == "torch" or kind is object
@@ -148,7 +143,7 @@ def _last() -> None:
 
 @lru_cache(maxsize=4096)
 def _scan(code: CodeType) -> tuple[str, frozenset[tuple[str, ...]], frozenset[str]]:
-    """What is not listed, if anything; the chains `a.b.c` that begin outside; other names."""
+    """What is not listed, if anything; the chains `a.b.c` that begin outside; all attributes."""
     chains, names, unlisted = set[tuple[str, ...]](), set[str](), ""
     chain: tuple[str, ...] = ()
     before = ""
@@ -197,6 +192,10 @@ class Code:
         self._seen: dict[int, Any] = {}
         self._classes: set[type] = set()
         self._pending: list[FunctionType] = []
+
+    def obstacle(self) -> str:
+        """Why it may not be recorded with stand-ins; empty if it may."""
+        return next(self.obstacles(), "")
 
     def obstacles(self) -> Iterator[str]:
         """What is not listed; nothing, if a recording holds for all calls."""
@@ -251,7 +250,6 @@ class Code:
                 yield from self._visit(value, path)
             value, path, rest = self._found(value, rest[0]), f"{path}.{rest[0]}", rest[1:]
         yield from self._visit(value, path)
-        yield from self._add_names(rest)
 
     def _found(self, space: Any, name: str) -> Any:
         value = member(space, name)
@@ -318,7 +316,7 @@ class Code:
         if len(value) > _MOST:
             yield f"it reaches {name}, which holds {len(value)} values"
             return
-        for each in _items(value):
+        for each in items(value):
             yield from self._visit(each, name)
 
     def _visit_class(self, kind: type) -> Iterator[str]:
@@ -430,7 +428,8 @@ def _is_pure(function: Any) -> bool:
     return listed and not _asks(function)
 
 
-def _items(container: Any) -> list[Any]:
+def items(container: Any) -> list[Any]:
+    """What a container holds, the keys of a mapping first."""
     return [*container, *container.values()] if isinstance(container, Mapping) else [*container]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimizer.frontend.known import MISSING, OF_EVERY_MODULE, Code, attributes, member
+from optimizer.frontend.known import MISSING, OF_EVERY_MODULE, Code, attributes, items, member
 from optimizer.frontend.module import Constants
 
 
@@ -105,16 +105,12 @@ def _back(value: Any) -> Callable[[], object]:
 
 
 def _refill(container: Any, contents: Any, how: str) -> bool:
-    old, new = map(_items, (contents, container))
+    old, new = map(items, (contents, container))
     if len(old) == len(new) and all(map(operator.is_, old, new)):
         return False
     container.clear()
     getattr(container, how)(contents)
     return True
-
-
-def _items(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
 def _set_all(value: Any, held: dict[str, Any]) -> bool:

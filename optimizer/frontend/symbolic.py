@@ -89,7 +89,7 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
         return _recorded_before(model), False
     require(is_plain(model), "the model itself has hooks, parametrizations or a __call__")
     code = Code(model)
-    require(not (found := next(code.obstacles(), "")), found)
+    require(not (found := code.obstacle()), found)
     tells = sees_how_it_is_called(type(model).forward, call or NO_ARGUMENTS)
     require(not tells, "its forward can tell how its arguments are passed")
     tracer = Tracer(call, code, record_factories=record_factories)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,8 +297,34 @@ def test_what_compare_is_tried_on_is_head_with_a_change_and_nothing_here_changes
 def test_an_alarm_is_false_unless_it_was_planted() -> None:
     said = [{"verdict": each} for each in ("regressed", "regressed", "improved", "not compared")]
 
-    assert alarms.line("nothing", [said]) == "| nothing | 1 | 3 | 0 | 3 |"
-    assert alarms.line("slower", [said], right="regressed") == "| slower | 1 | 3 | 2 | 1 |"
+    assert alarms.counts(said) == {"reached": 3, "told": 0, "undecided": 0, "false": 3}
+    assert alarms.counts(said, right="regressed") == {
+        "reached": 3, "told": 2, "undecided": 0, "false": 1,
+    }  # fmt: skip
+
+
+def test_comparisons_are_kept_as_they_end_and_not_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = []
+
+    def compared(new: str, seed: int, *rest: object) -> list[dict[str, str]]:
+        made.append(new)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return [{"verdict": "regressed" if new == "planted" else "same"}]
+
+    monkeypatch.setattr(alarms, "compared", compared)
+    monkeypatch.setattr(alarms, "planted", lambda change: "planted")
+    monkeypatch.setattr(sys, "argv", ["alarms", "--runs", "2", "--folder", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        alarms.main()
+    alarms.main()
+
+    assert made == ["HEAD"] * 2 + ["planted"] * (1 + len(alarms.PLANTED))
+    printed = capsys.readouterr().out
+    assert "| nothing | 2 | 2 | 0 | 0 | 0 |" in printed
+    assert "| 3 % slower | 1 | 1 | 1 | 0 | 0 |" in printed
 
 
 @pytest.mark.parametrize("said", ["Process exited with 1", "Interrupted."])

@@ -2,6 +2,7 @@
 
 HEAD is compared with itself, where each change that is told is a false alarm, and with versions in
 which a change was planted. The commits of those are on no branch; the files here stay as they are.
+Each comparison is kept as it ends, and not made again: four hours can be spent in parts.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._machine import machine_name
 from benchmarks.compare.trees import commit_on_no_branch, git
-from benchmarks.compare.verdicts import FAILED, IMPROVED, NOT_COMPARED, REGRESSED
+from benchmarks.compare.verdicts import FAILED, IMPROVED, INCONCLUSIVE, NOT_COMPARED, REGRESSED
+from tests.quality.record import Entries, Recorder, read
 
+_FOLDER, _FIGURE = Path("docs", "benchmarks"), "alarms"
+NOTHING = "nothing"
 _HOME = "optimizer/__init__.py"
 _WRAPPED = """
 
@@ -137,36 +140,56 @@ def compared(
     return found
 
 
-def table(runs: int, minutes: float, asked: Sequence[str], seed: int) -> Iterator[str]:
-    """The lines of a Markdown table, each as it is known."""
-    yield "| planted | runs | of cells that were reached | told | false |"
-    yield "|---|---|---|---|---|"
-    yield line("nothing", [compared("HEAD", seed + each, minutes, asked) for each in range(runs)])
+def measured(
+    runs: int, minutes: float, asked: Sequence[str], seed: int, kept: Container[str] = ()
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Compare again and again; yield of each comparison that is not kept its name and counts."""
+    for number in range(seed, seed + runs):
+        if (name := f"{NOTHING}, run {number}") not in kept:
+            yield name, counts(compared("HEAD", number, minutes, asked))
     for change in PLANTED:
-        found = compared(planted(change), seed, minutes, [change.cells])
-        yield line(change.name, [found], right=REGRESSED)
+        if change.name not in kept:
+            told = compared(planted(change), seed, minutes, [change.cells])
+            yield change.name, counts(told, right=REGRESSED)
 
 
-def line(name: str, several: Sequence[Sequence[dict[str, Any]]], right: str = "") -> str:
-    """Of some comparisons, how many cells were told; `right` is the verdict that is no alarm."""
-    said = Counter(each["verdict"] for found in several for each in found)
-    reached = said.total() - said[NOT_COMPARED]
+def counts(verdicts: Iterable[dict[str, Any]], right: str = "") -> dict[str, int]:
+    """Of how many cells what was said; `right` is the verdict that is no alarm."""
+    said = Counter(each["verdict"] for each in verdicts)
     false = sum(said[each] for each in {REGRESSED, IMPROVED, FAILED} - {right})
-    told = said[right] if right else 0
-    return f"| {name} | {len(several)} | {reached} | {told} | {false} |"
+    told, undecided = said[right] if right else 0, said[INCONCLUSIVE]
+    reached = said.total() - said[NOT_COMPARED]
+    return {"reached": reached, "told": told, "undecided": undecided, "false": false}
+
+
+def table(entries: Entries) -> Iterator[str]:
+    """The lines of a Markdown table of all that was measured."""
+    yield "| planted | runs | cells that were reached | told | could not be told | false |"
+    yield "|---|---|---|---|---|---|"
+    for name in (NOTHING, *(each.name for each in PLANTED)):
+        found = [each for key, each in entries.items() if key.partition(", run ")[0] == name]
+        sums = [sum(e[key] for e in found) for key in ("reached", "told", "undecided", "false")]
+        yield f"| {name} | {len(found)} | {' | '.join(map(str, sums))} |"
+    yield ""
+    yield f"At {', '.join(dict.fromkeys(each['commit'] for each in entries.values()))}."
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure, keep each comparison as it ends, and print the table of all that are kept."""
     parser = argparse.ArgumentParser(prog="python -m tests.quality.alarms", description=__doc__)
     parser.add_argument("--runs", type=int, default=20, help="of HEAD with itself")
     parser.add_argument("--minutes", type=float, default=10.0, help="for each comparison")
     parser.add_argument("--bench", action="append", default=[], help="of HEAD with itself")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="the number of the first run")
+    parser.add_argument("--folder", type=Path, default=_FOLDER, help="where runs are kept")
     options = parser.parse_args()
-    print(f"{git('rev-parse', '--short', 'HEAD')} on {machine_name()}\n", flush=True)
-    for line in table(options.runs, options.minutes, options.bench, options.seed):
-        print(line, flush=True)
+    record = Recorder.of(options.folder, _FIGURE, f"--minutes {options.minutes:g}")
+    kept = read(options.folder, _FIGURE)
+    asked = (options.runs, options.minutes, options.bench, options.seed)
+    for name, found in measured(*asked, kept):
+        record(name, **found)
+        print(f"{name}: {found}", flush=True)
+    print("\n".join(table(read(options.folder, _FIGURE))))
 
 
 if __name__ == "__main__":

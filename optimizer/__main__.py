@@ -19,6 +19,7 @@ from torch import nn
 import optimizer
 from optimizer import EquivalenceError, InputError, OptimizerError, workloads
 from optimizer.analysis import measured, memory, roofline
+from optimizer.analysis.measure import require_rounds
 from optimizer.core.inputs import map_tensors, require_module, require_writable
 from optimizer.core.node import line_of
 from optimizer.core.report import columns
@@ -29,7 +30,7 @@ from optimizer.passes import all_passes, select
 EPILOG = """
 examples:
   optimizer optimize resnet18 --html report.html
-  optimizer compare my_package.my_module:my_function --json
+  optimizer compare --rounds 100 my_package.my_module:my_function --json
   optimizer check --disable fold_affine,fuse_linear_relu my_module:my_function
   optimizer optimize --engines none resnet18
 
@@ -104,6 +105,8 @@ def _parser() -> ArgumentParser:
         if name != "bisect":  # which looks for a rewrite
             _add_tuning(commands.choices[name])
     commands.choices["optimize"].add_argument("--html", help="a file to write the report to")
+    rounds = "how many ratios are taken, at least 6 (default: 20); more tell a smaller difference"
+    commands.choices["compare"].add_argument("--rounds", type=int, default=20, help=rounds)
     return parser
 
 
@@ -168,7 +171,8 @@ def _bisect(options: Namespace) -> tuple[str, Any]:
 
 
 def _compare(options: Namespace) -> tuple[str, Any]:
-    compared = optimizer.compare(*_optimized(options))
+    require_rounds(options.rounds)  # raises before any work
+    compared = optimizer.compare(*_optimized(options), rounds=options.rounds)
     return f"{options.model}: {compared}", asdict(compared) | {"verdict": compared.verdict}
 
 

@@ -684,6 +684,19 @@ def test_a_smoke_run_leaves_the_results_as_they_were(smoke, monkeypatch, tmp_pat
     assert not new.exists()
 
 
+def test_without_asv_there_is_help_and_one_line_says_what_to_run(monkeypatch, capsys):
+    main = importlib.import_module("benchmarks.__main__").main
+    monkeypatch.setitem(sys.modules, "benchmarks.measuring", None)
+
+    assert main(["--help"]) == 0
+    assert "compare BASE NEW" in capsys.readouterr().out
+    assert main(["--all"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("error: ")
+    assert "python -m tox run -e bench" in err
+
+
 def test_help_has_a_line_and_an_example_for_every_command(capsys):
     main = importlib.import_module("benchmarks.__main__").main
     with pytest.raises(SystemExit) as stopped:

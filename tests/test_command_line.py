@@ -150,6 +150,20 @@ def test_compare_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(rf"toy_model: {verdict}\n", out)
 
 
+def test_compare_takes_so_many_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "toy_model", "--rounds", "7"]) == 0
+    assert re.search(", 7 rounds", capsys.readouterr().out)
+
+
+def test_too_few_rounds_are_refused_before_any_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimizer.optimize", None)
+
+    assert main(["compare", "toy_model", "--rounds", "3"]) == 2
+    assert capsys.readouterr().err == ("error: rounds is 3: pass a whole number of at least 6.\n")
+
+
 def test_compare_prints_json_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
     main(["compare", "toy_model", "--json"])
 

@@ -135,7 +135,7 @@ def compare(
         DeviceError: the inputs are on a device that cannot be measured.
     """
     call = _checked(example_inputs, model, fast)
-    _require_at_least(_FEWEST_ROUNDS, rounds=rounds)
+    require_rounds(rounds)
     device = _device_of(call, model, fast)
     with _as_before(device, model, fast):
         _warm_up(model, call, _WARMUP)
@@ -147,6 +147,11 @@ def compare(
             _measurement(model, call, device, [t for row in times for t in (row[0], row[3])]),
             _measurement(fast, call, device, [t for row in times for t in row[1:3]]),
         )
+
+
+def require_rounds(rounds: int) -> None:
+    """Raise InputError if so few rounds give no interval."""
+    _require_at_least(_FEWEST_ROUNDS, rounds=rounds)
 
 
 def _checked(example_inputs: ExampleInputs, *modules: nn.Module) -> Call:

@@ -13,11 +13,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import fx, nn
 
-from optimizer.core.context import undisturbed
+from optimizer.core.context import own_random_numbers, undisturbed
 from optimizer.core.copy import snapshot
 from optimizer.core.errors import CaptureError, InputError, OptimizerWarning
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
-from optimizer.core.random import undrawn
 from optimizer.core.report import Line, Report, Size, listing
 from optimizer.facts.effects import called_as_they_are
 from optimizer.facts.facts import obstacle
@@ -113,7 +112,8 @@ def optimize(
     model, call = _opened(model, call)
     check = check if call else None
     run = (require_module(model), call, SYMBOLIC, capture_call, level, check, passes, tuning)
-    return undisturbed(lambda: Run(*run).result())
+    with undisturbed():
+        return Run(*run).result()
 
 
 def _opened(model: Any, call: Call | None) -> tuple[Any, Call | None]:
@@ -139,8 +139,9 @@ def optimize_graph(
 ) -> OptimizedModule | GuardedModule | Unchanged:
     """One graph that Dynamo recorded, optimized as `optimize` was told to."""
     tuned = Tuning.of(level, **tuning)
-    run = Run(graph, call, DYNAMO, capture, level, check, select(level, only, ()), tuned)
-    return undisturbed(run.result)
+    with undisturbed():
+        passes = select(level, only, ())
+        return Run(graph, call, DYNAMO, capture, level, check, passes, tuned).result()
 
 
 class Run:
@@ -231,7 +232,8 @@ class Run:
         runs = {name: lambda c, m=m: m(*c.args, **c.kwargs) for name, m in both.items()}
         times = Times((self.call.copied(),))
         chooser = Chooser(self.tuning.seconds, {}, ())
-        seconds = undrawn(lambda: chooser.race(runs, times, fewest=1))
+        with own_random_numbers():
+            seconds = chooser.race(runs, times, fewest=1)
         ratio = seconds["plan"] / seconds["portable"]
         return f"it is not faster in graphs: {ratio:.2f} of the time" if ratio > WORTH_IT else ""
 
@@ -319,13 +321,12 @@ class Run:
         if expected is None or self.call is None or not (self.check or twice):
             return None
         exact = all(each.numerics == "exact" for each in self.passes)
-        options: dict[str, Any] = {"share": self.share}
+        options: dict[str, Any] = {"share": self.share, "draws": self.draws}
         try:
             if twice:
                 model, module = Twice(model), Twice(module)
                 expected = answer(model, self.call, **options)
-            numbers = expected.numbers()
-            actual = answer(module, self.call, numbers=numbers, itself=twice, **options)
+            actual = answer(module, self.call, itself=twice, **options)
         except Exception as error:  # a broken graph may raise anything
             reason = f"raised {type(error).__name__}: {error}".split("\n")[0]
             return Difference("output", float("inf"), reason)
@@ -340,7 +341,7 @@ class Run:
         self.passes = [each for each in self.passes if each.name != failure.name]
         self.remarks.append(str(failure))
         remark = f"{failure}. Please report it with this model."
-        warnings.warn(remark, OptimizerWarning, stacklevel=8)
+        warnings.warn(remark, OptimizerWarning, stacklevel=4)
 
     def _report(self, before: Size, pipeline: Pipeline | None = None) -> Report:
         compared = self.expected if self.check and self.front_end else None
@@ -372,5 +373,5 @@ def _remarks(model: nn.Module, call: Call | None) -> Iterator[str]:
         yield "no example inputs: rewrites that need a shape were refused, and nothing was checked"
     if model.training:
         remark = "the model is in training mode: what depends on it is left alone; call .eval()"
-        warnings.warn(remark, OptimizerWarning, stacklevel=8)
+        warnings.warn(remark, OptimizerWarning, stacklevel=4)
         yield remark

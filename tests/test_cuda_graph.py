@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimizer
 from optimizer.core import device as _device
-from optimizer.core.device import Cuda, Device
+from optimizer.core.device import Cuda
 from optimizer.core.inputs import storages_in, tensors_in
 from optimizer.lowering import autotune as _times
 from optimizer.lowering import cuda_graph as _cuda_graph
@@ -65,12 +65,6 @@ class FakeCuda(Cuda):
 
     def is_capturing(self) -> bool:  # type: ignore[override]
         return self.capturing
-
-    def keep_random_state(self) -> AbstractContextManager[None]:
-        return Device().keep_random_state()
-
-    def seed(self, number: int) -> None:
-        Device().seed(number)
 
     def record(self, program: Any, inputs: Sequence[torch.Tensor]) -> Any:
         self.records += 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -73,12 +71,6 @@ class FakeDevice:
     def peak_memory(self, run: object) -> int:
         self.calls.append("peak")
         return 12345
-
-    def keep_random_state(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def seed(self, number: int) -> None:
-        self.calls.append(f"seed {number}")
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer.core import random as _random
+from optimizer.core.context import own_random_numbers
 from optimizer.testing import assert_equivalent
+from optimizer.testing._numbers import Recorded
 
 np = pytest.importorskip("numpy")
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
@@ -233,7 +236,54 @@ def test_a_wrong_factor_beside_a_draw_is_seen(name: str, dtype: torch.dtype) -> 
 def test_attention_draws_where_it_drops(dropout: float) -> None:
     x = torch.randn(1, 2, 4, 4)
 
-    with _random.Recorded() as numbers:
+    with Recorded() as numbers, own_random_numbers() as has_drawn:
         F.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
+        assert has_drawn() is bool(dropout)
 
     assert bool(numbers.drawn) is bool(dropout)
+
+
+DRAWN = {"torch": lambda: torch.rand(3), "random": random.random, "numpy": lambda: np.random.rand()}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_each_block_draws_the_same_and_leaves_the_generators_as_they_were(name: str) -> None:
+    before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    drawn = []
+    for _ in range(2):
+        with own_random_numbers() as has_drawn:
+            assert not has_drawn()
+            drawn.append(str(DRAWN[name]()))
+            assert has_drawn()
+
+    after = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    assert drawn[0] == drawn[1]
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+def test_random_states_are_kept_where_numpy_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numpy", raising=False)
+    before = random.getstate()
+
+    with own_random_numbers():
+        random.random()
+
+    assert random.getstate() == before
+
+
+def test_the_generators_of_gpus_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, state = torch.Generator(), torch.tensor([3], dtype=torch.uint8)
+    put = MagicMock()
+    monkeypatch.setattr("torch.cuda.default_generators", (gpu,))
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    monkeypatch.setattr("torch.mps.get_rng_state", lambda: state.clone())
+    monkeypatch.setattr("torch.mps.set_rng_state", put)
+    before = gpu.get_state()
+
+    with own_random_numbers():
+        gpu.manual_seed(3)
+        state[0] = 4
+
+    assert torch.equal(gpu.get_state(), before)
+    assert put.call_args.args[0].tolist() == [3]

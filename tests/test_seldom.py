@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import random
-import sys
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
@@ -21,9 +19,7 @@ from optimizer import CaptureError, InputError, toolkit
 from optimizer._dynamo import backend
 from optimizer._optimize import Run
 from optimizer.analysis import roofline
-from optimizer.core import device as _device
 from optimizer.core.inputs import as_call
-from optimizer.core.random import ProcessState, undrawn
 from optimizer.frontend.aten import from_aten
 from optimizer.frontend.canonicalize import affine_as_module
 from optimizer.lowering.candidates import varied
@@ -185,15 +181,6 @@ def test_an_overload_becomes_a_function_of_torch_only_where_that_is_the_same(nam
 
     torch.testing.assert_close(module(x), expected)
     assert any(node.target is F.linear for node in module.graph.nodes) is bool(rewritten)
-
-
-def test_random_states_are_kept_where_numpy_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "numpy", raising=False)
-    state = ProcessState()
-
-    undrawn(lambda: (random.random(), torch.rand(1)))
-
-    assert not state.changed()
 
 
 def test_a_graph_of_dynamo_runs_as_it_is_under_autocast_and_after_many_weights(
@@ -449,29 +436,6 @@ def test_without_an_answer_nothing_is_over_budget() -> None:
 
     assert _judged(None, no_difference, precision, answer(nn.Identity(), as_call(ROWS))) is None
     no_difference.assert_not_called()
-
-
-def test_the_random_state_of_a_gpu_is_that_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, called = MagicMock(), {}
-    for place in ("random.fork_rng", "cuda.manual_seed", "mps.manual_seed", "default_generator"):
-        called[place] = MagicMock()
-        monkeypatch.setattr(f"torch.{place}", called[place])
-    monkeypatch.setattr("torch.cuda.device", gpu)
-    fork = called["random.fork_rng"]
-
-    _device.Cuda(1).keep_random_state()
-    fork.assert_called_with(devices=[torch.device("cuda:1")])
-    _device.Cuda(1).seed(3)
-    gpu.assert_called_with("cuda:1")
-    called["cuda.manual_seed"].assert_called_once_with(3)
-    _device.Mps().keep_random_state()
-    fork.assert_called_with(devices=[0], device_type="mps")
-    _device.Mps().seed(4)
-    called["mps.manual_seed"].assert_called_once_with(4)
-    assert [call.args for call in called["default_generator"].manual_seed.mock_calls] == [
-        (3,),
-        (4,),
-    ]
 
 
 BRANCHES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from optimizer.analysis.cost import observed
+from optimizer.core.context import own_random_numbers
 from optimizer.core.device import Device, device_of
 from optimizer.core.inputs import Call, ExampleInputs, as_call, tensors_in
 from optimizer.core.node import describe, shape_text
@@ -100,7 +101,7 @@ def _with_workspaces(
 ) -> tuple[Live, ...]:
     device = device_of(tensors_in([*call, *module.parameters()]))
     run = _Measured(module, call.map(torch.clone), device)
-    with device.keep_random_state(), torch.no_grad():
+    with own_random_numbers(), torch.no_grad():
         run.run()
     return tuple(replace(row, workspace=max(0, run.taken[row.node] - row.made)) for row in rows)
 

@@ -18,6 +18,7 @@ from statistics import median
 import torch
 from torch import nn
 
+from optimizer.core.context import own_random_numbers
 from optimizer.core.device import Device, device_of
 from optimizer.core.errors import InputError
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, tensors_in
@@ -109,7 +110,7 @@ def measure(
     call = _checked(example_inputs, module)
     _require_at_least(1, repeats=repeats, warmup=warmup)
     device = _device_of(call, module)
-    with _as_before(device, module):
+    with _as_before(module):
         _warm_up(module, call, warmup)
         times = [_timed(module, call, device) for _ in range(repeats)]
         return _measurement(module, call, device, times)
@@ -137,7 +138,7 @@ def compare(
     call = _checked(example_inputs, model, fast)
     require_rounds(rounds)
     device = _device_of(call, model, fast)
-    with _as_before(device, model, fast):
+    with _as_before(model, fast):
         _warm_up(model, call, _WARMUP)
         _warm_up(fast, call, _WARMUP)
         order = (model, fast, fast, model)
@@ -172,12 +173,12 @@ def _device_of(call: Call, *modules: nn.Module) -> Device:
 
 
 @contextlib.contextmanager
-def _as_before(device: Device, *modules: nn.Module) -> Iterator[None]:
+def _as_before(*modules: nn.Module) -> Iterator[None]:
     """Without gradients inside; modes, buffers and random state outside as they were."""
     parts = [part for module in modules for part in module.modules()]
     kept = [(part, part.training, dict(part._buffers)) for part in parts]
     values = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
-    with device.keep_random_state(), torch.no_grad():
+    with own_random_numbers(), torch.no_grad():
         try:
             yield
         finally:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import fx, nn
 
-from optimizer.core.context import ignoring
+from optimizer.core.context import own_random_numbers
 from optimizer.core.errors import CaptureError
-from optimizer.core.random import undrawn
 
 _IMMUTABLE = frozenset((bool, int, float, str, type(None)))
 _PROTOCOL = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
@@ -53,12 +53,8 @@ def structural_copy(
         CaptureError: an attribute of the model cannot be copied.
     """
     try:
-        graphs = [each.graph for each in model.modules() if isinstance(each, fx.GraphModule)]
-        exported = any(hasattr(graph._codegen, "pytree_info") for graph in graphs)
-        # torch has deprecated what its own pickling of such a graph uses.
-        with ignoring(".*LeafSpec", FutureWarning) if exported else nullcontext():
-            memo = _memo(model, dict(onto or {}), share=share, only_ordinary=only_ordinary)
-            return cast(ModuleType, _copied(model, memo))
+        memo = _memo(model, dict(onto or {}), share=share, only_ordinary=only_ordinary)
+        return cast(ModuleType, _copied(model, memo))
     except Exception as error:  # locks, handles, sparse tensors: whatever a model may hold
         raise CaptureError(f"the model cannot be copied: {error}") from error
 
@@ -87,11 +83,20 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if not isinstance(value, nn.Module):
         return _copied_object(value, memo)
     if _says_how(kind):
-        made = undrawn(lambda: copy.deepcopy(value, memo))  # new layers draw their weights
-        return _like(value, made, memo)
+        with _unseen(value):
+            return _like(value, copy.deepcopy(value, memo), memo)
     module = memo[id(value)] = kind.__new__(kind)
     module.__setstate__(_copied_items(vars(value), {}, memo))
     return module
+
+
+def _unseen(value: Any) -> AbstractContextManager[object]:
+    """A new layer draws its weights; torch deprecated what it copies an exported graph by."""
+    if not isinstance(value, fx.GraphModule):
+        return own_random_numbers()
+    exported = hasattr(value.graph._codegen, "pytree_info")
+    quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
+    return quiet if exported else nullcontext()
 
 
 def _copied_items(held: dict[Any, Any], made: Any, memo: dict[int, Any]) -> Any:

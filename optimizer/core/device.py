@@ -47,14 +47,6 @@ class Device:
         changes = (event.cpu_memory_usage() for thread in events for event in thread)
         return max(accumulate(changes, initial=0))
 
-    def keep_random_state(self) -> AbstractContextManager[None]:
-        """On leaving the context, the generators of the CPU and this device are as on entering."""
-        return torch.random.fork_rng(devices=[])
-
-    def seed(self, number: int) -> None:
-        """Seed the generators of the CPU and this device, and of no other."""
-        torch.default_generator.manual_seed(number)
-
 
 class Cuda(Device):
     """One NVIDIA (or ROCm) GPU: the caching allocator keeps the peak itself."""
@@ -73,14 +65,6 @@ class Cuda(Device):
         self.synchronize()
         del result
         return int(torch.cuda.max_memory_allocated(self.name) - before)
-
-    def keep_random_state(self) -> AbstractContextManager[None]:
-        return torch.random.fork_rng(devices=[torch.device(self.name)])
-
-    def seed(self, number: int) -> None:
-        super().seed(number)
-        with torch.cuda.device(self.name):
-            torch.cuda.manual_seed(number)
 
     @staticmethod
     def is_capturing() -> bool:
@@ -144,13 +128,6 @@ class Mps(Device):
         self.synchronize()
         del result
         return max(0, int(seen.most) - before)
-
-    def keep_random_state(self) -> AbstractContextManager[None]:
-        return torch.random.fork_rng(devices=[0], device_type="mps")
-
-    def seed(self, number: int) -> None:
-        super().seed(number)
-        torch.mps.manual_seed(number)
 
 
 def device_named(name: str | torch.device) -> Device:

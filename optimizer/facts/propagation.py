@@ -19,7 +19,6 @@ from optimizer.core.copy import on_storage
 from optimizer.core.inputs import hides_tensors, map_tensors, storages_in
 from optimizer.core.node import attribute_of, is_plain, module_of, tensors_of
 from optimizer.core.ops import CONVOLUTIONS, MAY_COPY
-from optimizer.core.random import Own
 from optimizer.facts.effects import (
     NOTHING,
     Effect,
@@ -151,8 +150,7 @@ class Facts:
         ruled = None if kwargs else known_outcome(called, *args)
         if ruled is not None:
             return ruled
-        meta = torch.device("meta")  # what is opaque may draw elsewhere
-        with torch.no_grad(), meta, EVERY_MASK_IS_FULL, Own(), Effects() as effects:
+        with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, Effects() as effects:
             value = self._call(node, args, kwargs)
         return value, Effect(effects.writes, effects.random)
 

@@ -106,7 +106,8 @@ class DynamoGraph:
         """The weights whose changes will be seen, or do not count; by their places."""
         held = nn.Module()  # statistics as parameters too: those are copied on write
         held._parameters.update({str(i): args[i] for i in self.held})
-        snapshot = undisturbed(lambda: structural_copy(held, share=False))
+        with undisturbed():
+            snapshot = structural_copy(held, share=False)
         if not self.frozen:
             self.held = [i for i in self.held if _torch._is_cow_tensor(args[i])]
         return snapshot

@@ -14,7 +14,6 @@ from optimizer.core.copy import part, structural_copy
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, storages_in
 from optimizer.core.node import clean, has_global_hooks, is_plain, reason_of
-from optimizer.core.random import undrawn
 from optimizer.facts.effects import is_users_module, may_do_anything
 from optimizer.facts.propagation import Fact, Facts
 from optimizer.frontend.arguments import NO_ARGUMENTS, sees_how_it_is_called
@@ -39,7 +38,8 @@ def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx
     """
     call = None if example_inputs is None else as_call(example_inputs)
     copied = structural_copy(require_module(model), share=False)
-    captured = undisturbed(lambda: capture_call(copied, call))
+    with undisturbed():
+        captured = capture_call(copied, call)
     clean(captured)
     module = fx.GraphModule(captured, captured.graph, type(captured).__name__)  # has its code now
     module.meta = captured.meta
@@ -73,7 +73,7 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
     for name, tensor in _constants(module):  # a global's tensor is an object of the caller's
         setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
     if call is not None:
-        undrawn(lambda: observe(module, call))
+        observe(module, call)
         nodes: list[fx.Node] = list(module.graph.nodes)
         hidden = tests_for_none and any(map(_hides_none, nodes))
         require(not hidden, "it may test a value inside it that is None")
@@ -95,7 +95,7 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
     tracer = Tracer(call, code, record_factories=record_factories)
     before = _held(model)
     with kept(code) as changed, torch.enable_grad():
-        graph = undrawn(lambda: tracer.trace(model))
+        graph = tracer.trace(model)
     require(not changed, "it changes what its code finds")
     after = _held(model)
     same = len(before) == len(after) and all(map(operator.is_, before, after))

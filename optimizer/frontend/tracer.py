@@ -21,7 +21,6 @@ from torch.fx.immutable_collections import immutable_dict
 from torch.overrides import TorchFunctionMode, _get_tensor_methods
 from torch.utils._pytree import tree_leaves
 
-from optimizer.core.context import alone_and_unpatched
 from optimizer.core.errors import CaptureError
 from optimizer.core.inputs import Call
 from optimizer.core.literals import LiteralTracer
@@ -69,6 +68,9 @@ class RecordConstants(TorchFunctionMode):
         return self.tracer.create_proxy("call_function", func, args, kwargs)
 
 
+_ALONE = threading.RLock()  # two at once would undo each other's patches in the wrong order
+
+
 class Tracer(Arguments, LiteralTracer):
     """Trace a module whose code may be recorded.
 
@@ -101,17 +103,14 @@ class Tracer(Arguments, LiteralTracer):
             id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]
         }
         self._modes = _modes()
-        graph = alone_and_unpatched(lambda: self._traced(root, concrete_args))
+        with _ALONE, RecordConstants(self):
+            graph = super().trace(root, concrete_args)
         if self.failure is not None:  # a try statement of the forward swallowed it
             raise self.failure
         for node in graph.nodes:
             if node.target in FACTORIES:
                 node.meta.pop("is_wrapped", None)  # or the code would mark torch's own for fx
         return graph
-
-    def _traced(self, root: nn.Module, concrete_args: Any) -> fx.Graph:
-        with RecordConstants(self):
-            return super().trace(root, concrete_args)
 
     def fail(self, reason: str) -> CaptureError:
         """An error that is remembered, should the code that is traced swallow it."""

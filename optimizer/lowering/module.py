@@ -80,7 +80,8 @@ class LoweredModule(Constants, OptimizedModule):
     def _require_no_obstacle(self, call: Call) -> None:
         """Look at the graph anew: at other sizes, a BatchNorm may train, or a copy be a view."""
         try:
-            found = undisturbed(lambda: obstacle(capture_call(self, call).graph))
+            with undisturbed():
+                found = obstacle(capture_call(self, call).graph)
         except CaptureError as error:  # what was put into it since
             found = str(error)
         if found:

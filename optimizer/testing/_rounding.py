@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from optimizer.core.random import Again, Drawn, Recorded
+from optimizer.testing._numbers import Again, Drawn, Recorded
 from optimizer.testing._observe import (
     Inputs,
     Outcome,

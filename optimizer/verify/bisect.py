@@ -94,7 +94,8 @@ def bisect(
     passes = select(level, only, disable)
     model, call = require_module(model), as_call(example_inputs)
     try:
-        return undisturbed(lambda: _Bisection(model, call, passes).culprit())
+        with undisturbed():
+            return _Bisection(model, call, passes).culprit()
     except CaptureError as error:
         return Culprit(None, reason=f"it cannot be told, for nothing is rewritten: {error}.")
 
@@ -140,7 +141,7 @@ class _Bisection:
         try:
             pipeline.run(self.passes)
             clean(module)
-            actual = answer(module, self.call, numbers=self.expected.numbers())
+            actual = answer(module, self.call)
         except Exception as error:  # a broken graph may raise anything
             faulty = [error] if isinstance(error, FaultyPassError) else []
             reason = str(error) if faulty else f"raised {type(error).__name__}: {error}"

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from optimizer.core.context import own_random_numbers
 from optimizer.core.copy import structural_copy
 from optimizer.core.inputs import Call, map_tensors
 from optimizer.core.node import describe
-from optimizer.core.random import Own, undrawn
 from optimizer.verify.equivalence import Answer, difference
 
 
@@ -75,9 +75,9 @@ def values(module: fx.GraphModule, call: Call) -> dict[str, Value]:
     The key is what a node stands for: the node of the original that it replaced, or its own name.
     """
     recorder = _Recorder(structural_copy(module), call.copied())
-    with torch.no_grad(), Own():
+    with torch.no_grad(), own_random_numbers():
         try:
-            undrawn(recorder.run)
+            recorder.run()
         except Exception as error:  # a broken graph may raise anything
             recorder.keep(recorder.current, error)
     return recorder.values

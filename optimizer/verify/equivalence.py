@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimizer.core.context import own_random_numbers
 from optimizer.core.copy import structural_copy
 from optimizer.core.errors import CaptureError, DeviceError, InputError
 from optimizer.core.inputs import Call
-from optimizer.core.random import Again, Drawn, Own, Recorded, undrawn
 from optimizer.frontend.outside import Outside, kept
 from optimizer.verify.choices import Choices
 from optimizer.verify.leaves import leaves_of, says_nothing
@@ -31,15 +31,11 @@ _WORSE_THAN_EAGER = 4.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call returned, what it left in its inputs, and the random numbers that it drew."""
+    """What a call returned, what it left in its inputs, and whether it drew random numbers."""
 
     output: Any
     inputs: Any
-    drawn: Drawn = field(default_factory=list)
-
-    def numbers(self) -> Recorded | None:
-        """Where another call draws the same; None where this one drew nothing."""
-        return Own() if self.drawn else None
+    drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,32 +70,32 @@ def answer(
     call: Call,
     *,
     share: bool = False,
-    numbers: Recorded | None = None,
+    draws: bool = True,
     itself: bool = False,
 ) -> Answer:
     """Call a copy of a module on copies of its inputs; neither is changed.
 
     Parameters are copied as well, for a forward may write them, unless `share` says otherwise.
-    Random numbers are drawn from `numbers`, where given. The caller's random state stays as it is.
+    Each call that `draws` gets the same random numbers, and leaves the generators as they are.
     With `itself`, the module is called and not a copy of it: a call must leave nothing behind.
     What the user's own code changes outside the module is put back.
     """
     copied = module if itself else structural_copy(module, share=share)
     own = call.copied()
-    with torch.no_grad(), kept(Outside(copied)), numbers or nullcontext():
-        output = undrawn(lambda: copied(*own.args, **own.kwargs))
-    return Answer(output, (own.args, own.kwargs), numbers.drawn if numbers else [])
+    with torch.no_grad(), kept(Outside(copied)), ExitStack() as stack:
+        has_drawn = stack.enter_context(own_random_numbers()) if draws else bool
+        output = copied(*own.args, **own.kwargs)
+        return Answer(output, (own.args, own.kwargs), has_drawn())
 
 
-def reference(model: nn.Module, call: Call, *, draws: bool = True, **options: bool) -> Answer:
-    """The original's answer, as `answer` has it. `draws` is whether it may draw random numbers.
+def reference(model: nn.Module, call: Call, **options: bool) -> Answer:
+    """The original's answer, as `answer` has it.
 
     Raises:
         InputError: the model itself rejects the inputs.
     """
     try:
-        numbers = Own() if draws else None
-        return answer(model, call, numbers=numbers, **options)
+        return answer(model, call, **options)
     except (CaptureError, DeviceError):
         raise
     except Exception as error:  # whatever a user's forward raises
@@ -233,7 +229,7 @@ def compare_answers(
     found = list(_differences(expected, actual, exact=exact))
     if not found:
         return None
-    again = answer(model, call, numbers=expected.numbers())
+    again = answer(model, call, draws=expected.drawn)
     if exact:
         repeats = difference(expected, again, exact=True) is None
         return found[0] if repeats else difference(expected, actual)
@@ -258,7 +254,7 @@ def _choices(model: nn.Module, call: Call, expected: Answer) -> Choices:
     """What the model chooses in this call, of values that rounding moves."""
     choices = Choices(BOUNDS)
     with suppress(Exception), choices:  # a mode may be more than a user's code allows
-        answer(model, call, numbers=Again(expected.drawn) if expected.drawn else None)
+        answer(model, call, draws=expected.drawn)
     return choices
 
 
@@ -271,13 +267,18 @@ def _allowed(choices: Choices, found: Difference) -> bool:
 def _worse(
     model: nn.Module, call: Call, expected: Answer, found: Sequence[Difference]
 ) -> Sequence[Difference]:
-    """Those that are further from the answer in float64 than the model's own."""
+    """Those that are further from the answer in float64 than the model's own.
+
+    There is no second opinion where a forward names its dtype, or draws: in float64, other numbers.
+    """
+    if expected.drawn:
+        return found
     try:
         double = structural_copy(model).double()
         wide = call.map(lambda each: each.double() if each.is_floating_point() else each.clone())
-        truth = leaves_of(answer(double, wide, numbers=Again(expected.drawn)).output)
+        truth = leaves_of(answer(double, wide, draws=False).output)
         return [each for each in found if not _as_good(each, truth[0])]
-    except Exception:  # a forward that names its dtype; then there is no second opinion
+    except Exception:  # whatever a user's forward raises
         return found
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from optimizer.core.context import ignoring
 from optimizer.lowering.engines.compiled import Run
 
 
@@ -27,7 +27,8 @@ class OnnxRuntime:
         """A program on so many threads, which do not spin between calls."""
         import onnxruntime
 
-        with ignoring(".*", FutureWarning):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             exported = torch.onnx.export(graph, tuple(inputs), dynamo=True, verbose=False)
         assert exported is not None
         options = onnxruntime.SessionOptions()

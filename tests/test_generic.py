@@ -17,7 +17,7 @@ from tests.quality.__main__ import main
 from tests.quality.mutants import Mutant
 from tests.quality.score import Verdict
 
-FILE = "passes/fuse_linear_relu.py"
+FILE = "passes/fuse.py"
 TEXT = (_generic.PACKAGE / FILE).read_text()
 AS_IT_IS = Mutant("as it is", FILE, TEXT, TEXT + "\n", "generic")
 
@@ -45,23 +45,22 @@ def test_every_kind_of_change_is_made() -> None:
     assert changed("require(a)") == {"None"}
 
 
-def test_types_and_examples_stay() -> None:
+def test_types_stay() -> None:
     assert changed("def f(a: int | None) -> int | None: ...") == set()
     assert changed("A: TypeAlias = int | None") == set()
-    assert changed("class A:\n    a = 1\n\ndef example():\n    return A(2)") == set()
 
 
 def test_each_mutant_is_another_program_and_names_its_change() -> None:
     mutants = _generic.mutants_of(FILE)
 
     assert len({mutant.new for mutant in mutants}) == len(mutants) > 2
-    assert f"{FILE}: - require(len(linear.users) == 1" in mutants[0].name
+    assert any(f"{FILE}: - require(len(linear.users) == 1" in each.name for each in mutants)
     for mutant in mutants:
         compile(mutant.source(), FILE, "exec")
 
 
 def test_no_mutant_is_made_twice_and_none_has_the_name_of_another() -> None:
-    files = ["facts/facts.py", "passes/fold_affine.py", "passes/compose_transposes.py"]
+    files = ["facts/facts.py", "passes/fold_affine.py", "passes/transposes.py"]
     mutants = [mutant for file in files for mutant in _generic.mutants_of(file)]
 
     assert len({(mutant.file, mutant.new) for mutant in mutants}) == len(mutants)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from optimizer.core.inputs import storages_in
 from optimizer.facts.propagation import Facts
 from optimizer.facts.shape_rules import known_outcome
-from optimizer.passes.fuse_linear_relu import LinearReLU
+from optimizer.passes.fuse import LinearReLU
 
 ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh,

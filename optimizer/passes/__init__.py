@@ -1,4 +1,4 @@
-"""Every pass there is: a file in `passes/` registers itself by being there.
+"""Every pass there is: it registers itself by being in a file of `passes/`.
 
 What enters is a match of its pattern; what leaves is the node that takes its place, or the reason
 why not. A pass imports `core`, `facts` and `rewrite`. An installed package adds its own under the
@@ -49,17 +49,16 @@ def _installed() -> Iterator[Pass]:
 
 
 def explain(name: str) -> str:
-    """What a pass rewrites, when, and why that is safe.
+    """What a pass rewrites, its equation, when it does so, and why that is safe.
 
     Raises:
         PassError: there is no such pass; the message names the nearest.
     """
     found = _by_name(name)
-    equation = (inspect.getmodule(found.apply).__doc__ or "").strip()
-    proof = inspect.cleandoc(found.apply.__doc__ or "")
+    argument = inspect.cleandoc(found.apply.__doc__ or "")
     level = min(level for level, numerics in LEVELS.items() if found.numerics in numerics)
     settings = f"numerics: {found.numerics}   phase: {found.phase}   from level: {level}"
-    return f"{name}\n{'=' * len(name)}\n{equation}\n\n{proof}\n\n{settings}"
+    return f"{name}\n{'=' * len(name)}\n{argument}\n\n{settings}"
 
 
 def select(

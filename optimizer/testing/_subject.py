@@ -18,7 +18,7 @@ from torch import nn
 import optimizer
 from optimizer.lowering.autotune import Chooser
 from optimizer.lowering.policies import AS_IT_IS
-from optimizer.passes import reuse_operands
+from optimizer.passes import fuse
 from optimizer.rewrite.contract import Pass
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import check_spec, nothing_said_of_the_model
@@ -84,12 +84,12 @@ class Optimize:
 
 @contextmanager
 def _everything_pays() -> Iterator[None]:
-    kept = reuse_operands.WORTHWHILE, Chooser.race
-    reuse_operands.WORTHWHILE, Chooser.race = 1, _won_by_what_is_new  # type: ignore[method-assign,assignment]
+    kept = fuse.WORTHWHILE, Chooser.race
+    fuse.WORTHWHILE, Chooser.race = 1, _won_by_what_is_new  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        reuse_operands.WORTHWHILE, Chooser.race = kept  # type: ignore[method-assign]
+        fuse.WORTHWHILE, Chooser.race = kept  # type: ignore[method-assign]
 
 
 def _won_by_what_is_new(

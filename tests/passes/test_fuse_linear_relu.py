@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer.core.node import module_of
-from optimizer.passes.fuse_linear_relu import LinearReLU
+from optimizer.passes.fuse import LinearReLU
 from optimizer.testing import assert_equivalent, inputs_like, randomize
 from tests.conftest import address
 from tests.single_pass import Forward, callees, optimized_by

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from optimizer.core.node import callee
 from optimizer.core.ops import add_over, mul_over
-from optimizer.passes import reuse_operands
+from optimizer.passes import fuse
 from optimizer.testing import assert_equivalent, inputs_like, randomize
 from tests.single_pass import Forward, optimized_by
 
@@ -25,7 +25,7 @@ optimized = partial(optimized_by, NAME)
 @pytest.fixture(autouse=True)
 def small_tensors_are_worthwhile() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reuse_operands, "WORTHWHILE", 1)
+        patch.setattr(fuse, "WORTHWHILE", 1)
         yield
 
 
@@ -162,7 +162,7 @@ def test_refuses(case: str) -> None:
 def test_refuses_small_tensors() -> None:
     model = randomize(Layers(lambda m, x: x + m.linear(x)).eval())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reuse_operands, "WORTHWHILE", 1 << 17)
+        patch.setattr(fuse, "WORTHWHILE", 1 << 17)
         small, large = (optimized(model, torch.randn(rows, 4)) for rows in (8191, 8192))
 
     assert [refusal.reason for refusal in small.report.refused] == [SMALL]

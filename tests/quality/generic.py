@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from optimizer.testing.motifs import MOTIFS
-from tests.quality.mutants import BELOW, PACKAGE, Mutant, imports, of_capture
+from tests.quality.mutants import BELOW, PACKAGE, Mutant, homes, imports, of_capture
 
 _OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn,
@@ -33,9 +32,10 @@ def mutants() -> dict[str, Mutant]:
 
 def files() -> list[str]:
     """The passes, what they are written with, and the capture."""
-    used = {module for name in MOTIFS for module in imports(f"passes/{name}")}
+    passes = sorted({*homes().values()})
+    used = {module for each in passes for module in imports(each)}
     below = sorted(f"{module}.py" for module in {*used, *BELOW, *of_capture()})
-    return [f"passes/{name}.py" for name in MOTIFS] + [f for f in below if (PACKAGE / f).exists()]
+    return [f"{each}.py" for each in passes] + [f for f in below if (PACKAGE / f).exists()]
 
 
 @cache
@@ -71,12 +71,9 @@ def with_changed(tree: ast.AST, node: ast.AST, field: str, value: Any) -> str:
 
 
 def code_of(tree: ast.Module) -> Iterator[ast.AST]:
-    """All nodes but annotations and what only the example of a pass is made of."""
-    examples = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "example"]
-    names = {n.id for each in examples for n in ast.walk(each) if isinstance(n, ast.Name)}
-    classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in names]
+    """All nodes but annotations."""
     types = [n for n in tree.body if isinstance(n, ast.AnnAssign) and _names_a_type(n)]
-    pending: list[ast.AST] = [n for n in tree.body if n not in (*examples, *classes, *types)]
+    pending: list[ast.AST] = [n for n in tree.body if n not in types]
     while pending:
         node = pending.pop(0)
         yield node

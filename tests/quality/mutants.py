@@ -89,7 +89,8 @@ def catalogue() -> dict[str, Mutant]:
 
 def _mutant(row: dict[str, Any]) -> Mutant:
     what, _, origin = row["what"].partition(" · ")
-    name = f"{Path(row['file']).stem}: {what}"
+    one_pass = row["file"].startswith("passes/") and len(row["concerns"].split()) == 1
+    name = f"{row['concerns'] if one_pass else Path(row['file']).stem}: {what}"
     old, new = "\n".join(row["-"]), "\n".join(row["+"])
     return Mutant(name, row["file"], old, new, origin or "own", tuple(row["concerns"].split()))
 
@@ -102,11 +103,18 @@ def sample(mutants: Iterable[Mutant], count: int | None, seed: int) -> list[Muta
 def concerned(mutant: Mutant) -> list[str]:
     """What to fuzz: what is named, or the pass, its readers, the capture, or else all passes."""
     module = mutant.file.removesuffix(".py")
-    name = module.removeprefix("passes/")
-    if mutant.concerns or name in MOTIFS:
-        return list(mutant.concerns) or [name]
-    readers = [name for name in MOTIFS if module in imports(f"passes/{name}")]
+    own = mutant.concerns or [name for name, file in homes().items() if file == module]
+    if own:
+        return list(own)
+    readers = [name for name, file in homes().items() if module in imports(file)]
     return readers or (["capture"] if module in of_capture() else list(MOTIFS))
+
+
+@cache
+def homes() -> dict[str, str]:
+    """The file of each pass, below the package and without its ending, by name."""
+    modules = {each.name: each.apply.__module__ for each in optimizer.all_passes()}
+    return {name: modules[name].partition(".")[2].replace(".", "/") for name in MOTIFS}
 
 
 def of_capture() -> set[str]:
@@ -154,7 +162,7 @@ def _used_by(test: Path) -> frozenset[str]:
     helpers = [TESTS / f"{name.removeprefix('tests.').replace('.', '/')}.py" for name in own]
     lines = ast.parse(test.read_text(encoding="utf-8")).body
     named = {ast.literal_eval(line.value) for line in lines if _names(line)}
-    passes = {f"optimizer.passes.{name}" for name in named}
+    passes = {f"optimizer.{homes()[name].replace('/', '.')}" for name in named}
     return own.union(passes, *(imported(each) for each in helpers if each.is_file()))
 
 

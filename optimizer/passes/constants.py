@@ -1,4 +1,4 @@
-"""f(constants) -> one constant, computed once."""
+"""What depends on no input is computed once."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ MAY_GROW_TO = 1 << 20  # bytes
 @rewrite(call(name="last"), numerics="exact", phase="simplify")
 def fold_constants(last: fx.Node) -> fx.Node | None:
     """Compute once what depends on no input, and keep it as a buffer.
+
+    f(constants) -> one constant, computed once.
 
     The graph's own operators run on the model's own tensors, where those lie, and so yield the
     bits of every call: they draw nothing, and no node writes what they read. What a call
@@ -104,17 +106,3 @@ def _follows_the_model(nodes: list[fx.Node]) -> bool:
         return False
     follows = result.dtype == (other if value.is_floating_point() else value.dtype)
     return result.is_meta and follows and not value.is_complex()
-
-
-class _Gated(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.randn(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.sigmoid(self.gate)
-
-
-def example(width: int = 8) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A smallest model on which the pass fires."""
-    return _Gated(width).eval(), (torch.randn(2, width),)

@@ -1,4 +1,4 @@
-"""avg_pool(conv(x)) -> conv(avg_pool(x)), where the convolution looks at one place at a time."""
+"""Padding before a convolution, and pools after one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer.core.node import arg, callee, module_of, named_arguments
+from optimizer.core.node import arg, callee, has_plain_tensors, module_of, named_arguments
 from optimizer.core.ops import CONVOLUTIONS
-from optimizer.facts.facts import is_unchanged, is_written
+from optimizer.facts.facts import is_unchanged, is_written, tensor
+from optimizer.rewrite.affine import as_parameter
 from optimizer.rewrite.channels import may_keep_odd_strides, require_only_reader
 from optimizer.rewrite.contract import require, rewrite
-from optimizer.rewrite.edit import insert_copy
+from optimizer.rewrite.edit import insert_copy, insert_module
 from optimizer.rewrite.pattern import call
 
+LAYERS = (
+    nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d,
+    nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d,
+)  # fmt: skip
 POOLS: dict[Any, int] = {
     nn.AvgPool1d: 1, nn.AvgPool2d: 2, nn.AvgPool3d: 3,
     F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3,
@@ -36,12 +41,68 @@ _AVERAGE = 100
 
 
 @rewrite(
+    call(*CONVOLUTIONS, args=(call(F.pad, *LAYERS, name="pad"),), name="conv"),
+    numerics="rounding",
+    phase="simplify",
+)
+def fold_padding(pad: fx.Node, conv: fx.Node) -> fx.Node | None:
+    """Let a convolution pad with the zeros that were put around its input before.
+
+    conv(pad(x)) -> conv'(x), where the pad and the convolution both put zeros around x.
+
+    Both lay zeros around the last dimensions of x, so that what the convolution lays around the
+    padded x adds to them: as many on both sides of a dimension, which is all that it can do. The
+    new layer shares its weights and does not copy x. Nothing else may read the copy, and nothing
+    may write x later, which the convolution keeps for gradients.
+    """
+    layer, source = module_of(conv), pad.all_input_nodes[0]
+    sizes = _zeros(pad)
+    require(bool(sizes), "it pads with something else than a constant number of zeros")
+    require(sizes[::2] == sizes[1::2], "it pads the two sides of a dimension differently")
+    require(len(sizes) <= 2 * len(layer.kernel_size), "it pads the channels or the batch")
+    zeros = layer.padding_mode == "zeros" and layer.padding != "same"
+    require(zeros, "the convolution pads in another way")
+    require(not has_plain_tensors(layer), "the layer has tensors that no cast of it reaches")
+    require(0 not in tensor(source).shape, "it is empty, which a convolution may not read")
+    require_only_reader(pad, conv)
+    require(is_unchanged(source, pad), "what is padded is written later")
+
+    padded = _padding(layer, sizes[::-2])
+    return insert_module(conv, padded, (source,), f"{conv.target}_padded", like=conv)
+
+
+def _zeros(pad: fx.Node) -> tuple[int, ...]:
+    """How many zeros are put before and after each dimension, the last one first; or none."""
+    layer = module_of(pad) if pad.op == "call_module" else None
+    given = (None, layer.padding, "constant", layer.value) if layer else pad.args
+    named = dict(zip(("input", "pad", "mode", "value"), given, strict=False)) | pad.kwargs
+    sizes, mode, value = named["pad"], named.get("mode", "constant"), named.get("value") or 0
+    blank = isinstance(sizes, list | tuple) and mode == "constant" and value == 0
+    known = blank and all(type(each) is int and each >= 0 for each in sizes)
+    return tuple(sizes) if known else ()
+
+
+def _padding(layer: Any, zeros: tuple[int, ...]) -> nn.Module:
+    """A convolution with the layer's weights that pads its last dimensions by some zeros more."""
+    kernel = layer.kernel_size
+    own = (0,) * len(kernel) if layer.padding == "valid" else layer.padding
+    more = (0,) * (len(kernel) - len(zeros)) + zeros
+    padding = tuple(map(sum, zip(own, more, strict=True)))
+    settings = (layer.stride, padding, layer.dilation, layer.groups)
+    wide = type(layer)(layer.in_channels, layer.out_channels, kernel, *settings, device="meta")
+    wide.weight, wide.bias = as_parameter(layer.weight), as_parameter(layer.bias)
+    return wide.train(layer.training)  # type: ignore[no-any-return]
+
+
+@rewrite(
     call(*POOLS, *ADAPTIVE, args=(call(*CONVOLUTIONS, name="conv"),), name="pool"),
     numerics="rounding",
     phase="fuse",
 )
 def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
     """Move a pointwise convolution behind an average pool, which leaves it fewer places.
+
+    avg_pool(conv(x)) -> conv(avg_pool(x)), where the convolution looks at one place at a time.
 
     The average of W x + b over some places is W times the average of x, plus b: so DenseNet's
     transitions multiply a quarter. A sum that is divided by another number than that of its
@@ -100,9 +161,3 @@ def _saves(layer: Any, stride: float) -> bool:
     before: float = products + _AVERAGE * layer.out_channels
     after: float = products / stride + _AVERAGE * layer.in_channels
     return after < before
-
-
-def example(width: int = 8) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A smallest model on which the pass fires."""
-    model = nn.Sequential(nn.Conv2d(width, width, 1), nn.AvgPool2d(2))
-    return model.eval(), (torch.randn(1, width, 6, 6),)

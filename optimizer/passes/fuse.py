@@ -1,0 +1,171 @@
+"""A result is written where its input lay."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from optimizer.core.node import arg, callee, has_plain_tensors, module_of
+from optimizer.core.ops import add_over, alike, mul_over
+from optimizer.facts.facts import fact, is_read_only, is_spare, tensor
+from optimizer.rewrite.affine import as_parameter
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import insert_function, insert_module
+from optimizer.rewrite.pattern import call
+
+FUNCTIONS = (
+    F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.silu, F.mish, F.hardswish, F.hardsigmoid,
+)  # fmt: skip
+MODULES = (
+    nn.ReLU6, nn.Hardtanh, nn.LeakyReLU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid,
+)  # fmt: skip
+OVER: dict[Callable[..., object], Callable[..., object]] = {
+    operator.add: add_over, torch.add: add_over, operator.mul: mul_over, torch.mul: mul_over,
+}  # fmt: skip
+WORTHWHILE = 1 << 17  # bytes: up to half of it, to look at the operands takes what it saves
+
+
+class LinearReLU(nn.Linear):
+    """`relu(linear(x))` without a second tensor for the result.
+
+    Shapes: `(*, in_features) -> (*, out_features)`. It shares the weight and bias of the
+    Linear it is made of.
+    """
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> LinearReLU:
+        """The fused module over the parameters of `linear`."""
+        fused = cls.__new__(cls)
+        nn.Module.__init__(fused)
+        fused.in_features, fused.out_features = linear.in_features, linear.out_features
+        fused.weight, fused.bias = as_parameter(linear.weight), as_parameter(linear.bias)
+        return fused.train(linear.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear has it
+        """Apply the layer; the in-place relu writes only the tensor that it just made."""
+        return torch.relu_(F.linear(input, self.weight, self.bias))
+
+
+@rewrite(
+    call(F.relu, args=(call(nn.Linear, name="linear"),), name="relu"),
+    numerics="exact",
+    phase="fuse",
+)
+def fuse_linear_relu(linear: fx.Node, relu: fx.Node) -> fx.Node:
+    """Fuse a Linear and the ReLU after it into one module that needs one tensor less.
+
+    relu(linear(x)) -> one module that clamps the linear's output where it lies.
+
+    The Linear's output is fresh, and nobody but the ReLU reads it, so the ReLU may overwrite
+    it. The values are those of the same two kernels.
+    """
+    require(len(linear.users) == 1, "the layer's output is read elsewhere")
+    layer = module_of(linear)
+    require(not has_plain_tensors(layer), "the layer has tensors that no cast of it reaches")
+
+    fused = LinearReLU.of(layer)
+    return insert_module(linear, fused, linear.args, f"{linear.target}_relu")
+
+
+@rewrite(
+    call(*FUNCTIONS, *MODULES, F.gelu, nn.GELU, name="activation"), numerics="exact", phase="memory"
+)
+def reuse_activations(activation: fx.Node) -> fx.Node | None:
+    """Write the result of an activation over its input, if nobody else reads that.
+
+    relu(x) -> relu_(x), where nothing else reads x, and so for other activations.
+
+    Each of these activations keeps shape, dtype and the layout of a dense tensor, and element i
+    of the result depends on element i of the input alone, so that the kernel may write where it
+    reads. The input is new at each call, and its only reader is the activation.
+    """
+    if _settings(activation).get("inplace"):
+        return None
+    require(is_spare(arg(activation, 0)), "its input is needed elsewhere")
+    require(_keeps_signs(activation), "a gradient needs the signs, which would not be kept")
+
+    function = callee(activation)
+    if activation.op == "call_module":
+        return _module(activation)
+    if function is F.gelu:
+        return _gelu(activation, **activation.kwargs)
+    if function is F.relu:  # which has one spelling
+        return insert_function(activation, F.relu, (arg(activation, 0), True))
+    place = list(inspect.signature(function).parameters).index("inplace")  # the last argument
+    settings = activation.kwargs | {"inplace": True}
+    return insert_function(activation, function, activation.args[:place], **settings)
+
+
+def _settings(activation: fx.Node) -> dict[str, Any]:
+    """The arguments of a function, or the attributes of a module, by name."""
+    if activation.op == "call_module":
+        return dict(vars(module_of(activation)))
+    if callee(activation) is F.gelu:
+        return {}
+    signature = inspect.signature(callee(activation))
+    return signature.bind(*activation.args, **activation.kwargs).arguments
+
+
+def _keeps_signs(activation: fx.Node) -> bool:
+    """Whether the result shows the signs of the input, where in place autograd needs that.
+
+    Only leaky_relu does, and shows them if its slope is not negative and nobody writes it later.
+    """
+    if callee(activation) not in (F.leaky_relu, nn.LeakyReLU):
+        return True
+    slope = _settings(activation).get("negative_slope", 0.0)
+    return isinstance(slope, int | float) and slope >= 0 and is_read_only(activation)
+
+
+def _module(activation: fx.Node) -> fx.Node:
+    module = module_of(activation)
+    if type(module) is nn.GELU:
+        return _gelu(activation, approximate=module.approximate)
+    module = copy.copy(module)
+    module.inplace = True
+    return insert_module(activation, module, activation.args, str(activation.target))
+
+
+def _gelu(activation: fx.Node, **settings: Any) -> fx.Node:
+    gelu_ = torch._C._nn.gelu_  # type: ignore[attr-defined]
+    return insert_function(activation, gelu_, activation.args, **settings)
+
+
+@rewrite(call(*OVER, name="combination"), numerics="exact", phase="memory")
+def reuse_operands(combination: fx.Node) -> fx.Node | None:
+    """Write the sum or product of two large tensors over one of them that nobody else reads.
+
+    x + y -> x.add_(y) and x * y -> x.mul_(y), where nothing else reads x.
+
+    Element i of the result depends on element i of each, so a kernel may write where it reads,
+    and both are commutative, so either operand will do. It has to have the dtype, shape and
+    layout of the result. That is so if the other has them too, which each call looks at anew:
+    what agrees here may be broadcast, or another dtype under autocast, in a later call.
+    """
+    operands = _tensors(combination)
+    if operands is None:
+        return None
+    first, second = operands
+    size = tensor(first).nbytes
+    require(alike(tensor(first), tensor(second)), "the operands differ in dtype, shape or layout")
+    require(is_spare(first) or is_spare(second), "its operands are needed elsewhere")
+    squared = first is second and OVER[callee(combination)] is mul_over
+    require(not squared, "a gradient of a square needs its root")
+    require(size >= WORTHWHILE, "its operands are too small for it to pay")
+
+    overwritten = 0 if is_spare(first) else 1
+    return insert_function(combination, OVER[callee(combination)], (first, second, overwritten))
+
+
+def _tensors(combination: fx.Node) -> list[fx.Node] | None:
+    """Both operands, where they are tensors and there are no settings such as alpha."""
+    operands = [each for each in combination.args if isinstance(each, fx.Node)]
+    known = all(isinstance(fact(each).value, Tensor) for each in operands)
+    return operands if known and len(operands) == 2 and not combination.kwargs else None

@@ -1,0 +1,212 @@
+"""What is spelled out in several operators, and torch has as one."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from optimizer.core.node import arg, attribute_of, callee, is_attribute, module_of, named_arguments
+from optimizer.core.ops import LAYOUTS, alike
+from optimizer.facts.facts import fact, is_read_only, is_unchanged, rank, tensor
+from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.edit import erase_run, insert_function, insert_module
+from optimizer.rewrite.expression import PRODUCTS, Form, form_of_function, is_closed, readings
+from optimizer.rewrite.pattern import call, called
+
+_TANH = {"approximate": "tanh"}
+_RATE = math.sqrt(2 / math.pi)
+_NATIVE: tuple[tuple[Callable[[Any], Any], Callable[..., Any], dict[str, str]], ...] = (
+    (lambda x: x * torch.sigmoid(x), F.silu, {}),
+    (lambda x: x * F.relu6(x + 3) / 6, F.hardswish, {}),
+    (lambda x: x * F.hardsigmoid(x), F.hardswish, {}),
+    (lambda x: F.relu6(x + 3) / 6, F.hardsigmoid, {}),
+    (lambda x: x * (1 + torch.tanh(_RATE * (x + 0.044715 * x**3))) / 2, F.gelu, _TANH),
+    (lambda x: x * (1 + torch.tanh(_RATE * x * (1 + 0.044715 * x**2))) / 2, F.gelu, _TANH),
+)
+Factor: TypeAlias = tuple[Callable[..., Any], Any]
+MATMULS = (operator.matmul, torch.matmul)
+SOFTMAXES = (torch.softmax, F.softmax, nn.Softmax, "softmax")
+MASKS = (operator.add, torch.masked_fill, torch.where, "masked_fill", "where")
+MOST_IN_HALF = 1 << 14  # scores
+
+
+@rewrite(call(*PRODUCTS, name="root"), numerics="rounding", phase="simplify")
+def recognize_activations(root: fx.Node) -> fx.Node | None:
+    """Call the operator of torch that computes in one step what is spelled out in several.
+
+    x * sigmoid(x) -> silu(x), and so hardswish, hardsigmoid and gelu, however they are written.
+
+    Both are the same function of x, since they have one form, and every call between x and
+    the result computes with x and numbers only. None of what it makes is read elsewhere, and
+    x, which the operator keeps for gradients, is not written later. The operators compute in
+    float32 or better and round once; integers, which a spelling takes, they reject. GELU by erf is
+    not among them: F.gelu of an x that has overflowed to +inf is NaN on CPUs in float32, where the
+    spelling keeps +inf.
+    """
+    for form, x, inner in readings(root):
+        if form not in _natives():
+            continue
+        function, settings = _natives()[form]
+        require(is_closed(root, inner), "what it computes on the way is read elsewhere")
+        require(is_unchanged(x, min(inner)), "its input is written later")
+        require(tensor(x).is_floating_point(), "its input is not floating point")
+        result = function(tensor(x), **settings)
+        require(alike(result, tensor(root)), "the result would differ in layout")
+        native = insert_function(root, function, (x,), **settings)
+        erase_run(root, inner)
+        return native
+    return None
+
+
+@cache
+def _natives() -> dict[Form, tuple[Callable[..., Any], dict[str, str]]]:
+    return {form_of_function(spelled): (native, settings) for spelled, native, settings in _NATIVE}
+
+
+@rewrite(
+    call(*MATMULS, args=(call(*SOFTMAXES, name="weights"),), name="root"),
+    numerics="rounding",
+    phase="simplify",
+)
+def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
+    """Call torch's attention, which never holds all scores at once, where it is spelled out.
+
+    softmax(scale * q @ k.T) @ v -> scaled_dot_product_attention(q, k, v, scale=scale).
+
+    A number that q, the transposed k or the scores are multiplied with scales the scores. None
+    of what is computed on the way is read elsewhere. What it reads is not written after, nor its
+    result, both of which torch's attention keeps for gradients. What matmul makes is contiguous,
+    what torch's attention makes is laid out as q. A query whose scores are all -inf has NaN for a
+    result in eager and zeros in torch's: a mask may do that and is refused; without one they have
+    overflowed, or q or k is infinite. Timed on CPUs, it pays in four dimensions with heads of one
+    size, in half precision where there are few scores.
+    Elsewhere torch takes another kernel, which is slower than what was spelled out.
+    """
+    scores, factors, inner = _unscaled(weights.all_input_nodes[0])
+    require(called(scores) not in MASKS, "a mask may hide all keys from a query")
+    if callee(scores) not in MATMULS or not isinstance(root.args[1], fx.Node):
+        return None
+    q, of_q, inner_q = _unscaled(scores.args[0])
+    k, of_k, inner_k = _unscaled(scores.args[1])
+    read, inner = (q, k, root.args[1]), {weights, scores, *inner, *inner_q, *inner_k}
+    require(all(rank(each) == 4 for each in read), "it has not four dimensions")
+    require(_is_over_keys(weights), "its softmax is over another axis or dtype")
+    require(is_closed(root, inner), "what it computes on the way is read elsewhere")
+    require(all(is_unchanged(each, min(inner)) for each in read), "its input is written later")
+    require(is_read_only(root), "its result is written")
+    require(_has_kernel(*map(tensor, read)), "torch has no faster kernel for it")
+
+    scale = 1.0
+    for operation, number in (*factors, *of_q, *of_k):
+        if isinstance(number, fx.Node):
+            q = insert_function(root, operation, (q, number))
+        else:
+            scale = operation(scale, number)
+    k = insert_function(root, torch.transpose, (k, -2, -1))
+    attended = insert_function(
+        root, F.scaled_dot_product_attention, (q, k, root.args[1]), scale=scale
+    )
+    return insert_function(root, "contiguous", (attended,))
+
+
+def _unscaled(node: Any) -> tuple[fx.Node, list[Factor], set[fx.Node]]:
+    """What a value is but for numbers, the numbers, and the calls that bring them in."""
+    factors, inner = list[Factor](), set[fx.Node]()
+    while callee(node) in (operator.mul, operator.truediv):
+        value, number = node.args
+        if node.target is operator.mul and not _is_number(number):
+            value, number = number, value
+        if not _is_number(number) or not isinstance(value, fx.Node):
+            break
+        factors.append((node.target, number))
+        inner.add(node)
+        node = value
+    return node, factors, inner
+
+
+def _is_over_keys(weights: fx.Node) -> bool:
+    if weights.op == "call_module":
+        return module_of(weights).dim in (-1, 3)
+    given = named_arguments(weights, ("input", "dim", "dtype"))
+    return given.get("dim") in (-1, 3) and given.get("dtype") is None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is one number in every call; one that is computed comes from sizes."""
+    if not isinstance(value, fx.Node):
+        return type(value) in (int, float) and value != 0
+    given = (each.meta["fact"].value for each in fact(value).inputs)
+    sized = all(isinstance(each, torch.Tensor) for each in given)
+    return sized and type(fact(value).value) in (int, float)
+
+
+def _has_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether torch has a kernel of its own on CPUs that pays; k is transposed."""
+    alike = q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[3] == v.shape[3]
+    dense = q.stride(3) == k.stride(2) == v.stride(3) == 1
+    scores = q.shape[:3].numel() * k.shape[3]
+    return alike and dense and (q.dtype.itemsize >= 4 or scores <= MOST_IN_HALF)
+
+
+@rewrite(
+    call(operator.matmul, torch.matmul, torch.mm, torch.addmm, name="product"),
+    numerics="exact",
+    phase="simplify",
+)
+def recognize_linear(product: fx.Node) -> fx.Node | None:
+    """Call a product with a matrix of the model a Linear, which other passes fold into.
+
+    x @ w.T -> Linear(x), b + x @ w.T -> Linear(x), for tensors w and b of the model.
+
+    A Linear computes x @ weight.T, and on a matrix with a bias addmm, by these very kernels. So
+    weight is the transpose of the right matrix: the model's own parameter if the forward
+    transposes it, else a view of it. Transposed again it is what the forward multiplied with, to
+    the strides. The numbers are shared, and nobody may write them.
+    """
+    terms: tuple[Any, ...] = product.args
+    terms = terms if product.target is torch.addmm else (None, *terms)
+    if len(terms) != 3 or not isinstance(terms[1], fx.Node):
+        return None
+    bias, source, right = terms
+    matrix = arg(right, 0) if _is_transpose(right) else right
+    if not (is_attribute(matrix) and (bias is None or is_attribute(bias))):
+        return None
+    require(not product.kwargs, "its terms are scaled, or the result is written elsewhere")
+    require(attribute_of(matrix).dim() == 2, "the model's tensor is no matrix")
+    weight = _weight(right, matrix)
+    row = bias is None or attribute_of(bias).shape == weight.shape[:1]
+    require(row, "what is added is no bias, one number for each output")
+    require(all(is_read_only(n) for n in (matrix, bias) if n), "the forward may write the matrix")
+
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta").eval()
+    linear.weight = _parameter(weight, attribute_of(matrix))
+    if bias is not None:
+        linear.bias = _parameter(attribute_of(bias), attribute_of(bias))
+    return insert_module(product, linear, (source,), f"{matrix.target}_linear", like=product)
+
+
+def _is_transpose(node: Any) -> bool:
+    """Whether a node is a call of one with axes that are written out."""
+    called = isinstance(node, fx.Node) and callee(node) in LAYOUTS
+    return called and node.all_input_nodes == [arg(node, 0)]
+
+
+def _weight(right: Any, matrix: fx.Node) -> torch.Tensor:
+    """The transpose of the right matrix: the model's own tensor, where it is the same view."""
+    held: torch.Tensor = attribute_of(matrix)
+    seen = held if right is matrix else right.target(held, *right.args[1:])
+    weight = seen.detach().t()
+    same = (weight.shape, weight.stride()) == (held.shape, held.stride())
+    return held if same else weight
+
+
+def _parameter(value: torch.Tensor, held: torch.Tensor) -> nn.Parameter:
+    """A matmul chooses its kernel also by whether the matrix may ask for a gradient."""
+    return value if isinstance(value, nn.Parameter) else nn.Parameter(value, held.requires_grad)

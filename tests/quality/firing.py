@@ -11,7 +11,7 @@ from typing import Any
 from optimizer.testing._assemble import Spec
 from optimizer.testing._strategies import models, on_each
 from optimizer.testing._subject import Optimize
-from tests.quality.mutants import PACKAGE
+from tests.quality.mutants import PACKAGE, homes
 
 
 @dataclass
@@ -24,11 +24,11 @@ class Firing:
     refused: Counter[str] = field(default_factory=Counter)
 
     def met(self) -> list[str]:
-        """The reasons in the file of the pass that a model met."""
+        """The reasons of the pass that a model met."""
         return sorted(reasons(self.name) & set(self.refused))
 
     def never(self) -> list[str]:
-        """The reasons in the file of the pass that no model met."""
+        """The reasons of the pass that no model met."""
         return sorted(reasons(self.name) - set(self.refused))
 
 
@@ -49,12 +49,24 @@ def firing(name: str, examples: int) -> Firing:
 
 
 def reasons(name: str) -> set[str]:
-    """What the file of a pass gives as reasons to refuse."""
-    tree = ast.parse((PACKAGE / "passes" / f"{name}.py").read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    """What a pass, or a function of its file that it uses, gives as reasons to refuse."""
+    calls = [node for node in _nodes_of(name) if isinstance(node, ast.Call)]
     named = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id in _REFUSING]
     last = [call.args[-1] for call in named if call.args]
     return {str(each.value) for each in last if isinstance(each, ast.Constant)}
+
+
+def _nodes_of(name: str) -> list[ast.AST]:
+    """The code of a pass and of the functions of its file that it uses."""
+    tree = ast.parse((PACKAGE / f"{homes()[name]}.py").read_text(encoding="utf-8"))
+    functions = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
+    nodes, names = list[ast.AST](), [name]
+    for each in names:
+        walked = [*ast.walk(functions[each])]
+        nodes += walked
+        named = dict.fromkeys(node.id for node in walked if isinstance(node, ast.Name))
+        names += [used for used in named if used in functions and used not in names]
+    return nodes
 
 
 _REFUSING = ("require", "Refused")

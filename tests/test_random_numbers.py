@@ -178,6 +178,21 @@ def test_the_random_state_is_the_callers() -> None:
         assert before[1:] == after[1:]
 
 
+class Added(nn.Module):
+    """A draw that torch makes on meta tensors too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.normal(0.0, 1.0, ())
+
+
+def test_a_draw_is_looked_at_without_drawing() -> None:
+    before = torch.get_rng_state()
+
+    optimizer.optimize(Added().eval(), ROWS, check=None)
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def permuted(x: Tensor) -> Tensor:
     return x[torch.randperm(x.shape[0])]
 

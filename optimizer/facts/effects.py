@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from optimizer.core.context import own_random_numbers
 from optimizer.core.inputs import storages_in
 from optimizer.core.node import is_plain, module_of
 from optimizer.core.ops import FACTORIES
@@ -50,7 +51,10 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
             silent = argument.name in ("running_mean", "running_var") and given.get("training")
             if written or silent:
                 self.writes |= storages_in(given.get(argument.name))
-        return func(*args, **kwargs)
+        if not self.random:
+            return func(*args, **kwargs)
+        with own_random_numbers():  # on meta tensors too, where decompositions of torch's do it
+            return func(*args, **kwargs)
 
 
 def may_draw(name: str, training: bool) -> bool:

@@ -170,6 +170,7 @@ class Run:
         self.share, self.draws, self.itself, self.is_copy = False, True, False, False
         self.graph: tuple[Line, ...] = ()
         self.left: list[str] = []  # what is called as it is
+        self.materialized: list[str] = []
 
     def result(self) -> OptimizedModule | GuardedModule | Unchanged:
         """The optimized module, or the model as it is where nothing else is right."""
@@ -245,6 +246,7 @@ class Run:
             self.expected = self._reference()  # facts are unknown also where inputs are wrong
         before, self.graph = Size.of(module), listing(module)
         self.left = called_as_they_are(module)
+        self.materialized = module.meta.pop("materialized", [])
         if self.check == "each":
             module.recompile()
             if found := self._difference(module):
@@ -353,7 +355,7 @@ class Run:
             level=self.level,
             fired=tuple(pipeline.fired) if pipeline else (),
             refused=tuple(pipeline.refused) if pipeline else (),
-            remarks=(*self.remarks, *self.left * bool(pipeline), *unseen),
+            remarks=(*self.remarks, *(self.left + self.materialized) * bool(pipeline), *unseen),
             before=before,
             graph_before=self.graph if pipeline else (),
             checked=self.check if seen and self.check else "",

@@ -160,12 +160,12 @@ def unbatched_conv1d() -> Case:
 def old_weight_norm() -> Case:
     with pytest.warns(FutureWarning, match="weight_norm"):
         layer = nn.utils.weight_norm(nn.Conv2d(3, 3, 1))
-    return Case(Net(plain, layer=layer, bn=nn.BatchNorm2d(3)))
+    return Case(Net(plain, layer=layer, bn=nn.BatchNorm2d(3)), folds=1)
 
 
 def parametrized() -> Case:
     layer = parametrizations.weight_norm(nn.Conv2d(3, 3, 1))
-    return Case(Net(plain, layer=layer, bn=nn.BatchNorm2d(3)))
+    return Case(Net(plain, layer=layer, bn=nn.BatchNorm2d(3)), folds=1)
 
 
 class DoubledConv(nn.Conv2d):

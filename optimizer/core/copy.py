@@ -114,7 +114,8 @@ def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
     """
     copied = copy.deepcopy(value, memo)
     for name, held in getattr(value, "__dict__", {}).items():
-        if type(held) in _IMMUTABLE and getattr(copied, name, None) != held == held:
+        told = type(held) in _IMMUTABLE and not name.startswith("__")  # which wrappers take over
+        if told and getattr(copied, name, None) != held == held:
             raise TypeError(f"the copy of a {type(value).__name__} has another '{name}'")
     return copied
 

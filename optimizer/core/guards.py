@@ -103,23 +103,9 @@ def expect_given(value: Any, name: str) -> None:
         raise _unfit(told, "with example inputs that do")
 
 
-@_guard
-def expect_none_given(value: Any, name: str) -> None:
-    """Require that no argument is given beyond those that the model names.
-
-    Raises:
-        InputError: there are some in `value`.
-    """
-    if value:
-        told = f"no further arguments in '{name}' and got {len(value)}"
-        raise _unfit(told, "with example inputs that pass them")
-
-
 def chooses_a_branch(value: Any) -> bool:
     """Whether the code of a model can test a value where tracing cannot see it."""
     return value is None or isinstance(value, bool | str)
 
 
-GUARDS = (
-    expect_value, expect_tensor, expect_given, expect_none_given,
-)  # fmt: skip
+GUARDS = (expect_value, expect_tensor, expect_given)

@@ -15,25 +15,19 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from optimizer.core.errors import CaptureError
-from optimizer.core.guards import chooses_a_branch, expect_none_given, expect_value
+from optimizer.core.guards import chooses_a_branch, expect_value
 from optimizer.core.inputs import Call
 from optimizer.core.literals import is_literal
 
 NO_ARGUMENTS = Call((), {})
-STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+_STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def sees_how_it_is_called(forward: Callable[..., Any], call: Call = NO_ARGUMENTS) -> bool:
-    """Whether a forward can tell what is passed by name: a decorator's `*args, **kwargs` can."""
-    signature = inspect.signature(forward, follow_wrapped=False)
-    if _kinds(signature) != _kinds(inspect.signature(forward)):
-        return True
-    given = signature.bind_partial(None, *call.args, **call.kwargs).arguments
-    return any(signature.parameters[name].kind in STARS for name in given)
-
-
-def _kinds(signature: inspect.Signature) -> dict[str, Any]:
-    return {name: parameter.kind for name, parameter in signature.parameters.items()}
+def sees_how_it_is_called(forward: Callable[..., Any]) -> bool:
+    """Whether a forward can tell what is passed by name: one with `*args, **kwargs` can."""
+    own, wrapped = inspect.signature(forward, follow_wrapped=False), inspect.signature(forward)
+    stars = any(parameter.kind in _STARS for parameter in own.parameters.values())
+    return stars or list(own.parameters) != list(wrapped.parameters)
 
 
 class Arguments(fx.Tracer):
@@ -53,10 +47,7 @@ class Arguments(fx.Tracer):
         args, kwargs = self.call or NO_ARGUMENTS
         given = signature.bind_partial(self.root, *args, **kwargs).arguments
         for parameter in list(signature.parameters.values())[1:]:
-            if stars := STARS.get(parameter.kind):
-                rest = self.create_proxy("placeholder", stars + parameter.name, (), {})
-                self.create_proxy("call_function", expect_none_given, (rest, parameter.name), {})
-            elif parameter.kind is parameter.KEYWORD_ONLY:
+            if parameter.kind is parameter.KEYWORD_ONLY:
                 keyword[parameter.name] = self._argument(parameter, given)
             else:
                 positional.append(self._argument(parameter, given))

@@ -25,7 +25,6 @@ from optimizer.core.copy import ModuleType, Storages, held_tensors, on_storage, 
 from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.inputs import Call, ExampleInputs
 from optimizer.core.report import Report, Size, listing
-from optimizer.frontend.arguments import STARS
 from optimizer.frontend.names import give_free_names, require_written
 from optimizer.frontend.tracer import Tracer
 
@@ -350,12 +349,12 @@ class Retracer(Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """As fx does, but with `*args` where the code has it, before what is passed by name."""
+        """As fx does, with arguments that are only passed by name as well."""
         made = {}
         for parameter in list(inspect.signature(root_fn).parameters.values())[1:]:
             default = () if parameter.default is parameter.empty else (parameter.default,)
-            target = STARS.get(parameter.kind, "") + parameter.name
-            made[parameter.name] = self.proxy(self.create_node("placeholder", target, default, {}))
+            node = self.create_node("placeholder", parameter.name, default, {})
+            made[parameter.name] = self.proxy(node)
         code: Any = root_fn
         names = code.__code__.co_varnames[1 : len(made) + 1]
         function: Any = _patch_function(code, len(made) + 1)

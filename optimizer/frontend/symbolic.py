@@ -16,10 +16,11 @@ from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, 
 from optimizer.core.node import clean, has_global_hooks, is_plain, reason_of
 from optimizer.facts.effects import is_users_module, may_do_anything
 from optimizer.facts.propagation import Fact, Facts
-from optimizer.frontend.arguments import NO_ARGUMENTS, sees_how_it_is_called
+from optimizer.frontend.arguments import sees_how_it_is_called
 from optimizer.frontend.aten import from_aten
 from optimizer.frontend.canonicalize import spell
 from optimizer.frontend.known import Code
+from optimizer.frontend.materialize import materialize
 from optimizer.frontend.names import give_free_names, require_written
 from optimizer.frontend.outside import kept
 from optimizer.frontend.tracer import Tracer
@@ -66,9 +67,11 @@ def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
 def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) -> fx.GraphModule:
     """Trace a copy and observe it."""
     copied = structural_copy(model)
+    materialized = materialize(copied)
     graph, tests_for_none = _recorded(copied, call, record_factories)
     give_free_names(copied, graph)
     module = _LazyGraphModule(copied, graph, type(model).__name__)
+    module.meta["materialized"] = materialized
     from_aten(graph)
     for name, tensor in _constants(module):  # a global's tensor is an object of the caller's
         setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
@@ -90,7 +93,7 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
     require(is_plain(model), "the model itself has hooks, parametrizations or a __call__")
     code = Code(model)
     require(not (found := code.obstacle()), found)
-    tells = sees_how_it_is_called(type(model).forward, call or NO_ARGUMENTS)
+    tells = sees_how_it_is_called(type(model).forward)
     require(not tells, "its forward can tell how its arguments are passed")
     tracer = Tracer(call, code, record_factories=record_factories)
     before = _held(model)

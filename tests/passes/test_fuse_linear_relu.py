@@ -172,6 +172,15 @@ def hooked() -> nn.Module:
     return linear
 
 
+class Negated(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return -weight
+
+
+def parametrized() -> nn.Module:
+    return nn.utils.parametrize.register_parametrization(nn.Linear(3, 4), "weight", Negated())
+
+
 def overridden() -> nn.Module:
     linear = nn.Linear(3, 4)
     linear.forward = lambda x: F.linear(x, linear.weight) - 1  # type: ignore[method-assign]
@@ -184,7 +193,7 @@ def overridden() -> nn.Module:
         lambda: Doubled(3, 4),
         hooked,
         overridden,
-        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)),
+        parametrized,
     ],
 )
 def test_a_layer_that_is_no_plain_linear_is_left_alone(build: Callable[[], nn.Module]) -> None:

@@ -1,0 +1,57 @@
+"""Reparametrized weights, which are constants in inference: computed once, for passes to fold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrizations, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+_REMOVED_BY: dict[type, Callable[..., object]] = {
+    WeightNorm: remove_weight_norm,
+    SpectralNorm: remove_spectral_norm,
+}
+
+
+def materialize(model: nn.Module) -> list[str]:
+    """Give layers the weights that torch's reparametrizations compute; return what was done.
+
+    These are weight_norm, spectral_norm and orthogonal, as parametrizations and as the older hooks.
+    A layer in training mode, where they are learned or written, stays as it is, and so does one
+    with a parametrization of a user's, which may compute anything. The model is changed, so it is
+    to be a copy, but not the class that torch made for a layer, which copies share.
+    """
+    return [told for name, module in model.named_modules() for told in _of(name, module)]
+
+
+def _of(name: str, module: nn.Module) -> Iterator[str]:
+    if module.training:
+        return
+    hooks: list[Any] = list(module._forward_pre_hooks.values())
+    for hook in hooks:
+        if type(hook) in _REMOVED_BY:
+            _REMOVED_BY[type(hook)](module, hook.name)
+            yield f"the {hook.name} of '{name}' was computed once, by its {type(hook).__name__}"
+    lists: Any = module.parametrizations if is_parametrized(module) else nn.ModuleDict()
+    steps = [step for each in lists.values() for step in each]
+    if steps and all(type(step).__module__ == parametrizations.__name__ for step in steps):
+        _without_parametrizations(module, lists)
+        told = ", ".join(sorted({type(step).__name__.strip("_") for step in steps}))
+        yield f"the {' and '.join(lists)} of '{name}' was computed once, by its {told}"
+
+
+def _without_parametrizations(module: nn.Module, lists: nn.ModuleDict) -> None:
+    """As `parametrize.remove_parametrizations` does, which takes the property off the class."""
+    values = {name: getattr(module, name).detach().clone() for name in lists}
+    del module._modules["parametrizations"]
+    module.__class__ = type(module).__bases__[0]
+    for key, hook in list(module._load_state_dict_pre_hooks.items()):  # of older checkpoints
+        if getattr(hook, "hook", hook).__module__ == parametrizations.__name__:
+            del module._load_state_dict_pre_hooks[key]
+    for name, value in values.items():
+        learned = any(each.requires_grad for each in lists[name].parameters())
+        module.register_parameter(name, nn.Parameter(value, learned))

@@ -1,0 +1,103 @@
+"""Reparametrized layers: what torch computes of them is constant in inference, the rest is left."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import optimizer
+from optimizer.testing import randomize, untouched
+
+IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
+KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "the older weight_norm": nn.utils.weight_norm,
+    "the older spectral_norm": nn.utils.spectral_norm,
+}
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # the older ones are deprecated
+
+
+def normed(kind: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        KINDS[kind](nn.Conv2d(3, 4, 3)),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        KINDS[kind](nn.Conv2d(4, 4, 3)),
+    ).double()
+    model(IMAGE)  # which the spectral norms learn by
+    return model.eval()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_computed_once_and_the_batchnorm_folded(kind: str, level: int) -> None:
+    model = normed(kind)
+    expected, classes = model(IMAGE), [type(each) for each in model]
+
+    with untouched(model):
+        fast: Any = optimizer.optimize(model, IMAGE, level=level, tune_seconds=0.0)
+
+    told = [each for each in fast.report.remarks if "was computed once, by its" in each]
+    assert len(told) == 2
+    assert fast.report.counts()["fold_affine"] == 1
+    torch.testing.assert_close(fast(IMAGE), expected)
+    assert [type(each) for each in model] == classes
+    assert torch.equal(model(IMAGE), expected)
+    assert not any("parametrizations" in name for name, _ in fast.named_parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_the_model_is_taken(kind: str) -> None:
+    fast, other = optimizer.optimize(normed(kind), IMAGE, level=1), normed(kind, seed=1)
+
+    expected = fast(IMAGE)
+    assert torch.equal(pickle.loads(pickle.dumps(fast))(IMAGE), expected)
+    for each in (fast, copy.deepcopy(fast)):
+        torch.testing.assert_close(each.refit(other.state_dict())(IMAGE), other(IMAGE))
+
+
+def test_a_layer_that_learns_stays_as_it_is() -> None:
+    model = normed("weight_norm").train()
+
+    with pytest.warns(optimizer.OptimizerWarning, match="training mode"):
+        fast = optimizer.optimize(model, IMAGE, level=1)
+
+    assert not any("computed once" in each for each in fast.report.remarks)
+
+
+class Drawn(nn.Module):
+    """A parametrization of a user's, which no one call tells all of."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + torch.rand(())
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_parametrization_of_a_users_is_called_each_time(beside: bool) -> None:
+    layer: nn.Module = parametrizations.weight_norm(nn.Linear(8, 8)) if beside else nn.Linear(8, 8)
+    parametrize.register_parametrization(layer, "bias" if beside else "weight", Drawn())
+    fast = optimizer.optimize(nn.Sequential(layer, nn.ReLU()).eval(), torch.ones(2, 8), level=1)
+
+    assert not torch.equal(fast(torch.ones(2, 8)), fast(torch.ones(2, 8)))
+
+
+def test_what_is_tied_to_the_original_is_not_what_is_computed() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)).double()
+    model[1].weight = model[0].weight
+    model[0] = parametrizations.orthogonal(model[0])
+    model = randomize(model.eval())
+
+    fast = optimizer.optimize(model, IMAGE, level=1)
+
+    torch.testing.assert_close(fast(IMAGE), model(IMAGE))
+    torch.testing.assert_close(fast(2 * IMAGE), model(2 * IMAGE))

@@ -203,6 +203,32 @@ def test_no_label_of_a_chart_is_cut_off_at_its_right(dashboard, places) -> None:
         assert not any(painted)
 
 
+def test_a_narrow_chart_has_no_words_over_its_lines(dashboard, places) -> None:
+    dashboard.page.add_init_script(
+        """window.drawn = [];
+        const draw = CanvasRenderingContext2D.prototype.fillText;
+        CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+            drawn.push(text);
+            return draw.call(this, text, ...place);
+        };"""
+    )
+    words = {}
+    for width in (375, 1400):
+        dashboard.page.set_viewport_size({"width": width, "height": 800})
+        dashboard.go(f"{places[0]}/resnet18.html")
+        dashboard.page.wait_for_selector(".plot canvas")
+        drawn, subjects = dashboard.page.evaluate(
+            """() => [drawn, [...document.querySelectorAll(".plot script")].flatMap((script) => {
+            const chart = JSON.parse(script.textContent);
+            return chart.steps.map((place) => chart.commits[place][2].slice(0, 20));
+        })]"""
+        )
+        assert subjects
+        words[width] = [each for each in subjects if any(text.startswith(each) for text in drawn)]
+    assert words[375] == []
+    assert words[1400]
+
+
 def _order(dashboard: Any) -> list[str]:
     return dashboard.page.eval_on_selector_all(
         "#matrix tbody tr:not([hidden])", "rows => rows.map(row => row.dataset.model)"

@@ -1,6 +1,7 @@
 "use strict";
 // Sorting, filtering and charts. Every number is in the page without this.
 
+const WIDE = 480; // pixels of a chart that has room for words along its lines
 const table = document.getElementById("matrix");
 if (table) matrix(table, document.getElementById("filter"), document.getElementById("matching"));
 document.querySelectorAll(".plot").forEach(draw);
@@ -119,6 +120,7 @@ function draw(plot) {
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
+      if (plot.clientWidth < WIDE) continue; // it would lie over the lines, and the table names it
       ctx.save();
       ctx.translate(x - 4 * ratio, bbox.top + bbox.height - 4 * ratio);
       ctx.rotate(-Math.PI / 2);

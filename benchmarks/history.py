@@ -8,12 +8,12 @@ these versions is not measured again, so that the same command goes on where it 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from . import measuring, stored, tiers
+from ._git import git, git_or_nothing
 from ._workloads import HEADLINE
 from .measuring import CannotMeasureError, Place
 from .progress import Part, Progress
@@ -103,8 +103,7 @@ def _measure(options: argparse.Namespace, outcomes: list[Outcome]) -> None:
 
 def _life() -> list[str]:
     """The first parents of HEAD, the newest first."""
-    command = ["git", "rev-list", "--first-parent", "HEAD"]
-    return subprocess.check_output(command, text=True).split()
+    return git("rev-list", "--first-parent", "HEAD").split()
 
 
 def spread(commits: Sequence[str], count: int) -> list[str]:
@@ -165,8 +164,7 @@ def _one(place: Place, part: Part, progress: Progress, where: str, until: float)
 def _obstacle(place: Place) -> str:
     """Why nothing of a commit can be measured; "" if something can."""
     for package in _NEEDED:
-        command = ["git", "cat-file", "-e", f"{place.commit}:{package}/__init__.py"]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
+        if not git_or_nothing("ls-tree", place.commit, f"{package}/__init__.py"):
             return f"it has no package `{package}`"
     try:
         if place.file.exists():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from asv.commands import make_argparser
 from asv.util import UserError
 
 from . import stored, tiers, verdict
+from ._git import git_or_nothing
 from ._machine import register
 from .compare.trees import ComparisonError
 from .progress import Part, Progress
@@ -124,14 +124,13 @@ def here(commit: str) -> Place:
     Raises:
         CannotMeasureError: there is no such commit, no room, or results that cannot be read.
     """
-    command = ["git", "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode:
+    known = git_or_nothing("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
+    if not known:
         raise CannotMeasureError(
             f"there is no commit {commit!r} here: commit first, or name one that git knows."
         )
     try:
-        place = Place(found.stdout.strip(), register(), stored.environment())
+        place = Place(known, register(), stored.environment())
     except (ComparisonError, UserError, OSError) as error:
         raise CannotMeasureError(str(error)) from error
     if place.file.exists():
@@ -152,9 +151,8 @@ def require_readable(place: Place) -> None:
 
 
 def _say_what_is_not_measured() -> None:
-    command = ["git", "status", "--porcelain", "--", "optimizer", "models"]
-    changed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    if changed.strip():
+    changed = git_or_nothing("status", "--porcelain", "--", "optimizer", "models")
+    if changed:
         count = len(changed.splitlines())
         print(f"{count} files have changes: the commit is measured, not they. Commit them first.")
     if tiers.absent():

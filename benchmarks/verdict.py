@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ._git import git_or_nothing
 from .stored import Number, Run
 
 # Level 2 runs what was fastest when it was prepared: other code, and other bytes, another time.
@@ -58,10 +58,7 @@ def earlier(found: Sequence[Run], commit: str, place: str, environment: str) -> 
     """The nearest ancestor that was measured on this machine with the same versions."""
     here = [run for run in found if run.file.parent.name == place]
     known = {run.commit: run for run in here if run.environment == environment}
-    listing = subprocess.run(
-        ["git", "rev-list", commit], capture_output=True, text=True, check=False
-    )
-    ancestors = (each for each in listing.stdout.split() if each != commit)
+    ancestors = (each for each in git_or_nothing("rev-list", commit).split() if each != commit)
     return next((known[each] for each in ancestors if each in known), None)
 
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks._git import git
 from benchmarks.compare import cells as _cells
 from benchmarks.compare import rounds as _rounds
 from benchmarks.compare.cells import Cell, NotObservedError, Observed
 from benchmarks.compare.journal import Journal
 from benchmarks.compare.rounds import AGAIN, BASE, NEW, Series, Sides, run_round
 from benchmarks.compare.schedule import Schedule
-from benchmarks.compare.trees import ComparisonError, git
+from benchmarks.compare.trees import ComparisonError
 from tests.quality import alarms
 from tests.quality.verdicts import Setting
 from tests.quality.verdicts import rounds as drawn

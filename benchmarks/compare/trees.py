@@ -17,6 +17,8 @@ from asv.environment import get_environments
 from asv.plugin_manager import plugin_manager
 from asv.repo import get_repo
 
+from benchmarks._git import git
+
 WORKING_TREE = "."
 _FOLDER = Path(".asv/compare")
 
@@ -68,16 +70,6 @@ def commit_on_no_branch(tree: str, message: str) -> str:
     said = {"NAME": "compare", "EMAIL": "compare", "DATE": git("log", "-1", "--format=%cI")}
     author = {f"GIT_{who}_{key}": said[key] for who in ("AUTHOR", "COMMITTER") for key in said}
     return git("commit-tree", tree, "-p", "HEAD", "-m", message, **author)
-
-
-def git(*arguments: str, content: str | None = None, **environment: str) -> str:
-    """What git says, without blanks around it; `content` is what it reads.
-
-    Raises:
-        subprocess.CalledProcessError: it fails.
-    """
-    command, environment = ["git", *arguments], {**os.environ, **environment}
-    return subprocess.check_output(command, input=content, text=True, env=environment).strip()
 
 
 class Tree:

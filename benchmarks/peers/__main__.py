@@ -12,7 +12,6 @@ import importlib.metadata
 import itertools
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks._git import git_or_nothing
 from benchmarks._machine import machine_name
 from benchmarks._workloads import TORCHVISION
 from benchmarks.subjects import EAGER, PEER, all_subjects, names
@@ -130,9 +130,8 @@ def _about() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    asked = ("describe", "--always", "--dirty", "--abbrev=8", "--exclude=*")
+    return git_or_nothing(*asked) or "unknown"
 
 
 def _processor() -> str:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import stored
+from benchmarks._git import git, git_or_nothing
 from benchmarks.peers._rounds import Cell
 from benchmarks.peers._store import Store
 from benchmarks.stored import Run
@@ -121,17 +121,14 @@ def load(results: Path, docs: Path = Path("docs")) -> Site:
 
 
 def _history() -> dict[str, Commit]:
-    listing = subprocess.run(
-        ["git", "log", "--format=%H%x00%cI%x00%s", "HEAD"], capture_output=True, text=True
-    )
-    commits = (Commit(*line.split("\0", 2)) for line in listing.stdout.splitlines())
+    listing = git_or_nothing("log", "--format=%H%x00%cI%x00%s", "HEAD")
+    commits = (Commit(*line.split("\0", 2)) for line in listing.splitlines())
     return {each.hash: each._replace(date=each.date[:16].replace("T", " ")) for each in commits}
 
 
 def behind(commit: str) -> int:
     """How many commits the published head is ahead of this one."""
-    command = ["git", "rev-list", "--count", f"{commit}..HEAD"]
-    return int(subprocess.check_output(command, text=True))
+    return int(git("rev-list", "--count", f"{commit}..HEAD"))
 
 
 def _of_today(site: Site, runs: list[Run], listing: Path) -> Iterator[Run]:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.trees import commit_on_no_branch, git
+from benchmarks._git import git
+from benchmarks.compare.trees import commit_on_no_branch
 from benchmarks.compare.verdicts import FAILED, IMPROVED, INCONCLUSIVE, NOT_COMPARED, REGRESSED
 from tests.quality.record import Entries, Recorder, read
 

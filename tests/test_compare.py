@@ -117,7 +117,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with the suite above, our configuration of asv, and our command."""
     folder = tmp_path_factory.mktemp("project")
     suite = folder / "benchmarks"
-    for part in ("compare", "plugins/hostoverlay.py", "_machine.py", "running.py"):
+    for part in ("compare", "plugins/hostoverlay.py", "_git.py", "_machine.py", "running.py"):
         source, target = ROOT / "benchmarks" / part, suite / part
         target.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if source.is_dir() else shutil.copy)(source, target)

@@ -35,13 +35,13 @@ def _of(name: str, module: nn.Module) -> Iterator[str]:
     for hook in hooks:
         if type(hook) in _REMOVED_BY:
             _REMOVED_BY[type(hook)](module, hook.name)
-            yield f"the {hook.name} of '{name}' was computed once, by its {type(hook).__name__}"
+            yield f"computed once: the {hook.name} of '{name}', by its {type(hook).__name__}"
     lists: Any = module.parametrizations if is_parametrized(module) else nn.ModuleDict()
     steps = [step for each in lists.values() for step in each]
     if steps and all(type(step).__module__ == parametrizations.__name__ for step in steps):
         _without_parametrizations(module, lists)
         told = ", ".join(sorted({type(step).__name__.strip("_") for step in steps}))
-        yield f"the {' and '.join(lists)} of '{name}' was computed once, by its {told}"
+        yield f"computed once: the {' and '.join(lists)} of '{name}', by its {told}"
 
 
 def _without_parametrizations(module: nn.Module, lists: nn.ModuleDict) -> None:

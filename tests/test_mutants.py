@@ -76,6 +76,10 @@ def test_a_mistake_is_planted_in_a_copy_only() -> None:
         assert ours is not optimizer
         assert "self.bias" not in Path(planted.__file__ or "").read_text().partition("F.linear(")[0]
         assert planted.fuse_linear_relu is not None
+        _mutants.homes.cache_clear()
+        assert _mutants.concerned(replace(A_PASS, concerns=())) == [
+            "fuse_linear_relu", "reuse_activations", "reuse_operands",
+        ]  # fmt: skip
     assert sys.modules["optimizer"] is optimizer
     assert sys.modules["tests.quality.score"] is _score
 

@@ -40,7 +40,7 @@ def import_torchvision() -> ModuleType:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == "torchvision":
-        return 'torchvision is not installed: pip install "optimizer[models]" to load its models.'
+        return "torchvision is not installed: run pip install '.[models]' in the clone."
     return f"torchvision cannot be imported beside torch {torch.__version__}: {error}"
 
 

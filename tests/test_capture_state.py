@@ -491,3 +491,28 @@ def test_what_does_not_tell_or_take_its_state_raises_nothing(name: str) -> None:
 
     assert STEPS == [0]
     torch.testing.assert_close(fast(X), model(X))
+
+
+class Tally:
+    """An object that a hook writes to."""
+
+    count = 0
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_what_a_hook_writes_is_put_back(level: int) -> None:
+    calls, seen, tally = 0, list[Tensor](), Tally()
+
+    def counting(module: nn.Module, given: Any, result: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        tally.count += 1
+        seen.append(result)
+        return result * calls
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    model[0].register_forward_hook(counting)
+
+    optimizer.optimize(model, torch.ones(2, 4), level=level, tune_seconds=0.0)
+
+    assert (calls, seen, vars(tally)) == (0, [], {})

@@ -91,6 +91,72 @@ def test_a_parametrization_of_a_users_is_called_each_time(beside: bool) -> None:
     assert not torch.equal(fast(torch.ones(2, 8)), fast(torch.ones(2, 8)))
 
 
+def hooked(layer: Any) -> None:
+    layer.parametrizations.weight[0].register_forward_hook(lambda step, given, result: result * 2)
+
+
+def hooked_beside(layer: Any) -> None:
+    layer.register_forward_hook(lambda layer, given, result: result * layer.weight.sum())
+
+
+def still_iterating(layer: Any) -> None:
+    layer.parametrizations.weight.train()
+
+
+ODD: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "a hook on the parametrization": ("weight_norm", hooked),
+    "a hook beside it": ("weight_norm", hooked_beside),
+    "a hook beside the older one": ("the older weight_norm", hooked_beside),
+    "a parametrization that still learns": ("spectral_norm", still_iterating),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_is_more_than_a_weight_stays_as_it_is(case: str) -> None:
+    kind, change = ODD[case]
+    model, other = normed(kind), normed(kind)
+    change(model[0])
+    change(other[0])
+    state = torch.get_rng_state()
+
+    with untouched(model):
+        fast = optimizer.optimize(model, IMAGE, level=1)
+
+    told = [each for each in fast.report.remarks if each.startswith("computed once: ")]
+    assert len(told) == 1 or "left as it is" in fast.report.remarks[0]
+    assert torch.equal(torch.get_rng_state(), state)
+    for _ in range(3):
+        torch.testing.assert_close(fast(IMAGE), other(IMAGE))
+
+
+class Writing(nn.Module):
+    """Writes, by another name, what a weight is computed from."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b = KINDS[kind](nn.Linear(4, 4)), nn.Linear(4, 4)
+        originals = [each for name, each in self.a.named_parameters() if each.dim() == 2]
+        self.b.weight = next(each for each in originals if each.shape == (4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.a(x) + self.b(x)
+        self.b.weight.data[:, 0] += 1
+        return result
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "the older weight_norm"])
+def test_what_the_forward_writes_by_another_name_is_seen(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Writing(kind).eval()
+    fast = optimizer.optimize(model, torch.ones(2, 4), level=0)
+    torch.manual_seed(0)
+    other = Writing(kind).eval()
+
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(fast(torch.ones(2, 4)), other(torch.ones(2, 4)))
+
+
 def test_what_is_tied_to_the_original_is_not_what_is_computed() -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)).double()
     model[1].weight = model[0].weight

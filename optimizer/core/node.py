@@ -19,8 +19,8 @@ from torch.nn.modules import module as _all_modules
 from optimizer.core.errors import CaptureError
 
 _SHORT = {"torch": "torch", "operator": "operator", "torch.nn.functional": "F", "torch._C._nn": "F"}
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HOOKS_OF_ALL = [vars(_all_modules)[f"_global{name}"] for name in _HOOKS]
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS_OF_ALL = [vars(_all_modules)[f"_global{name}"] for name in HOOKS]
 
 
 def arg(node: fx.Node, index: int, default: Any = None) -> Any:
@@ -103,7 +103,7 @@ def is_plain(module: nn.Module) -> bool:
     the instance or a `__call__` of the class: none may be matched as the class they decorate.
     """
     held = vars(module)
-    hooked = any(map(held.get, _HOOKS)) or has_global_hooks()
+    hooked = any(map(held.get, HOOKS)) or has_global_hooks()
     parametrized = "parametrizations" in module._modules
     return not (hooked or parametrized or "forward" in held or overrides_call(type(module)))
 

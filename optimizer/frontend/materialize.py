@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,8 @@ from torch.nn.utils import parametrizations, remove_spectral_norm, remove_weight
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+
+from optimizer.core.node import HOOKS, is_plain
 
 _REMOVED_BY: dict[type, Callable[..., object]] = {
     WeightNorm: remove_weight_norm,
@@ -21,24 +24,39 @@ def materialize(model: nn.Module) -> list[str]:
     """Give layers the weights that torch's reparametrizations compute; return what was done.
 
     These are weight_norm, spectral_norm and orthogonal, as parametrizations and as the older hooks.
-    A layer in training mode, where they are learned or written, stays as it is, and so does one
-    with a parametrization of a user's, which may compute anything. The model is changed, so it is
-    to be a copy, but not the class that torch made for a layer, which copies share.
+    Left as it is, is a layer in training mode, where they are learned or written; one with hooks,
+    or a parametrization, of a user's, which may compute anything; and one whose tensors are held
+    elsewhere too, by which they may be written. The model is changed, so it is to be a copy, but
+    not the class that torch made for a layer, which copies share.
     """
-    return [told for name, module in model.named_modules() for told in _of(name, module)]
+    holders = Counter(_storages(model.modules()))
+    return [told for name, module in model.named_modules() for told in _of(name, module, holders)]
 
 
-def _of(name: str, module: nn.Module) -> Iterator[str]:
-    if module.training:
+def _storages(modules: Iterable[nn.Module]) -> Iterator[int]:
+    """The storage of each tensor, as often as one is held."""
+    for module in modules:
+        for table in (module._parameters, module._buffers):
+            held = (each for each in table.values() if each is not None)
+            yield from (each.untyped_storage()._cdata for each in held)
+
+
+def _of(name: str, module: nn.Module, holders: Counter[int]) -> Iterator[str]:
+    hooks: list[Any] = [hook for table in HOOKS for hook in getattr(module, table).values()]
+    known = all(type(hook) in _REMOVED_BY for hook in hooks) and "forward" not in vars(module)
+    own = [*_storages([module])] if hooks else []
+    if module.training or not known or any(holders[each] > 1 for each in own):
         return
-    hooks: list[Any] = list(module._forward_pre_hooks.values())
     for hook in hooks:
         if type(hook) in _REMOVED_BY:
             _REMOVED_BY[type(hook)](module, hook.name)
             yield f"computed once: the {hook.name} of '{name}', by its {type(hook).__name__}"
     lists: Any = module.parametrizations if is_parametrized(module) else nn.ModuleDict()
     steps = [step for each in lists.values() for step in each]
-    if steps and all(type(step).__module__ == parametrizations.__name__ for step in steps):
+    plain = all(map(is_plain, lists.modules())) and not any(each.training for each in steps)
+    alone = all(holders[each] == 1 for each in _storages(lists.modules()))
+    torchs = all(type(step).__module__ == parametrizations.__name__ for step in steps)
+    if steps and plain and alone and torchs:
         _without_parametrizations(module, lists)
         told = ", ".join(sorted({type(step).__name__.strip("_") for step in steps}))
         yield f"computed once: the {' and '.join(lists)} of '{name}', by its {told}"

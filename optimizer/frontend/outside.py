@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimizer.core.node import HOOKS
 from optimizer.frontend.known import MISSING, OF_EVERY_MODULE, Code, attributes, items, member
 from optimizer.frontend.module import Constants
 
@@ -63,7 +64,9 @@ class Outside(Code):
         for table in (t for each in held for t in (vars(each), *map(vars(each).get, _TABLES))):
             self.objects.append(table)
         for each in held:
-            list(self._visit([v for k, v in vars(each).items() if k not in OF_EVERY_MODULE], ""))
+            own = [v for k, v in vars(each).items() if k not in OF_EVERY_MODULE]
+            hooks = [hook for table in HOOKS for hook in vars(each)[table].values()]
+            list(self._visit([*own, *hooks], ""))
         list(self.obstacles())
 
     def _visit_function(self, function: FunctionType) -> Iterator[str]:
@@ -99,7 +102,8 @@ def _back(value: Any) -> Callable[[], object]:
         return partial(value.set_state, value.get_state())
     if numpy and isinstance(value, numpy.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if not (held := attributes(value)):
+    held = attributes(value)
+    if not (held or hasattr(value, "__dict__")):
         raise TypeError(f"what a {type(value).__name__} holds cannot be put back")
     return partial(_set_all, value, held)
 

@@ -13,7 +13,7 @@ from optimizer.core.context import undisturbed
 from optimizer.core.copy import part, structural_copy
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, storages_in
-from optimizer.core.node import clean, has_global_hooks, is_plain, reason_of
+from optimizer.core.node import clean, has_global_hooks, is_plain, reason_of, tensors_of
 from optimizer.facts.effects import is_users_module, may_do_anything
 from optimizer.facts.propagation import Fact, Facts
 from optimizer.frontend.arguments import sees_how_it_is_called
@@ -169,11 +169,10 @@ def _changes_a_container(node: fx.Node) -> bool:
 
 
 def _own_what_is_written(module: fx.GraphModule) -> None:
-    """A parameter that the forward writes is not shared with the caller's model."""
+    """What the forward writes is not shared with the caller's model, but among its own tensors."""
     facts: Facts = module.meta["facts"]
-    for parameter in module.parameters():
-        if facts.any_written(storages_in(facts.to_meta(parameter))):
-            parameter.data = parameter.data.clone()
+    held = tensors_of(module)
+    part(each for each in held if facts.any_written(storages_in(facts.to_meta(each))))
 
 
 def _constants(module: fx.GraphModule) -> list[tuple[str, torch.Tensor]]:

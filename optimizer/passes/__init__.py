@@ -70,7 +70,7 @@ def select(
         InputError: there is no such level, or names come in no list.
         PassError: there is no pass of one of these names.
     """
-    if not isinstance(level, int) or level not in LEVELS:
+    if type(level) is not int or level not in LEVELS:
         raise InputError(
             f"level {level!r} does not exist: use 0 (the same bits), 1 (up to rounding), 2"
             " (with kernels of the device) or 3 (in a lower precision)."

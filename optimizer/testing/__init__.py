@@ -1,6 +1,6 @@
 """The fuzz kit: generated models and the oracles that judge whoever rewrites them.
 
-The only part of the package that needs Hypothesis (`pip install optimizer[test]`).
+The only part of the package that needs Hypothesis (the extra `test`).
 """
 
 from optimizer.testing._assemble import Spec, load

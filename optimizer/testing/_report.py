@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from textwrap import indent
 from typing import Any
 
@@ -144,4 +146,10 @@ def _call(subject: Callable[..., Any]) -> tuple[str, str]:
     name = getattr(subject, "__qualname__", "<locals>")
     if "<" in name:
         return f"# subject is {subject}: import or define it here", "subject(model, inputs)"
-    return f"from {subject.__module__} import {name}", f"{name}(model, inputs)"
+    return f"from {importable(subject.__module__)} import {name}", f"{name}(model, inputs)"
+
+
+def importable(module: str) -> str:
+    """The name that another process imports a module by, also the one that is run as a script."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file).stem if module == "__main__" and file else module

@@ -23,6 +23,7 @@ from optimizer.rewrite.contract import Pass
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import check_spec, nothing_said_of_the_model
 from optimizer.testing._observe import Inputs
+from optimizer.testing._report import importable
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Optimize:
     def preamble(self) -> str:
         """The imports that `call` needs."""
         own = [each for each in self.only or () if isinstance(each, Pass)]
-        imports = [f"from {each.apply.__module__} import {each.name}" for each in own]
+        imports = [f"from {importable(each.apply.__module__)} import {each.name}" for each in own]
         return "\n".join([*imports, "from optimizer.testing import Optimize"])
 
     @property

@@ -36,7 +36,7 @@ def passed_over(names: Engines) -> str:
     """Which engine "auto" leaves out though it is installed, and why; empty if none."""
     for engine in [ENGINES[each] for each in AUTOMATIC if names == "auto"]:
         if found := _is_installed(engine) and obstacle(engine):
-            advice = f"python -m pip install 'optimizer[{engine.name}]' brings another"
+            advice = f"python -m pip install '.[{engine.name}]' from the clone brings another"
             return f"{engine.title} {found}, and is not used: {advice}"
     return ""
 
@@ -46,7 +46,8 @@ def _require(name: str | None) -> None:
         known = " and ".join(map(repr, ENGINES))
         raise InputError(f"engines: there is no {name!r}, but there are {known}, and 'auto'.")
     if found := obstacle(ENGINES[name]):
-        raise InputError(f"engine {name!r} {found}: run python -m pip install 'optimizer[{name}]'.")
+        advice = f"run python -m pip install '.[{name}]' in the clone"
+        raise InputError(f"engine {name!r} {found}: {advice}.")
 
 
 def obstacle(engine: Engine) -> str:

@@ -6,6 +6,7 @@ the workloads and a small one of each architecture that timm has a file for.
 
 from __future__ import annotations
 
+import argparse
 import operator
 import sys
 from collections import Counter
@@ -25,7 +26,10 @@ CASTS = {"to", "float", "half", "type", "type_as"}
 SMALL = ("tiny", "small", "_s", "18", "_b0", "nano", "26", "xs", "pico", "femto", "xxs")
 
 
-def main(names: list[str]) -> None:
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.census", description=__doc__)
+    parser.add_argument("names", nargs="*", help="models; by default one of each architecture")
+    names = parser.parse_args(arguments).names
     sums, having, seen = Counter[str](), Counter[str](), 0
     for name in names or architectures():
         graph = getattr(_optimized(name), "graph", fx.Graph())

@@ -9,6 +9,7 @@ at the top.)
 
 from __future__ import annotations
 
+import argparse
 import copy
 import statistics
 import sys
@@ -30,7 +31,10 @@ _HEAD = (
 )
 
 
-def main(names: list[str]) -> None:
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.figures", description=__doc__)
+    parser.add_argument("names", nargs="*", help="workloads; by default those of the page")
+    names = parser.parse_args(arguments).names
     print(_HEAD)
     for name in names or MODELS:
         print(f"| {name} | {' | '.join(_figures(name))} |", flush=True)

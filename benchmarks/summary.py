@@ -6,6 +6,7 @@ level 2, and the paired ratios of latencies, which are what to read for "is it f
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import sys
@@ -25,7 +26,9 @@ _HEAD = (
 )
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.summary", description=__doc__)
+    parser.parse_args(arguments)
     runs = [json.loads(file.read_text()) for file in RESULTS.glob("*/[0-9a-f]*-*.json")]
     whole = [run for run in runs if run["results"].keys() >= {_LATENCY, _MEMORY, _RATIO}]
     if not whole:
@@ -65,4 +68,4 @@ def _cells(results: dict[str, Any], name: str, column: str) -> dict[tuple[str, .
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

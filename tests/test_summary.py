@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 
 import pytest
@@ -32,7 +33,7 @@ def printed(tmp_path, monkeypatch, capsys):
         for place, run in enumerate(runs):
             (tmp_path / "there" / f"{place}-environment.json").write_text(json.dumps(run))
         monkeypatch.setattr(summary, "RESULTS", tmp_path)
-        summary.main()
+        summary.main([])
         return capsys.readouterr().out
 
     return printed
@@ -67,4 +68,13 @@ def test_without_results_it_says_what_to_do(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(summary, "RESULTS", tmp_path)
 
     with pytest.raises(SystemExit, match="tox run -e bench"):
-        summary.main()
+        summary.main([])
+
+
+@pytest.mark.parametrize("name", ["census", "figures", "summary"])
+def test_each_command_has_help(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(f"benchmarks.{name}").main(["--help"])
+
+    assert stopped.value.code == 0
+    assert f"usage: python -m benchmarks.{name}" in capsys.readouterr().out

@@ -187,14 +187,20 @@ def test_no_trace_is_left_in_the_model(kind: Callable[[], nn.Module]) -> None:
         optimizer.check(model, fast, X)
 
 
-def test_a_hook_runs_on_copies_alone() -> None:
-    model, met = randomize(Block()).eval(), []
-    model.norm.register_forward_hook(lambda module, *_: met.append(module))
+def test_a_hook_runs_on_copies_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    model, met = randomize(Block()).eval(), list[nn.Module]()
 
+    def meet(module: nn.Module, *_: Any) -> None:
+        met.append(module)
+        print(id(module))
+
+    model.norm.register_forward_hook(meet)
     optimizer.check(model, optimizer.optimize(model, X), X)
 
-    assert met
-    assert model.norm not in met
+    printed = capsys.readouterr().out.split()
+    assert printed
+    assert str(id(model.norm)) not in printed
+    assert met == []
 
 
 def test_the_snapshot_counts_where_the_weights_change_meanwhile(

@@ -161,7 +161,7 @@ class LoudChild(nn.Module):
 
 
 LEFT_ALONE: dict[str, Case] = {
-    "autocast": unary(under_autocast, "it reaches torch.autocast"),
+    "autocast": unary(under_autocast, "enters autocast"),
     "a shape that changes in place": unary(squeezed_in_place, "changes the shape of a tensor"),
     "autograd": unary(force, "it uses 'requires_grad_'"),
     "a write under no_grad": unary(written_without_grad, "a gradient mode"),

@@ -160,16 +160,10 @@ def test_what_is_listed_is_recorded(name: str) -> None:
     torch.testing.assert_close(optimizer.capture(model, X)(X), model(X))
 
 
-def without_autocast(m: Any, x: Tensor) -> Any:
-    with torch.autocast("cpu", enabled=False):
-        return m.layer(x.float())
-
-
 UNKNOWN: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "a global": (counted, {}, "it sets the global 'COUNT' (test_known.py:"),
     "an enclosing function": (closure(), {}, "it sets 'calls' of an enclosing function"),
     "an attribute": (sets, {}, "it sets the attribute 'kept'"),
-    "autocast that is off": (without_autocast, {}, "it reaches torch.autocast"),
     "a try": (tries, {}, "it has a try statement"),
     "an import": (imports, {}, "it imports time"),
     "a class counter": (lambda m, x: x * Counter.step(), {}, "it reaches Counter, a type"),

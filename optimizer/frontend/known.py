@@ -84,7 +84,6 @@ _OPERATORS = vars(operator).keys() - {"__call__"}
 _ASKS_THE_PROCESS = re.compile(
     r"_?(get|are|current|memory|max_memory|set|use)_(?!autocast|device$)|(?!.*autocast).*_enabled$"
     r"|(initial_|manual_)?seed(_all)?$|fork_rng|enable_|inference_mode|attrgetter|methodcaller"
-    r"|autocast$"
     r"|(load|save)(txt|z)?$|fromfile|memmap|geterr|seterr|errstate|.*filter(s|warnings)?$|catch_"
 )
 _IMMUTABLE = (

@@ -94,7 +94,7 @@ def test_the_sample_is_of_many_passes() -> None:
     sample = _shrink.sample(30)
 
     assert len(sample) >= 30
-    assert len({mutant.file for mutant in sample}) >= 15
+    assert len({mutant.concerns for mutant in sample}) >= 15
 
 
 def test_the_table_has_a_row_for_each_mistake_that_was_found(

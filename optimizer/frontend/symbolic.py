@@ -23,7 +23,7 @@ from optimizer.frontend.known import Code
 from optimizer.frontend.materialize import materialize
 from optimizer.frontend.names import give_free_names, require_written
 from optimizer.frontend.outside import kept
-from optimizer.frontend.tracer import Tracer
+from optimizer.frontend.tracer import ALONE, Tracer
 
 _LASTING = ("source", "tested", "is_wrapped")  # of the meta of a node, and facts of no other run
 
@@ -68,7 +68,8 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
     """Trace a copy and observe it."""
     copied = structural_copy(model)
     materialized = materialize(copied)
-    graph, tests_for_none = _recorded(copied, call, record_factories)
+    with ALONE:  # what another thread's recording patches is not the model's
+        graph, tests_for_none = _recorded(copied, call, record_factories)
     give_free_names(copied, graph)
     module = _LazyGraphModule(copied, graph, type(model).__name__)
     module.meta["materialized"] = materialized

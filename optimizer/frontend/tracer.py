@@ -68,7 +68,7 @@ class RecordConstants(TorchFunctionMode):
         return self.tracer.create_proxy("call_function", func, args, kwargs)
 
 
-_ALONE = threading.RLock()  # two at once would undo each other's patches in the wrong order
+ALONE = threading.RLock()  # two at once would undo each other's patches in the wrong order
 
 
 class Tracer(Arguments, LiteralTracer):
@@ -103,7 +103,7 @@ class Tracer(Arguments, LiteralTracer):
             id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]
         }
         self._modes = _modes()
-        with _ALONE, RecordConstants(self):
+        with ALONE, RecordConstants(self):
             graph = super().trace(root, concrete_args)
         if self.failure is not None:  # a try statement of the forward swallowed it
             raise self.failure

@@ -66,8 +66,9 @@ def test_a_checkpoint_of_the_model_is_taken(kind: str) -> None:
         torch.testing.assert_close(each.refit(other.state_dict())(IMAGE), other(IMAGE))
 
 
-def test_a_layer_that_learns_stays_as_it_is() -> None:
-    model = normed("weight_norm").train()
+@pytest.mark.parametrize("kind", ["weight_norm", "the older weight_norm"])
+def test_a_layer_that_learns_stays_as_it_is(kind: str) -> None:
+    model = normed(kind).train()
 
     with pytest.warns(optimizer.OptimizerWarning, match="training mode"):
         fast = optimizer.optimize(model, IMAGE, level=1)
@@ -86,7 +87,8 @@ class Drawn(nn.Module):
 def test_a_parametrization_of_a_users_is_called_each_time(beside: bool) -> None:
     layer: nn.Module = parametrizations.weight_norm(nn.Linear(8, 8)) if beside else nn.Linear(8, 8)
     parametrize.register_parametrization(layer, "bias" if beside else "weight", Drawn())
-    fast = optimizer.optimize(nn.Sequential(layer, nn.ReLU()).eval(), torch.ones(2, 8), level=1)
+    model = nn.Sequential(layer, nn.ReLU()).eval()
+    fast = optimizer.optimize(model, torch.ones(2, 8), level=1, check=None)
 
     assert not torch.equal(fast(torch.ones(2, 8)), fast(torch.ones(2, 8)))
 

@@ -48,9 +48,8 @@ def _of(name: str, module: nn.Module, holders: Counter[int]) -> Iterator[str]:
     if module.training or not known or any(holders[each] > 1 for each in own):
         return
     for hook in hooks:
-        if type(hook) in _REMOVED_BY:
-            _REMOVED_BY[type(hook)](module, hook.name)
-            yield f"computed once: the {hook.name} of '{name}', by its {type(hook).__name__}"
+        _REMOVED_BY[type(hook)](module, hook.name)
+        yield f"computed once: the {hook.name} of '{name}', by its {type(hook).__name__}"
     lists: Any = module.parametrizations if is_parametrized(module) else nn.ModuleDict()
     steps = [step for each in lists.values() for step in each]
     plain = all(map(is_plain, lists.modules())) and not any(each.training for each in steps)

@@ -90,6 +90,20 @@ def test_what_the_model_knows_of_its_own_tensors_is_recorded(function: Any) -> N
     assert optimized(function).report.front_end == "symbolic"
 
 
+BY_NAME: dict[str, Callable[..., Any]] = {
+    "linear": lambda m, x: F.linear(bias=m.row, weight=m.matrix, input=x),
+    "conv1d": lambda m, x: F.conv1d(x, m.matrix[None, :3, :1], padding=1, stride=2),
+    "dropout": lambda m, x: F.dropout(x, training=False, p=0.3),
+    "flatten": lambda m, x: torch.flatten(x[None], end_dim=1),
+    "movedim": lambda m, x: torch.movedim(x[None], destination=2, source=0),
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_keywords_come_in_any_order(name: str) -> None:
+    assert optimized(BY_NAME[name]).report.front_end == "symbolic"
+
+
 def iterated(m: Any, x: Any) -> Any:
     return sum(row for row in x)
 

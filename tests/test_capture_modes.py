@@ -103,3 +103,49 @@ def test_a_detached_value_is_recorded() -> None:
 
     assert isinstance(fast, optimizer.OptimizedModule)
     torch.testing.assert_close(gradients(fast), gradients(model))
+
+
+def autocast_left_off(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return self.layer(self.layer(x).float())
+
+
+def asking_for_autocast(self: Any, x: Tensor) -> Tensor:
+    return self.layer(x) * (2 if torch.is_autocast_enabled("cpu") else 3)
+
+
+AUTOCAST = torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("function", [autocast_left_off, asking_for_autocast])
+def test_code_that_names_autocast_is_called_under_the_same(function: Any, level: int) -> None:
+    model = Entering(function).eval()
+
+    fast = optimizer.optimize(model, X, level=level)
+
+    assert fast.report.front_end == "symbolic"
+    torch.testing.assert_close(fast(X), model(X))
+    with AUTOCAST, pytest.raises(optimizer.InputError, match="under the autocast you need"):
+        fast(X)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_what_was_optimized_under_autocast_is_called_under_it(level: int) -> None:
+    model = Entering(asking_for_autocast).eval()
+
+    with AUTOCAST:
+        fast = optimizer.optimize(model, X, level=level)
+
+        assert torch.equal(fast(X), model(X))
+    with pytest.raises(optimizer.InputError, match="bfloat16"):
+        fast(X)
+
+
+def test_without_an_argument_autocast_cannot_be_asked() -> None:
+    class NoInput(nn.Module):
+        def forward(self) -> Tensor:
+            return torch.ones(3) * (2 if torch.is_autocast_enabled("cpu") else 3)
+
+    with pytest.raises(optimizer.CaptureError, match="takes no argument and asks for autocast"):
+        optimizer.capture(NoInput())

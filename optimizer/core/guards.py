@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -103,9 +103,32 @@ def expect_given(value: Any, name: str) -> None:
         raise _unfit(told, "with example inputs that do")
 
 
+@_guard
+def expect_autocast(value: Any, dtypes: Autocast) -> None:
+    """Require the autocast that the model's code met; `value` is any argument of the call.
+
+    Raises:
+        InputError: another one is on.
+    """
+    if (found := autocast()) != dtypes:
+        told = f"calls under autocast to {dtypes} (cpu, cuda, mps) and got {found}"
+        raise _unfit(told, "under the autocast you need")
+
+
+Autocast: TypeAlias = tuple[torch.dtype | None, ...]
+
+
+def autocast() -> Autocast:
+    """Return what autocast makes of float32 on each kind of device, None where it is off."""
+    return tuple(
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        for device in ("cpu", "cuda", "mps")
+    )
+
+
 def chooses_a_branch(value: Any) -> bool:
     """Whether the code of a model can test a value where tracing cannot see it."""
     return value is None or isinstance(value, bool | str)
 
 
-GUARDS = (expect_value, expect_tensor, expect_given)
+GUARDS = (expect_value, expect_tensor, expect_given, expect_autocast)

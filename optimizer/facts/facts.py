@@ -306,9 +306,7 @@ def _obstacles(node: fx.Node, facts: Facts) -> Iterator[str]:
         yield f"'{node.name}' draws random numbers"
     elif not facts.external.isdisjoint(known.writes):
         yield f"'{node.name}' writes an input or an attribute"
-    elif not (_calls_trusted_code(node) and _is_plain(node)):
+    elif not _calls_trusted_code(node) or (
+        node.op == "call_module" and not all(map(is_plain, module_of(node).modules()))
+    ):
         yield f"'{node.name}' runs code that may do more ({describe(node)})"
-
-
-def _is_plain(node: fx.Node) -> bool:
-    return node.op != "call_module" or all(map(is_plain, module_of(node).modules()))

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from optimizer.core.node import arg, attribute_of, is_attribute
+from optimizer.core.node import attribute_of, is_attribute
 
 aten = torch.ops.aten
 Function: TypeAlias = Callable[..., Any]
@@ -29,7 +29,8 @@ _FUNCTIONS: dict[Any, Function] = {
     aten.movedim.int: torch.movedim, aten.movedim.intlist: torch.movedim,
     aten.add.Tensor: torch.add, aten.sub.Tensor: torch.sub, aten.mul.Tensor: torch.mul,
     aten.div.Tensor: torch.div, aten.clone.default: torch.clone, aten.where.self: torch.where,
-    aten.matmul.default: torch.matmul, aten.softmax.int: torch.softmax,
+    aten.matmul.default: torch.matmul, aten.mm.default: torch.mm, aten.addmm.default: torch.addmm,
+    aten.softmax.int: torch.softmax,
     aten.cat.default: torch.cat, aten.flatten.using_ints: torch.flatten,
     aten.add_.Tensor: operator.iadd, aten.sub_.Tensor: operator.isub,
     aten.mul_.Tensor: operator.imul, aten.div_.Tensor: operator.itruediv,
@@ -90,30 +91,6 @@ def _convolution(node: fx.Node) -> None:
         _call(node, _CONVS[len(stride)], source, weight, bias, *settings)
 
 
-def _addmm(node: fx.Node) -> None:
-    """addmm(b, x, W^T) is linear(x, W, b) where b is a row, and x always has two dimensions."""
-    bias, source, transposed = node.args
-    weight = _transposed_attribute(transposed)
-    if weight is None or not is_attribute(bias) or node.kwargs:
-        return
-    if attribute_of(bias).shape == attribute_of(weight).shape[:1]:
-        _call(node, F.linear, source, weight, bias)
-
-
-def _mm(node: fx.Node) -> None:
-    weight = _transposed_attribute(node.args[1])
-    if weight is not None:
-        _call(node, F.linear, node.args[0], weight, None)
-
-
-def _transposed_attribute(value: Any) -> fx.Node | None:
-    swaps = callable(getattr(value, "target", None)) and (
-        value.target is torch.t or (value.target is torch.permute and list(value.args[1]) == [1, 0])
-    )
-    source = arg(value, 0) if swaps else None
-    return source if is_attribute(source) else None
-
-
 def _index_put(node: fx.Node) -> None:
     """y.index_put_([mask], number) is y[mask] = number; who reads the result reads y."""
     target, index, value, *accumulate = node.args
@@ -137,7 +114,5 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.batch_norm.default: _batch_norm,
     aten._native_batch_norm_legit_no_training.default: _batch_norm_no_training,
     aten.convolution.default: _convolution,
-    aten.addmm.default: _addmm,
-    aten.mm.default: _mm,
     aten.index_put_.default: _index_put,
 }

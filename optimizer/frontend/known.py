@@ -80,7 +80,7 @@ _CATCHES = ("PUSH_EXC_INFO", "CHECK_EXC_MATCH")
 _ASK_FOR_AUTOCAST = ("AttributeError", "TypeError", "amp", "torch")
 _OF_CLASSES = frozenset(("__class__", "__init__", "__module__", "__name__", "__qualname__"))
 _OPERATORS = vars(operator).keys() - {"__call__"}
-# Of torch's: what asks the process or changes it. A model is optimized under its autocast.
+# Of torch's: what asks the process or changes it. A guard holds calls to the autocast of a model.
 _ASKS_THE_PROCESS = re.compile(
     r"_?(get|are|current|memory|max_memory|set|use)_(?!autocast|device$)|(?!.*autocast).*_enabled$"
     r"|(initial_|manual_)?seed(_all)?$|fork_rng|enable_|inference_mode|attrgetter|methodcaller"
@@ -118,10 +118,6 @@ _BEGIN = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF")
 def is_of_torch(kind: type) -> bool:
     """Whether a class is torch's own."""
     return kind.__module__.partition(".")[0] == "torch" or kind is object
-
-
-def _is_users(kind: type) -> bool:
-    return not is_of_torch(kind) or issubclass(kind, fx.GraphModule)
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
@@ -202,7 +198,7 @@ class Code:
         for module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            if not _is_users(type(module)):
+            if is_of_torch(type(module)) and not isinstance(module, fx.GraphModule):
                 for name in vars(module).keys() - OF_EVERY_MODULE - {"forward"}:
                     yield from self._visit(vars(module)[name], name)
                 continue
@@ -212,6 +208,11 @@ class Code:
                 yield from self._visit(type(module).forward, "forward")
         while self._pending:
             yield from self._follow(self._pending.pop())
+
+    def asks_for_autocast(self) -> bool:
+        """Whether a function that was looked at names it: what it does may depend on it."""
+        every = (code for function in self.functions for code in codes(function.__code__))
+        return any("autocast" in name for code in every for name in code.co_names)
 
     def is_new(self, value: Any, name: str) -> bool:
         """Whether something that is found under a name may do what was not looked at."""
@@ -234,7 +235,8 @@ class Code:
                 place = within.get(first, (function.__globals__, first))
                 found += self._resolve(place, first, rest)
             found += self._add_names(names)
-            yield from (f"{each} ({_place(code)})" for each in found)
+            file, line = code.co_filename.rpartition("/")[2], code.co_firstlineno
+            yield from (f"{each} ({file}:{line})" for each in found)
 
     def _resolve(self, place: tuple[Any, str], path: str, rest: list[str]) -> Iterator[str]:
         """Follow `a.b.c` as far as it names modules and classes."""
@@ -449,10 +451,6 @@ def _is_of_a_user(value: Any) -> bool:
 def _is_implicit(name: str) -> bool:
     """Whether Python calls a method of this name, of modules that a forward works with."""
     return name[:2] == "__" == name[-2:] and name not in ("__init__", "__repr__", "__setstate__")
-
-
-def _place(code: CodeType) -> str:
-    return f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
 
 
 def _package(name: str | None) -> str:

@@ -12,6 +12,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from optimizer.core.context import undisturbed
 from optimizer.core.copy import part, structural_copy
 from optimizer.core.errors import CaptureError, require
+from optimizer.core.guards import autocast, expect_autocast
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, storages_in
 from optimizer.core.node import clean, has_global_hooks, is_plain, reason_of, tensors_of
 from optimizer.facts.effects import is_users_module, may_do_anything
@@ -104,7 +105,16 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
     after = _held(model)
     same = len(before) == len(after) and all(map(operator.is_, before, after))
     require(same, "its forward changes a module")
+    if code.asks_for_autocast():
+        _expect_this_autocast(graph)
     return graph, tracer.tests_for_none
+
+
+def _expect_this_autocast(graph: fx.Graph) -> None:
+    inputs = graph.find_nodes(op="placeholder")
+    require(bool(inputs), "it takes no argument and asks for autocast")
+    with graph.inserting_after(inputs[-1]):
+        graph.call_function(expect_autocast, (inputs[0], autocast()))
 
 
 def _held(model: nn.Module) -> list[Any]:

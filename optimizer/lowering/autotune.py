@@ -16,7 +16,6 @@ import torch
 from torch import fx
 
 from optimizer.core.device import device_of
-from optimizer.core.errors import InputError
 from optimizer.core.inputs import require_seconds, tensors_in
 from optimizer.core.node import tensors_of
 from optimizer.core.report import Choice
@@ -127,14 +126,12 @@ class Chooser:
         engines: the names of those that may run a region on the CPU.
 
     Raises:
-        InputError: one of them cannot be used.
+        InputError: `seconds` is no time.
     """
 
     def __init__(
         self, seconds: float, known: Mapping[str, str], engines: Iterable[str] = ()
     ) -> None:
-        if not isinstance(known, Mapping):
-            raise InputError(f"decisions is {known!r}: pass a mapping from regions to choices.")
         self.tunes = require_seconds(seconds) > 0
         self.deadline = time.perf_counter() + seconds
         self.known = dict(known)

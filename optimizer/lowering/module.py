@@ -12,7 +12,6 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -54,7 +53,6 @@ class LoweredModule(Constants, OptimizedModule):
         example_inputs: ExampleInputs,
         *,
         tune_seconds: float = 1.0,
-        decisions: Decisions = MappingProxyType({}),
     ) -> tuple[Choice, ...]:
         """Prepare for calls like this one too; return what was chosen for each region.
 
@@ -62,14 +60,13 @@ class LoweredModule(Constants, OptimizedModule):
             example_inputs: a tensor, a tuple of positional, or a mapping of keyword arguments.
             tune_seconds: how long candidates are timed; with 0 none is, and convolutions are
                 lowered.
-            decisions: what to choose, by the key of a region, without timing it.
 
         Raises:
             InputError: such a call can only run the portable code; the message says why.
         """
         call = as_call(example_inputs)
         self._require_no_obstacle(call)
-        return self.prepare(call, Chooser(tune_seconds, decisions, self._tuning.engines)).choices
+        return self.prepare(call, Chooser(tune_seconds, {}, self._tuning.engines)).choices
 
     @property
     def _tuning(self) -> Tuning:

@@ -23,7 +23,7 @@ import torch
 from hypothesis import Phase, settings
 
 torch.set_num_threads(1)
-if sys.platform == "linux":  # what is freed is kept: a sixth of the time was that of new pages
+if sys.platform == "linux":  # what is freed is kept: a tenth of the time was that of new pages
     ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     ctypes.CDLL(None).mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
 collect_ignore = ["browser"]  # it has an environment of its own, without torch
@@ -37,18 +37,6 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-
-
-_known = 0  # modules, when objects were last kept from the search
-
-
-def pytest_runtest_setup() -> None:
-    """Keep what tests have imported from the search as well: Dynamo alone is a second of it."""
-    global _known
-    if len(sys.modules) > _known + 100:
-        gc.collect()
-        gc.freeze()
-        _known = len(sys.modules)
 
 
 def address(tensor: torch.Tensor) -> int:

@@ -7,7 +7,6 @@ Weights and inputs are there before; the output is part of it.
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import math
 import time
@@ -18,7 +17,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from optimizer.core.context import own_random_numbers
+from optimizer.core.context import own_random_numbers, undisturbed
 from optimizer.core.device import Device, device_of
 from optimizer.core.errors import InputError
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, tensors_in
@@ -219,8 +218,8 @@ def _measurement(
     module: nn.Module, call: Call, device: Device, times: Sequence[float]
 ) -> Measurement:
     args, kwargs = call.copied()
-    gc.collect()  # so that nothing older is freed meanwhile
-    peak = device.peak_memory(lambda: module(*args, **kwargs))
+    with undisturbed():  # so that nothing older is freed meanwhile
+        peak = device.peak_memory(lambda: module(*args, **kwargs))
     return Measurement(Spread.of(times), peak, device.name)
 
 

@@ -322,6 +322,39 @@ def test_check_names_the_output_the_error_and_the_first_value_to_differ() -> Non
     assert "; the first value to differ is 'mul' (operator.mul): relative error 0." in message
 
 
+class Cached(nn.Module):
+    """Writes what it computes into an argument, as a decoder does its keys."""
+
+    def __init__(self, shift: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm, self.shift = nn.Linear(64, 64), nn.BatchNorm1d(64), shift
+        self.norm.running_var.uniform_(0.5, 2.0)
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        cache.copy_(self.norm(self.linear(x)))
+        return (cache * 2).add_(x.mul_(1 + self.shift).mean() * 0)
+
+
+CACHED = torch.randn(8, 64), torch.zeros(8, 64)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_input_that_the_model_writes_is_rounded_as_an_output_is(level: int) -> None:
+    model = Cached().eval()
+
+    fast = optimizer.optimize(model, CACHED, level=level)
+
+    assert fast.report.counts()["fold_affine"] == 1
+    assert not any("changed the answer" in remark for remark in fast.report.remarks)
+    optimizer.check(model, fast, CACHED)
+
+
+def test_an_input_that_the_model_leaves_is_compared_in_its_bits() -> None:
+    with pytest.raises(EquivalenceError, match=r"input\[0\]\[0\]: relative error .* more than"):
+        optimizer.check(Cached().eval(), Cached(1e-6).eval(), CACHED)
+
+
 class Written(nn.Module):
     """Return the same as its sibling, and write the input or not."""
 

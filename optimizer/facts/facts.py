@@ -209,12 +209,6 @@ def _calls_trusted_code(node: fx.Node) -> bool:
     return known or home_of(node) in _TRUSTED
 
 
-def _on_a_tensor(node: fx.Node) -> bool:
-    """A method of a list or dict may change it, and no ATen operator tells."""
-    receiver = node.args[0]
-    return isinstance(receiver, fx.Node) and isinstance(fact(receiver).value, torch.Tensor)
-
-
 def is_pure(node: fx.Node) -> bool:
     """Whether a node does nothing but yield its value, so that it may go when none reads it."""
     known: Fact | None = node.meta.get("fact")
@@ -223,8 +217,10 @@ def is_pure(node: fx.Node) -> bool:
     nothing = known.value is None  # a guard, for one; what is not known may write all it is given
     if known.writes or known.random or nothing:
         return False
-    if node.op == "call_method":
-        return _on_a_tensor(node)
+    if node.op == "call_method":  # of a list or a dict may change it, and no ATen operator tells
+        return isinstance(node.args[0], fx.Node) and isinstance(
+            fact(node.args[0]).value, torch.Tensor
+        )
     trusted = node.op in ("call_module", "call_function") and _calls_trusted_code(node)
     return node.op == "get_attr" or (trusted and node.target not in INPLACE_OPERATORS)
 

@@ -88,9 +88,7 @@ class _Cuda(Policy):
 
     def untimed(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
         offered = self.offered(region, inputs)
-        dense = all(
-            named_arguments(node, CONVOLUTION)["groups"] == 1 for node in convolutions_of(region)
-        )
+        dense = all(_groups(node) == 1 for node in convolutions_of(region))
         floating = {each.dtype for each in inputs if each.is_floating_point()}
         if not (dense and floating <= {torch.float16, torch.bfloat16}):
             offered = [name for name in offered if "channels_last" not in name]

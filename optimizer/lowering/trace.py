@@ -138,7 +138,8 @@ def straight_line(
     """
     own = call.copied()
     inputs = tuple(tensors_in(own))
-    _require_dense(call, inputs)
+    dense = all(a.stride() == b.stride() for a, b in zip(tensors_in(call), inputs, strict=True))
+    require(dense, "an input has gaps or overlaps in memory")
     recorder, effects = _Recorder(inputs, held), Effects()
     with torch.no_grad(), effects, recorder:
         output = run(*own.args, **own.kwargs)
@@ -164,11 +165,6 @@ def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
         return pytree.tree_unflatten([next(given) if k is _PLACE else k for k in kept], spec)
 
     return rebuild
-
-
-def _require_dense(call: Call, copies: Sequence[torch.Tensor]) -> None:
-    same = all(a.stride() == b.stride() for a, b in zip(tensors_in(call), copies, strict=True))
-    require(same, "an input has gaps or overlaps in memory")
 
 
 def _require_own_storages(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:

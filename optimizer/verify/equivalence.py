@@ -123,7 +123,7 @@ def _differences(expected: Answer, actual: Answer, *, exact: bool) -> Iterator[D
         if old_structure != new_structure:
             yield Difference(place, float("inf"), "has another structure")
             return
-        bounds = {} if exact or place == "input" else _bounds_for(old_leaves.values())
+        bounds = {} if exact else _bounds_for(old_leaves.values())
         for (path, one), other in zip(old_leaves.items(), new_leaves.values(), strict=True):
             if found := _leaf_difference(place + path, one, other, bounds):
                 yield found
@@ -224,9 +224,9 @@ def compare_answers(
     An exact result may differ where the model itself does not repeat its bits. A rounded one
     may differ where the model amplifies rounding: then the answer in float64 decides, from
     which it may not be much further than the model's own. Integers and flags may be others that
-    rounding would choose.
+    rounding would choose. Inputs that the model writes are rounded as outputs are.
     """
-    found = list(_differences(expected, actual, exact=exact))
+    found = [*_overwritten(call, expected, actual), *_differences(expected, actual, exact=exact)]
     if not found:
         return None
     again = answer(model, call, draws=expected.drawn)
@@ -241,6 +241,16 @@ def compare_answers(
         return found[0]
     worse = _worse(model, call, expected, found) if found else []
     return next((each for each in worse if not _allowed(choices(), each)), None)
+
+
+def _overwritten(call: Call, expected: Answer, actual: Answer) -> Iterator[Difference]:
+    """The inputs that the model leaves in their bits, and the other one does not."""
+    before, after, other = (
+        Answer((), each) for each in (tuple(call), expected.inputs, actual.inputs)
+    )
+    written = {each.place for each in _differences(before, after, exact=True)}
+    changed = _differences(after, other, exact=True)
+    return (each for each in changed if each.place not in written)
 
 
 def _is_whole(value: Any) -> bool:

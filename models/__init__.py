@@ -1,10 +1,11 @@
 """Named workloads: a model with random but reproducible weights, and inputs to call it with.
 
 `names()` lists them, `load(name)` builds one. Nothing is downloaded, and the same name gives
-the same bits in every process. torchvision is imported only when one of its models is loaded.
+the same bits in every process. torchvision, timm and transformers are imported only when one of
+their models is loaded.
 """
 
-from . import seeds, synthetic, vision
+from . import hugging_face, seeds, synthetic, vision
 from ._registry import UnavailableDeviceError, UnknownWorkloadError, load, names
 from ._workload import Workload
 
@@ -12,6 +13,7 @@ __all__ = [
     "UnavailableDeviceError",
     "UnknownWorkloadError",
     "Workload",
+    "hugging_face",
     "load",
     "names",
     "seeds",

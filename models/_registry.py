@@ -75,14 +75,18 @@ def load(name: str, *, device: torch.device | str = "cpu") -> Workload:
 
     Raises:
         UnknownWorkloadError: there is no such workload.
-        ImportError: it is one of torchvision's, and torchvision is not installed.
+        ImportError: it is one of torchvision's, timm's or transformers', which is not installed.
         UnavailableDeviceError: `device` is not there, or this build of torch cannot use it.
     """
     if name not in _ENTRIES:
         raise UnknownWorkloadError(f"'{name}' is not a workload: {_advice(name, _ENTRIES)}")
     _require_device(device)
     entry = _ENTRIES[name]
-    return entry.build(*entry.sizes).to(device)
+    try:
+        return entry.build(*entry.sizes).to(device)
+    except ModuleNotFoundError as error:
+        advice = f"run pip install '.[{entry.family}]' in the clone"
+        raise ImportError(f"{error.name} is not installed: {advice}.") from error
 
 
 def _seeded(builder: Builder[Sizes], family: str, stem: str) -> Callable[Sizes, Workload]:

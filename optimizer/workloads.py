@@ -17,14 +17,15 @@ if TYPE_CHECKING:
         UnavailableDeviceError,
         UnknownWorkloadError,
         Workload,
+        hugging_face,
         load,
         names,
         seeds,
         synthetic,
         vision,
-    )
+    )  # fmt: skip
 else:
-    from optimizer.workloads import seeds, synthetic, vision
+    from optimizer.workloads import hugging_face, seeds, synthetic, vision
     from optimizer.workloads._registry import (
         UnavailableDeviceError,
         UnknownWorkloadError,
@@ -35,5 +36,5 @@ else:
 
 __all__ = [
     "UnavailableDeviceError", "UnknownWorkloadError", "Workload",
-    "load", "names", "seeds", "synthetic", "vision",
+    "hugging_face", "load", "names", "seeds", "synthetic", "vision",
 ]  # fmt: skip

@@ -293,8 +293,7 @@ def built(name: str, *, child: bool) -> nn.Module:
     return (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), model) if child else model).eval()
 
 
-@pytest.mark.parametrize("child", [True, False], ids=["child", "model"])
-@pytest.mark.parametrize("check", ["final", None])
+@pytest.mark.parametrize(("check", "child"), [("final", True), (None, False)])
 @pytest.mark.parametrize("name", CASES)
 def test_every_call_answers_as_the_original(name: str, check: Any, child: bool) -> None:
     expected = sequence(built(name, child=child))

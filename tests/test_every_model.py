@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from functools import lru_cache
+from random import Random
 
 import pytest
 import torch
@@ -34,7 +37,18 @@ FOLDS = {
     "deeplabv3_mobilenet_v3_large": 53,
     "r3d_18": 20,
 }
+OWN = tuple(name for each in ("seeds", "torchvision", "synthetic") for name in models.names(each))
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def drawn() -> list[str]:
+    """Four models of the libraries, others for each commit; all with WORKLOADS=all."""
+    every = [*models.names("timm"), *models.names("transformers")]
+    if os.environ.get("WORKLOADS") == "all":
+        return every
+    command = ["git", "rev-list", "--count", "HEAD"]
+    count = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return Random(count).sample(every, 4)
 
 
 @lru_cache(maxsize=1)
@@ -87,7 +101,7 @@ def foldable_pairs(fast: optimizer.OptimizedModule) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", OWN)
 def test_both_levels_give_the_models_answer(name: str) -> None:
     _, expected = answered(name)
 
@@ -110,7 +124,7 @@ def assert_near(name: str, old: list[torch.Tensor], new: list[torch.Tensor], bou
     assert near or (bound and nearer(in_float64(name), old, new))
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", OWN)
 def test_level_2_gives_the_models_answer(name: str) -> None:
     _, expected = answered(name)
 
@@ -120,6 +134,19 @@ def test_level_2_gives_the_models_answer(name: str) -> None:
     assert new_spec == spec
     assert_near(name, old, new, BOUND)
     assert fast.report.choices or fast.report.remarks
+
+
+@pytest.mark.filterwarnings("ignore")  # of what the libraries and Dynamo use
+@pytest.mark.parametrize("name", drawn())
+def test_a_model_of_a_library_is_optimized_and_right(name: str) -> None:
+    torch._dynamo.reset()
+    workload = models.load(name)
+
+    fast = optimizer.optimize(workload.module, workload.example_inputs, level=2, tune_seconds=0)
+
+    remarks = fast.report.remarks
+    assert isinstance(fast, optimizer.OptimizedModule | optimizer.GuardedModule), remarks
+    optimizer.check(workload.module, fast, workload.example_inputs)
 
 
 def folds_of_small(name: str) -> int:

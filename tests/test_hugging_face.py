@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -82,8 +83,7 @@ def other_calls(inputs: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield {"input_ids": inputs["input_ids"]}
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "level"), zip(MODELS, itertools.cycle((1, 2)), strict=False))
 @torch.no_grad()
 def test_a_model_is_one_graph_and_right_at_other_sizes(name: str, level: int) -> None:
     torch._dynamo.reset()

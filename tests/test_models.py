@@ -55,6 +55,32 @@ SYNTHETIC = (
     "masked_postprocess_256",
     "masked_postprocess_4096",
 )
+TIMM = (
+    "mobilenetv4_conv_small",
+    "ghostnetv2_100",
+    "repvgg_a0",
+    "convnextv2_atto",
+    "edgenext_small",
+    "levit_128s",
+    "poolformerv2_s12",
+    "hrnet_w18_small",
+    "mobilevitv2_100",
+    "eva02_tiny_patch14_224",
+)
+TRANSFORMERS = (
+    "bert_base_128",
+    "bert_base_512",
+    "distilbert",
+    "gpt2_prefill",
+    "gpt2_decode",
+    "llama_100m_prefill",
+    "llama_100m_decode",
+    "t5_small_encoder",
+    "vit_base",
+    "clip_text",
+    "whisper_tiny_encoder",
+    "wav2vec2_base",
+)
 WITHOUT_BATCHNORM = {
     *(set(SEEDS) - {"toy_model", "tiny_convnet"}),
     *(name for name in SYNTHETIC if not name.startswith("linear_bn_relu")),
@@ -64,7 +90,7 @@ WITHOUT_BATCHNORM = {
 LIGHT = (*SEEDS, *SYNTHETIC, "shufflenet_v2_x1_0", "swin_v2_t")
 
 
-@pytest.fixture(scope="module", params=models.names())
+@pytest.fixture(scope="module", params=[*SEEDS, *TORCHVISION, *SYNTHETIC])
 def workload(request: pytest.FixtureRequest) -> models.Workload:
     return models.load(request.param)
 
@@ -135,14 +161,20 @@ def python(code: str, **environment: str) -> str:
 
 @pytest.mark.parametrize(
     ("family", "expected"),
-    [("seeds", SEEDS), ("torchvision", TORCHVISION), ("synthetic", SYNTHETIC)],
+    [
+        ("seeds", SEEDS),
+        ("torchvision", TORCHVISION),
+        ("synthetic", SYNTHETIC),
+        ("timm", TIMM),
+        ("transformers", TRANSFORMERS),
+    ],
 )
 def test_every_family_is_complete(family, expected):
     assert set(models.names(family)) == set(expected)
 
 
 def test_names_without_a_family_lists_every_family():
-    assert set(models.names()) == {*SEEDS, *TORCHVISION, *SYNTHETIC}
+    assert set(models.names()) == {*SEEDS, *TORCHVISION, *SYNTHETIC, *TIMM, *TRANSFORMERS}
 
 
 def test_a_workload_knows_its_name_family_and_mode(workload):
@@ -253,6 +285,14 @@ def test_a_name_near_to_nothing_is_told_where_the_names_are():
 def test_an_unknown_family_is_told_the_nearest_family():
     with pytest.raises(models.UnknownWorkloadError, match="did you mean 'torchvision'"):
         models.names("torchvison")
+
+
+@pytest.mark.parametrize(("name", "package"), [("repvgg_a0", "timm"), ("vit_base", "transformers")])
+def test_a_library_that_is_not_installed_is_told_with_how_to_install_it(name, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+
+    with pytest.raises(ImportError, match=rf"run pip install '\.\[{package}\]' in the clone"):
+        models.load(name)
 
 
 def test_an_unusable_device_is_refused():

@@ -249,8 +249,7 @@ def _overwritten(call: Call, expected: Answer, actual: Answer) -> Iterator[Diffe
         Answer((), each) for each in (tuple(call), expected.inputs, actual.inputs)
     )
     written = {each.place for each in _differences(before, after, exact=True)}
-    changed = _differences(after, other, exact=True)
-    return (each for each in changed if each.place not in written)
+    return (each for each in _differences(after, other, exact=True) if each.place not in written)
 
 
 def _is_whole(value: Any) -> bool:

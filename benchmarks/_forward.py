@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ._unit import counts
-from ._workloads import MODELS, REWRITTEN, VARIANTS, forward, load, offered, subject
+from ._workloads import EVERY_MODEL, REWRITTEN, VARIANTS, forward, load, offered, subject
 
 
 class _Forward:
     """A benchmark over models and variants, on the `device` that a subclass names."""
 
     device: ClassVar[str]
-    params: ClassVar[list[list[str]]] = [MODELS, VARIANTS]
+    params: ClassVar[list[list[str]]] = [EVERY_MODEL, VARIANTS]
     param_names: ClassVar[list[str]] = ["model", "variant"]
     timeout = 120
     version = "1"
@@ -58,7 +58,7 @@ class _Paired(_Forward):
     that two latencies measured apart cannot. Each round is one sample.
     """
 
-    params: ClassVar[list[list[str]]] = [MODELS, REWRITTEN]
+    params: ClassVar[list[list[str]]] = [EVERY_MODEL, REWRITTEN]
     seconds = 1.0
     rounds_between = (7, 50)
 

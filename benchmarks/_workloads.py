@@ -48,6 +48,36 @@ MODELS = [
     "masked_postprocess_4096",
     *TORCHVISION,
 ]
+# Of packages that need not be installed. Their graphs are Dynamo's, for the most part: not counted.
+LIBRARIES = {
+    "timm": [
+        "mobilenetv4_conv_small",
+        "ghostnetv2_100",
+        "repvgg_a0",
+        "convnextv2_atto",
+        "edgenext_small",
+        "levit_128s",
+        "poolformerv2_s12",
+        "hrnet_w18_small",
+        "mobilevitv2_100",
+        "eva02_tiny_patch14_224",
+    ],
+    "transformers": [
+        "bert_base_128",
+        "bert_base_512",
+        "distilbert",
+        "gpt2_prefill",
+        "gpt2_decode",
+        "llama_100m_prefill",
+        "llama_100m_decode",
+        "t5_small_encoder",
+        "vit_base",
+        "clip_text",
+        "whisper_tiny_encoder",
+        "wav2vec2_base",
+    ],
+}
+EVERY_MODEL = [*MODELS, *LIBRARIES["timm"], *LIBRARIES["transformers"]]
 # Measured first, and alone where time is short: eight kinds of network, none slow to prepare.
 HEADLINE = (
     "resnet18",
@@ -97,6 +127,8 @@ def built(model: str, device: str) -> Subject:
         workload = offered("models", "load")(model, device=device)
     except LookupError as error:
         raise NotImplementedError(f"this commit has no model {model}") from error
+    except ImportError as error:  # the advice stands in it
+        raise NotImplementedError(str(error)) from error
     return workload.module, workload.example_inputs
 
 

@@ -45,7 +45,7 @@ SMALL = "tiny_convnet"
 
 # What is measured, by version. When this hash changes and numbers can change with it, raise
 # `version` in benchmarks/_forward.py, so that no series mixes two meanings; then record it here.
-MEANING = {"1": "0bfe9d917fcee27e"}
+MEANING = {"1": "791c8458c69e697d"}
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +127,20 @@ def test_a_rise_of_refusals_is_neither_better_nor_worse():
 
 def test_every_torchvision_model_and_every_seed_is_measured():
     assert set(models.names("torchvision") + models.names("seeds")) <= set(SUBJECTS.MODELS)
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_every_model_of_a_library_is_measured(library):
+    assert tuple(SUBJECTS.LIBRARIES[library]) == models.names(library)
+    measured = BENCHMARKS["cpu.Paired.track_relative_latency"]._params[0]
+    assert set(SUBJECTS.LIBRARIES[library]) < set(measured)
+
+
+def test_a_library_that_is_not_installed_is_not_applicable(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+
+    with pytest.raises(NotImplementedError, match="timm is not installed: run pip install"):
+        SUBJECTS.built("repvgg_a0", "cpu")
 
 
 @pytest.mark.parametrize("name", [f"cpu.{name}" for name in OF_A_FORWARD])

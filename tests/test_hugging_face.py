@@ -83,7 +83,9 @@ def other_calls(inputs: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield {"input_ids": inputs["input_ids"]}
 
 
-@pytest.mark.parametrize(("name", "level"), zip(MODELS, itertools.cycle((1, 2)), strict=False))
+@pytest.mark.parametrize(
+    ("name", "level"), list(zip(MODELS, itertools.cycle((1, 2)), strict=False))
+)
 @torch.no_grad()
 def test_a_model_is_one_graph_and_right_at_other_sizes(name: str, level: int) -> None:
     torch._dynamo.reset()

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks._git import git_or_nothing
 from benchmarks._machine import machine_name
-from benchmarks._workloads import TORCHVISION
+from benchmarks._workloads import LIBRARIES, TORCHVISION
 from benchmarks.subjects import EAGER, PEER, all_subjects, names
 
 from ._process import worker
@@ -63,7 +63,8 @@ def _latest() -> Store:
 
 def _options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("--models", type=_names, help="all of torchvision's, if not given")
+    told = "workloads, or timm and transformers for all of theirs; torchvision's if not given"
+    parser.add_argument("--models", type=_names, help=told)
     parser.add_argument("--peers", type=_names, help=f"of {', '.join(all_subjects())}")
     parser.add_argument("--threads", type=_numbers, default=[1], help="such as 1,2")
     parser.add_argument("--batch", type=_numbers, default=[1], help="such as 1,16")
@@ -88,7 +89,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _measure(options: argparse.Namespace, store: Store) -> None:
-    models = options.models or TORCHVISION
+    asked = options.models or TORCHVISION
+    models = [model for name in asked for model in LIBRARIES.get(name, [name])]
     peers = [EAGER, *(options.peers or names(PEER, options.device))]
     plan = _QUICK if options.quick else Plan(rounds=options.rounds)
     tasks = list(itertools.product(options.threads, options.batch, models))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import verdict
-from benchmarks._workloads import HEADLINE, MODELS, TORCHVISION, VARIANTS
+from benchmarks._workloads import EVERY_MODEL, HEADLINE, TORCHVISION, VARIANTS
 from benchmarks.peers._rounds import Cell
 from benchmarks.stored import Number, Run
 from benchmarks.subjects import EAGER, PEER, names
@@ -23,7 +23,7 @@ WORSE = "Counts and bytes that got worse"
 BETTER = "Counts and bytes that got better"
 MOVED = "Ratios that moved, which separate runs cannot tell from noise"
 FAILS = "Fails now"
-_MODELS = list(dict.fromkeys([*HEADLINE, *TORCHVISION, *MODELS]))
+_MODELS = list(dict.fromkeys([*HEADLINE, *TORCHVISION, *EVERY_MODEL]))
 _PEERS = names(PEER)  # others' first
 _SLOTS = {name: slot for slot, name in enumerate(dict.fromkeys([*VARIANTS, *_PEERS]))}
 _OF_A_MODEL = ("graph.", LATENCY, MEMORY, RATIO)
@@ -292,8 +292,8 @@ def missing(place: Place) -> list[Missing]:
     if parts or absent:
         found.append(Missing(", ".join([*parts, *absent]), "", _BENCH))
     known = {model for each in run for model in _models_of(each)}
-    if left := [name for name in MODELS if name not in known]:
-        found.append(Missing(f"{len(left)} of {len(MODELS)} models", "", f"{_BENCH} -- --all"))
+    if left := [name for name in EVERY_MODEL if name not in known]:
+        found.append(Missing(f"{len(left)} of {len(EVERY_MODEL)} models", "", f"{_BENCH} -- --all"))
     if not place.peers:
         found.append(Missing("other tools", "", "python -m tox run -e peers"))
     return found

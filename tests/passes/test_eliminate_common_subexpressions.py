@@ -129,6 +129,13 @@ def view_written(m: Any, x: Tensor) -> Tensor:
     return before + y.exp()
 
 
+def second_operand_written(m: Any, x: Tensor) -> Tensor:
+    y, z = x * 2, x + 1
+    before = y * z
+    z.add_(1.0)
+    return before + y * z
+
+
 def buffer_written(m: Any, x: Tensor) -> Tensor:
     before = x * m.scale
     m.scale.add_(1.0)
@@ -163,6 +170,7 @@ def copy_written_in_some_calls(m: Any, x: Tensor) -> Tensor:
 REFUSALS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "a written input": (input_written, CHANGED),
     "a written view": (view_written, CHANGED),
+    "a written second operand": (second_operand_written, CHANGED),
     "a written buffer": (buffer_written, CHANGED),
     "a written layer": (layer_written, CHANGED),
     "a written result": (first_written, WRITTEN),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         seeds,
         synthetic,
         vision,
-    )  # fmt: skip
+    )
 else:
     from optimizer.workloads import hugging_face, seeds, synthetic, vision
     from optimizer.workloads._registry import (

@@ -131,7 +131,6 @@ def test_every_torchvision_model_and_every_seed_is_measured():
 
 @pytest.mark.parametrize("library", ["timm", "transformers"])
 def test_every_model_of_a_library_is_measured(library):
-    assert tuple(SUBJECTS.LIBRARIES[library]) == models.names(library)
     measured = BENCHMARKS["cpu.Paired.track_relative_latency"]._params[0]
     assert set(SUBJECTS.LIBRARIES[library]) < set(measured)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 import models
+from benchmarks._workloads import LIBRARIES
 from models import _torchvision_import
 
 ROOT = Path(__file__).parent.parent
@@ -54,32 +56,6 @@ SYNTHETIC = (
     "transpose_chain_100",
     "masked_postprocess_256",
     "masked_postprocess_4096",
-)
-TIMM = (
-    "mobilenetv4_conv_small",
-    "ghostnetv2_100",
-    "repvgg_a0",
-    "convnextv2_atto",
-    "edgenext_small",
-    "levit_128s",
-    "poolformerv2_s12",
-    "hrnet_w18_small",
-    "mobilevitv2_100",
-    "eva02_tiny_patch14_224",
-)
-TRANSFORMERS = (
-    "bert_base_128",
-    "bert_base_512",
-    "distilbert",
-    "gpt2_prefill",
-    "gpt2_decode",
-    "llama_100m_prefill",
-    "llama_100m_decode",
-    "t5_small_encoder",
-    "vit_base",
-    "clip_text",
-    "whisper_tiny_encoder",
-    "wav2vec2_base",
 )
 WITHOUT_BATCHNORM = {
     *(set(SEEDS) - {"toy_model", "tiny_convnet"}),
@@ -165,8 +141,7 @@ def python(code: str, **environment: str) -> str:
         ("seeds", SEEDS),
         ("torchvision", TORCHVISION),
         ("synthetic", SYNTHETIC),
-        ("timm", TIMM),
-        ("transformers", TRANSFORMERS),
+        *LIBRARIES.items(),
     ],
 )
 def test_every_family_is_complete(family, expected):
@@ -174,7 +149,7 @@ def test_every_family_is_complete(family, expected):
 
 
 def test_names_without_a_family_lists_every_family():
-    assert set(models.names()) == {*SEEDS, *TORCHVISION, *SYNTHETIC, *TIMM, *TRANSFORMERS}
+    assert set(models.names()) == {*SEEDS, *TORCHVISION, *SYNTHETIC, *chain(*LIBRARIES.values())}
 
 
 def test_a_workload_knows_its_name_family_and_mode(workload):

@@ -151,12 +151,14 @@ def imported(path: Path) -> frozenset[str]:
 def tests_of(mutant: Mutant) -> list[str]:
     """The unit tests that import the file, or what imports it, themselves or by a helper.
 
-    A file that names its pass at its head, `NAME = "a_pass"`, imports it. The top of the package
-    counts for nothing, as it is everybody's.
+    A file that names its pass at its head, `NAME = "a_pass"`, imports it; so does one that is
+    named after the file. The top of the package counts for nothing, as it is everybody's.
     """
     files = [each for each in PACKAGE.rglob("*.py") if each.parent != PACKAGE]
     near = {mutant.module, *(_dotted(file) for file in files if mutant.module in imported(file))}
-    return [str(test) for test in sorted(TESTS.rglob("test_*.py")) if near & _used_by(test)]
+    tests = sorted(TESTS.rglob("test_*.py"))
+    namesake = f"test_{Path(mutant.file).stem}"
+    return [str(test) for test in tests if test.stem == namesake or near & _used_by(test)]
 
 
 @cache

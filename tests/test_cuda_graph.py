@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimizer
@@ -94,7 +93,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(_times, "device_of", lambda tensors: fake)
     monkeypatch.setattr(_cuda_graph, "device_of", lambda tensors: fake)
     monkeypatch.setattr(Chooser, "race", lambda self, runs, *rest, **more: _last_wins(runs))
-    monkeypatch.setattr(torch, "cudnn_convolution_relu", lambda *args: F.conv2d(*args).relu())
     return fake
 
 

@@ -21,7 +21,6 @@ import optimizer
 from optimizer import InputError
 from optimizer.core.inputs import Call
 from optimizer.lowering import autotune as _choose
-from optimizer.lowering import candidates as _candidates
 from optimizer.lowering import module as _lowered
 from optimizer.lowering import packed as _packed
 from optimizer.lowering import signature as _signature
@@ -828,29 +827,6 @@ class TestDecisions:
     def test_seconds_must_be_seconds(self, seconds: Any) -> None:
         with pytest.raises(optimizer.InputError, match="tune_seconds"):
             optimizer.optimize(net(), image(), level=2, tune_seconds=seconds)
-
-
-class TwoOperands(nn.Module):
-    """A sum of which the one or the other value is dropped."""
-
-    def __init__(self, lost: int) -> None:
-        super().__init__()
-        self.lost = lost
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor]:
-        return (sum(torch.nan_to_num(x) if i == self.lost else x for i, x in enumerate(inputs)),)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_program_that_loses_the_nan_of_one_input_is_no_good_on_a_gpu(lost: int) -> None:
-    """There a call is not asked for NaN, since that would wait for the device."""
-    inputs = [torch.ones(3, 2), torch.ones(2)]
-    right = TwoOperands(lost=2)
-
-    assert _candidates._keeping_nan(right, right, inputs) is right
-    with pytest.raises(ValueError, match="loses NaN"):
-        _candidates._keeping_nan(TwoOperands(lost), right, inputs)
-    assert torch.equal(inputs[0], torch.ones(3, 2))
 
 
 @pytest.mark.parametrize(

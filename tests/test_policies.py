@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import optimizer
 from optimizer.core.device import Device
+from optimizer.core.inputs import Call
 from optimizer.lowering import autotune as _choose
 from optimizer.lowering import autotune as _times
 from optimizer.lowering import policies as _policies
@@ -18,6 +20,8 @@ from optimizer.lowering.autotune import Chooser, Times
 from optimizer.lowering.candidates import CANDIDATES
 from optimizer.lowering.module import LoweredModule
 from optimizer.lowering.policies import AS_IT_IS, POLICIES, require_one_device
+from optimizer.lowering.trace import straight_line
+from optimizer.verify.equivalence import BOUNDS
 
 
 class Clock(Device):
@@ -125,6 +129,42 @@ def test_a_decision_is_made_for_one_kind_of_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
 
     assert lowered(model, x).report.choices[0].key != one
+
+
+@pytest.mark.parametrize(
+    ("groups", "dtype", "name"),
+    [
+        (1, torch.float32, AS_IT_IS),
+        (1, torch.bfloat16, "channels_last"),
+        (1, torch.float16, "channels_last"),
+        (2, torch.bfloat16, AS_IT_IS),
+    ],
+)
+def test_without_timing_layouts_are_chosen_where_they_are_known_to_pay(
+    groups: int, dtype: torch.dtype, name: str
+) -> None:
+    model, x = nn.Conv2d(4, 4, 3, groups=groups), torch.randn(2, 4, 6, 8)
+    region = straight_line(model, list(model.parameters()), Call((x,), {})).module
+
+    assert POLICIES["cuda"].untimed(region, [x.to(dtype)]) == name
+
+
+@pytest.mark.parametrize("kind", ["cuda"])
+@pytest.mark.parametrize(("factor", "accepted"), [(1.0, True), (1 + 1e-5, False)])
+def test_rounding_beyond_the_bound_is_judged_by_float64(
+    pretended: str, monkeypatch: pytest.MonkeyPatch, factor: float, accepted: bool
+) -> None:
+    class OtherwiseRounded(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            return ((F.conv2d(x.double(), model.weight.double()) * factor).float(),)
+
+    model, x = nn.Conv2d(3, 8, 3, bias=False).eval(), torch.randn(2, 3, 9, 9)
+    monkeypatch.setitem(CANDIDATES, "channels_last", lambda *given: OtherwiseRounded())
+    monkeypatch.setitem(BOUNDS, torch.float32, 0.0)
+    report = lowered(model, x, check=None).report
+    choice = next(iter(report.choices or report.tried))
+
+    assert ("channels_last" not in choice.rejected) is accepted
 
 
 def test_on_an_unknown_device_nothing_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
@@ -48,10 +48,6 @@ def workload(request: pytest.FixtureRequest) -> models.Workload:
     return models.load(request.param)
 
 
-def add_relu(x: Any, weight: Any, z: Any, alpha: float, *rest: Any) -> torch.Tensor:
-    return (F.conv2d(x, weight, *rest) + z).relu()
-
-
 def in_dtype(
     workload: models.Workload, dtype: torch.dtype
 ) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -75,16 +71,15 @@ def test_of_what_runs_on_a_gpu(
     monkeypatch.setitem(POLICIES, "cpu", POLICIES["cuda"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(Cuda, "is_capturing", lambda: False)
-    monkeypatch.setattr(torch, "cudnn_convolution_relu", lambda *args: F.conv2d(*args).relu())
-    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", add_relu)
     model, inputs = in_dtype(workload, dtype)
     fast = optimizer.optimize(model, inputs, level=2, check=None, tune_seconds=0)
     assert isinstance(fast, LoweredModule)
     with torch.no_grad():
         plan = fast.plan_for(inputs, {})
 
-    assert plan is not None, fast.report
-    assert wide(plan, (), dtype) <= wide(model, inputs, dtype)
+    convolves = any(isinstance(each, nn.Conv2d) for each in model.modules())
+    assert (plan is not None) is convolves, fast.report
+    assert wide(plan or partial(fast, *inputs), (), dtype) <= wide(model, inputs, dtype)
 
 
 def test_an_upcast_is_seen() -> None:

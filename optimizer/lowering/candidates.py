@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import fx, nn
 from optimizer.core.copy import on_storage
 from optimizer.core.inputs import Call
 from optimizer.lowering.cuda_graph import CudaGraph
-from optimizer.lowering.cudnn import with_fused_kernels
 from optimizer.lowering.packed import with_packed_weights
 from optimizer.lowering.partition import name_of
 from optimizer.lowering.policies import AS_IT_IS
@@ -56,23 +54,6 @@ Makers = Mapping[str, Maker]
 Run = Callable[[str, Program, Sequence[Any]], Any]  # of a name, a program and its inputs
 
 
-def _keeping_nan(program: Program, region: Program, inputs: Sequence[torch.Tensor]) -> Program:
-    """The program, which was seen to yield NaN where the region does, for one in any input.
-
-    Raises:
-        ValueError: it does not.
-    """
-    for place, given in enumerate(inputs):
-        if given.is_floating_point() and given.numel():
-            (poisoned,) = _copies([given])
-            poisoned[(0,) * given.dim()] = math.nan
-            both = [*inputs[:place], poisoned, *inputs[place + 1 :]]
-            for expected, actual in zip(region(*both), program(*both), strict=True):
-                if not torch.equal(expected.isnan(), actual.isnan()):
-                    raise ValueError("it loses NaN")
-    return program
-
-
 def _packed_in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
     return with_packed_weights(in_channels_last(region, inputs, weights=False), inputs)
 
@@ -81,18 +62,12 @@ def _in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) ->
     return with_packed_weights(in_channels_last(region, inputs), inputs, convolutions=False)
 
 
-def _fused(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
-    return _keeping_nan(with_fused_kernels(region, inputs), region, inputs)
-
-
 CANDIDATES: dict[str, Maker] = {
     AS_IT_IS: lambda region, inputs: region,
     "channels_last": in_channels_last,
     "packed weights": with_packed_weights,
     "packed weights, channels_last": _packed_in_channels_last,
     "packed Linear, channels_last": _in_channels_last,
-    "fused kernels": _fused,
-    "fused kernels, channels_last": lambda region, x: _fused(in_channels_last(region, x), x),
     "CUDA graph": CudaGraph,
 }
 

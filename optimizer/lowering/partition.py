@@ -1,4 +1,4 @@
-"""The parts of straight-line code that an engine or a library of fused kernels may take over.
+"""The parts of straight-line code that an engine or a library of kernels may take over.
 
 A region is a run of consecutive functions that make finite numbers of moderate ones, and holds at
 least one product. Everything else stays as it is: a kernel that makes a number of NaN can do no

@@ -17,7 +17,6 @@ from optimizer.core.device import Cuda
 from optimizer.core.errors import InputError
 from optimizer.core.node import named_arguments
 from optimizer.lowering import packed as _packed
-from optimizer.lowering.cudnn import can_fuse
 from optimizer.lowering.packed import packable_in
 from optimizer.lowering.partition import CONVOLUTION, convolutions_of
 
@@ -81,18 +80,14 @@ class _Cpu(Policy):
 
 class _Cuda(Policy):
     def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
-        fused = ["fused kernels"] if can_fuse(region) else []
-        if not convolutions_of(region):
-            return fused
-        return [*(f"{name}, channels_last" for name in fused), "channels_last", *fused]
+        return ["channels_last"] if convolutions_of(region) else []
 
     def untimed(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> str:
-        offered = self.offered(region, inputs)
+        """In 16 bits, convolutions that are not grouped were faster in channels_last."""
         dense = all(_groups(node) == 1 for node in convolutions_of(region))
         floating = {each.dtype for each in inputs if each.is_floating_point()}
-        if not (dense and floating <= {torch.float16, torch.bfloat16}):
-            offered = [name for name in offered if "channels_last" not in name]
-        return next(iter(offered), AS_IT_IS)
+        pays = dense and floating <= {torch.float16, torch.bfloat16}
+        return super().untimed(region, inputs) if pays else AS_IT_IS
 
     def offered_for_calls(self) -> list[str]:
         return ["CUDA graph"]

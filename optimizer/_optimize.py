@@ -30,7 +30,7 @@ from optimizer.frontend.symbolic import (
     may_draw,
     writes_nothing_lasting,
 )
-from optimizer.lowering.autotune import WORTH_IT, Chooser, Times
+from optimizer.lowering.choose import Times
 from optimizer.lowering.engines import Engines
 from optimizer.lowering.module import LoweredModule, lower
 from optimizer.lowering.tuning import Tuning
@@ -232,11 +232,9 @@ class Run:
         both = {"portable": guarded.model, "plan": guarded}
         runs = {name: lambda c, m=m: m(*c.args, **c.kwargs) for name, m in both.items()}
         times = Times((self.call.copied(),))
-        chooser = Chooser(self.tuning.seconds, {}, ())
         with own_random_numbers():
-            seconds = chooser.race(runs, times, fewest=1)
-        ratio = seconds["plan"] / seconds["portable"]
-        return f"it is not faster in graphs: {ratio:.2f} of the time" if ratio > WORTH_IT else ""
+            slower = times.slower(runs, time.perf_counter() + self.tuning.seconds)
+        return f"it is not faster in graphs: {slower}" if slower else ""
 
     def _attempt(self) -> OptimizedModule:
         module = self.capture(self.model, self.call)

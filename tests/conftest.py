@@ -53,7 +53,7 @@ def last_candidate_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = {name: 1.0 / place for place, name in enumerate(runs, 1)}
         return {"plan": 0.1, "portable": 1.0} if "plan" in runs else seconds
 
-    monkeypatch.setattr("optimizer.lowering.autotune.Chooser.race", last_wins)
+    monkeypatch.setattr("optimizer.lowering.choose.Times.race", last_wins)
 
 
 def shared() -> dict[str, Any]:

@@ -319,8 +319,8 @@ def test_a_model_that_cannot_be_optimized_fails_alone(tmp_path, monkeypatch):
 
 
 def test_level_2_is_counted_without_a_clock(tmp_path, monkeypatch):
-    module = importlib.import_module("optimizer.lowering.autotune")
-    monkeypatch.setattr(module.Chooser, "race", lambda *call, **options: 1 / 0)
+    module = importlib.import_module("optimizer.lowering.choose")
+    monkeypatch.setattr(module.Times, "race", lambda *call, **options: 1 / 0)
     packed, _ = cells("graph.Lowered.track_regions", SMALL)
 
     assert run_once("graph.Lowered.track_regions", packed, str(tmp_path)) == 1

@@ -22,12 +22,11 @@ import optimizer
 from optimizer.core import device as _device
 from optimizer.core.device import Cuda
 from optimizer.core.inputs import storages_in, tensors_in
-from optimizer.lowering import autotune as _times
+from optimizer.lowering import choose as _times
 from optimizer.lowering import cuda_graph as _cuda_graph
-from optimizer.lowering.autotune import Chooser
-from optimizer.lowering.candidates import CANDIDATES
+from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, POLICIES
+from optimizer.lowering.choose import Times
 from optimizer.lowering.module import LoweredModule
-from optimizer.lowering.policies import AS_IT_IS, POLICIES
 
 
 class Tape(TorchDispatchMode):
@@ -92,7 +91,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(Cuda, "is_capturing", fake.is_capturing)
     monkeypatch.setattr(_times, "device_of", lambda tensors: fake)
     monkeypatch.setattr(_cuda_graph, "device_of", lambda tensors: fake)
-    monkeypatch.setattr(Chooser, "race", lambda self, runs, *rest, **more: _last_wins(runs))
+    monkeypatch.setattr(Times, "race", lambda self, runs, *rest, **more: _last_wins(runs))
     return fake
 
 
@@ -287,7 +286,7 @@ def test_what_cannot_be_recorded_is_launched(
 
 
 def test_without_timing_it_is_chosen(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Chooser, "race", None)
+    monkeypatch.setattr(Times, "race", None)
 
     assert runner(lowered(net(), inputs(), tune_seconds=0)) == "CUDA graph"
 

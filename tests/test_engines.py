@@ -19,11 +19,11 @@ from torch.nn import functional as F
 import optimizer
 from optimizer import InputError
 from optimizer.lowering import engines
-from optimizer.lowering.autotune import Times
+from optimizer.lowering.candidates import AS_IT_IS
+from optimizer.lowering.choose import Times
 from optimizer.lowering.engines import Compiled, engines_here, engines_named
 from optimizer.lowering.engines import choice as _choice
 from optimizer.lowering.module import LoweredModule
-from optimizer.lowering.policies import AS_IT_IS
 
 
 class Net(nn.Module):
@@ -85,7 +85,7 @@ def _engines_win(monkeypatch: pytest.MonkeyPatch) -> None:
     def race(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
         return {name: 0.1 if name[0] == "O" or name == "plan" else 1.0 for name in runs}
 
-    monkeypatch.setattr("optimizer.lowering.autotune.Chooser.race", race)
+    monkeypatch.setattr("optimizer.lowering.choose.Times.race", race)
 
 
 def test_a_whole_model_is_one_region_of_an_engine(engine: str) -> None:
@@ -421,7 +421,7 @@ def test_what_an_engine_clearly_wins_needs_no_other_candidate(
         self.seconds[name].append(seconds if name[0] == "O" else 0.5)
         return program(*inputs)
 
-    monkeypatch.setattr(Times, "run", run)
+    monkeypatch.setattr(Times, "call", run)
     [choice] = lowered(Then(F.relu), image(), "openvino").report.choices
 
     assert len(choice.seconds) == 1 + tried
@@ -613,7 +613,7 @@ def test_untimed_an_engine_that_fails_is_followed_by_the_next(
     def broken(*_: Any) -> None:
         raise ValueError("it lacks an operator")
 
-    monkeypatch.setattr("optimizer.lowering.autotune.Compiled", broken)
+    monkeypatch.setattr("optimizer.lowering.choose.Compiled", broken)
     model, x = Between(torch.relu), image()
     fast = lowered(model, x, engine, tune_seconds=0)
 

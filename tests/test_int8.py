@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer.core.inputs import Call
-from optimizer.lowering import autotune as _choose
+from optimizer.lowering import choose as _choose
 from optimizer.lowering.int8 import in_int8
 from optimizer.lowering.module import LoweredModule
 from optimizer.lowering.partition import name_of
@@ -32,7 +32,7 @@ def _the_last_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = {name: 1.0 / place for place, name in enumerate(runs, 1)}
         return {"plan": 0.1, "portable": 1.0} if "plan" in runs else seconds
 
-    monkeypatch.setattr(_choose.Chooser, "race", race)
+    monkeypatch.setattr(_choose.Times, "race", race)
 
 
 def perceptron() -> nn.Module:

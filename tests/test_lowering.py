@@ -20,15 +20,14 @@ from torch.nn import functional as F
 import optimizer
 from optimizer import InputError
 from optimizer.core.inputs import Call
-from optimizer.lowering import autotune as _choose
+from optimizer.lowering import choose as _choose
 from optimizer.lowering import module as _lowered
 from optimizer.lowering import packed as _packed
 from optimizer.lowering import signature as _signature
-from optimizer.lowering.autotune import Chooser
-from optimizer.lowering.candidates import CANDIDATES, varied
+from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES
+from optimizer.lowering.choose import Chooser, Times, varied
 from optimizer.lowering.engines import engines_here
 from optimizer.lowering.module import LoweredModule
-from optimizer.lowering.policies import AS_IT_IS
 from optimizer.lowering.signature import Signature
 from optimizer.lowering.trace import NotStraightLineError, straight_line
 from optimizer.verify.equivalence import BOUNDS
@@ -105,7 +104,7 @@ def best() -> str:
 @pytest.fixture(autouse=True)
 def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speed is not what is tested here: whatever is right counts as faster."""
-    monkeypatch.setattr(_choose.Chooser, "race", lambda self, runs, *rest, **more: _last_wins(runs))
+    monkeypatch.setattr(_choose.Times, "race", lambda self, runs, *rest, **more: _last_wins(runs))
 
 
 def _last_wins(runs: Any) -> dict[str, float]:
@@ -514,7 +513,7 @@ class TestMoving:
     def test_where_it_cannot_be_the_report_says_why(
         self, fast: LoweredModule, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(Chooser, "race", lambda self, runs, *r, **m: dict.fromkeys(runs, 1.0))
+        monkeypatch.setattr(Times, "race", lambda self, runs, *r, **m: dict.fromkeys(runs, 1.0))
         for each in (fast, fast, pickle.loads(pickle.dumps(fast))):
             assert plan_of(each, image()) is None
             torch.testing.assert_close(each(image()), net()(image()))
@@ -737,7 +736,7 @@ class TestACandidateThatIsNoGood:
     ) -> None:
         """The report said only that it is not faster, and not that the answer was wrong."""
         monkeypatch.setitem(CANDIDATES, "packed weights, channels_last", wrong)
-        monkeypatch.setattr(Chooser, "race", lambda self, runs, *r, **m: dict.fromkeys(runs, 1.0))
+        monkeypatch.setattr(Times, "race", lambda self, runs, *r, **m: dict.fromkeys(runs, 1.0))
         report = lowered(net(), image()).report
         (tried,) = report.tried
         (reason,) = tried.rejected.values()
@@ -794,14 +793,14 @@ class TestACandidateThatIsNoGood:
             found.append(plan_for(self, *call))
             return found[-1]
 
-        def race(self: Any, runs: Any, given: Any, **more: Any) -> dict[str, float]:
+        def race(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
             if "plan" in runs:
                 found.clear()
-                runs["plan"](*given.inputs)
+                runs["plan"](*self.inputs)
             return _last_wins(runs)
 
         monkeypatch.setattr(LoweredModule, "plan_for", counted)
-        monkeypatch.setattr(_choose.Chooser, "race", race)
+        monkeypatch.setattr(_choose.Times, "race", race)
         lowered(net(), image())
 
         assert sum(each is not None for each in found) == 1
@@ -810,14 +809,14 @@ class TestACandidateThatIsNoGood:
         def slow(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
             return dict.fromkeys(runs, 1.0)
 
-        monkeypatch.setattr(_choose.Chooser, "race", slow)
+        monkeypatch.setattr(_choose.Times, "race", slow)
         assert_refused(net(), image(), reason="not faster")
 
 
 @pytest.mark.usefixtures("kernels")
 class TestDecisions:
     def test_without_tuning_nothing_is_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_choose.Chooser, "race", None)
+        monkeypatch.setattr(_choose.Times, "race", None)
         fast = lowered(net(), image(), tune_seconds=0)
 
         assert chosen(fast) == [best()]

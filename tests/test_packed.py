@@ -15,11 +15,10 @@ from torch.nn import functional as F
 import optimizer
 from optimizer.core.inputs import Call
 from optimizer.lowering import packed as _packed
-from optimizer.lowering.autotune import BRIEF, SHORT, Chooser, Times
-from optimizer.lowering.candidates import CANDIDATES, in_channels_last
+from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, in_channels_last
+from optimizer.lowering.choose import BRIEF, SHORT, Times
 from optimizer.lowering.module import LoweredModule
 from optimizer.lowering.packed import packable_in, with_packed_weights
-from optimizer.lowering.policies import AS_IT_IS
 from optimizer.lowering.trace import straight_line
 from tests.conftest import address
 
@@ -369,7 +368,7 @@ def racing(
 ) -> list[list[str]]:
     """What is raced, where a region takes so many seconds and a call by the plan so many."""
     raced: list[list[str]] = []
-    run = Times.run
+    call_of = Times.call
 
     def race(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
         raced.append(list(runs))
@@ -377,12 +376,12 @@ def racing(
         return dict(zip(runs, seconds, strict=True))
 
     def taking(self: Any, name: str, *rest: Any) -> Any:
-        result = run(self, name, *rest)
+        result = call_of(self, name, *rest)
         self.spent = call if name == "plan" else self.spent
         return result
 
-    monkeypatch.setattr(Chooser, "race", race)
-    monkeypatch.setattr(Times, "run", taking)
+    monkeypatch.setattr(Times, "race", race)
+    monkeypatch.setattr(Times, "call", taking)
     return raced
 
 
@@ -395,7 +394,7 @@ def test_in_a_precision_of_its_own_it_is_raced_against_the_portable_code(
         raced.append(list(runs))
         return {name: 0.1 if name in ("plan", "bf16") else 1.0 / len(name) for name in runs}
 
-    monkeypatch.setattr(Chooser, "race", race)
+    monkeypatch.setattr(Times, "race", race)
     optimizer.optimize(Then().eval(), (values(),), level=3, precision="bf16")
 
     assert raced[-1] == ["plan", "portable"]
@@ -436,11 +435,11 @@ def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
 def test_one_region_of_several_may_be_raced_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     enough: list[float] = []
 
-    def race(self: Any, runs: Any, times: Times, **more: Any) -> dict[str, float]:
-        enough.append(times.enough)
+    def race(self: Times, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
+        enough.append(self.enough)
         return {name: 1.0 / place for place, name in enumerate(reversed(list(runs)), 1)}
 
-    monkeypatch.setattr(Chooser, "race", race)
+    monkeypatch.setattr(Times, "race", race)
     optimizer.optimize(Between(after=Sums()).eval(), (values(),), engines=())
 
     assert enough == [BRIEF, SHORT]

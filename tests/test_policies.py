@@ -13,13 +13,12 @@ from torch.nn import functional as F
 import optimizer
 from optimizer.core.device import Device
 from optimizer.core.inputs import Call
-from optimizer.lowering import autotune as _choose
-from optimizer.lowering import autotune as _times
-from optimizer.lowering import policies as _policies
-from optimizer.lowering.autotune import Chooser, Times
-from optimizer.lowering.candidates import CANDIDATES
+from optimizer.lowering import candidates as _policies
+from optimizer.lowering import choose as _choose
+from optimizer.lowering import choose as _times
+from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, POLICIES, require_one_device
+from optimizer.lowering.choose import Times
 from optimizer.lowering.module import LoweredModule
-from optimizer.lowering.policies import AS_IT_IS, POLICIES, require_one_device
 from optimizer.lowering.trace import straight_line
 from optimizer.verify.equivalence import BOUNDS
 
@@ -45,7 +44,7 @@ def pretended(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setitem(POLICIES, "cpu", POLICIES[kind])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(Chooser, "race", lambda self, runs, *rest, **more: _last_wins(runs))
+    monkeypatch.setattr(Times, "race", lambda self, runs, *rest, **more: _last_wins(runs))
     before = torch.backends.cuda.matmul.allow_tf32
     yield kind
     torch.backends.cuda.matmul.allow_tf32 = before
@@ -93,7 +92,7 @@ def test_on_mps_no_layout_and_no_kernel_is_tried(
 def test_on_a_device_where_it_does_not_pay_the_portable_code_runs(
     pretended: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Chooser, "race", lambda self, runs, *r, **m: dict.fromkeys(runs, 1.0))
+    monkeypatch.setattr(Times, "race", lambda self, runs, *r, **m: dict.fromkeys(runs, 1.0))
     model, x = convolution()
     fast = lowered(model, x)
 
@@ -132,21 +131,21 @@ def test_a_decision_is_made_for_one_kind_of_gpu(
 
 
 @pytest.mark.parametrize(
-    ("groups", "dtype", "name"),
+    ("groups", "dtype", "pays"),
     [
-        (1, torch.float32, AS_IT_IS),
-        (1, torch.bfloat16, "channels_last"),
-        (1, torch.float16, "channels_last"),
-        (2, torch.bfloat16, AS_IT_IS),
+        (1, torch.float32, False),
+        (1, torch.bfloat16, True),
+        (1, torch.float16, True),
+        (2, torch.bfloat16, False),
     ],
 )
 def test_without_timing_layouts_are_chosen_where_they_are_known_to_pay(
-    groups: int, dtype: torch.dtype, name: str
+    groups: int, dtype: torch.dtype, pays: bool
 ) -> None:
     model, x = nn.Conv2d(4, 4, 3, groups=groups), torch.randn(2, 4, 6, 8)
     region = straight_line(model, list(model.parameters()), Call((x,), {})).module
 
-    assert POLICIES["cuda"].untimed(region, [x.to(dtype)]) == name
+    assert POLICIES["cuda"].pays(region, [x.to(dtype)]) is pays
 
 
 @pytest.mark.parametrize("kind", ["cuda"])
@@ -196,6 +195,6 @@ def test_a_race_ends_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) ->
     device = Clock()
     monkeypatch.setattr(_times, "device_of", lambda tensors: device)
     runs = {"one": lambda x: device.events.append("run")}
-    Chooser(0, {}).race(runs, Times((torch.ones(1),)), fewest=1)
+    Times((torch.ones(1),)).race(runs, 0, fewest=1)
 
     assert device.events[:3] == ["wait", "run", "wait"]

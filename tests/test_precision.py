@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer.core.inputs import Call
-from optimizer.lowering import autotune as _choose
-from optimizer.lowering.autotune import AS_IT_IS
+from optimizer.lowering import choose as _choose
+from optimizer.lowering.choose import AS_IT_IS
 from optimizer.lowering.module import LoweredModule
 from optimizer.lowering.precision import HEADROOM, in_precision
 from optimizer.lowering.trace import straight_line
@@ -48,7 +48,7 @@ def _the_last_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = {name: 1.0 / place for place, name in enumerate(runs, 1)}
         return {"plan": 0.1, "portable": 1.0} if "plan" in runs else seconds
 
-    monkeypatch.setattr(_choose.Chooser, "race", race)
+    monkeypatch.setattr(_choose.Times, "race", race)
 
 
 def image() -> torch.Tensor:
@@ -135,7 +135,7 @@ class TestTheAnswer:
         def race(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
             return {name: float(name != AS_IT_IS) + 0.1 for name in runs}
 
-        monkeypatch.setattr(_choose.Chooser, "race", race)
+        monkeypatch.setattr(_choose.Times, "race", race)
         fast = optimizer.optimize(block(), image(), level=3, precision="bf16", check=None)
 
         assert "bf16" not in [each.chosen for each in fast.report.choices]

@@ -22,7 +22,7 @@ from optimizer.analysis import roofline
 from optimizer.core.inputs import as_call
 from optimizer.frontend.aten import from_aten
 from optimizer.frontend.canonicalize import affine_as_module
-from optimizer.lowering.candidates import varied
+from optimizer.lowering.choose import varied
 from optimizer.lowering.module import _judged
 from optimizer.lowering.signature import Signature
 from optimizer.rewrite.calls import _require_takes, operands, overwrites

@@ -16,8 +16,8 @@ import models
 import optimizer
 from optimizer.core.device import Cuda
 from optimizer.core.inputs import tensors_in
+from optimizer.lowering.candidates import POLICIES
 from optimizer.lowering.module import LoweredModule
-from optimizer.lowering.policies import POLICIES
 
 NAMES = ["simple_mlp", "simple_cnn", "resnet_block", "linear_bn_relu_100", "tiny_convnet"]
 

@@ -1,21 +1,28 @@
-"""What may run a region, by name; each is held to the region's answer."""
+"""What may run a region, by name, and what of it each kind of device is offered.
+
+What is offered is timed, so that it may lose. What is known to lose is not offered: on MPS,
+convolutions in channels_last were 4 to 9 times slower (pytorch issue 192551), and there is no
+operator that fuses one with what follows, so that level 2 can only save calls there. On a device
+that is not named here, nothing is lowered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from optimizer.core.copy import on_storage
-from optimizer.core.inputs import Call
+from optimizer.core.device import Cuda
+from optimizer.core.errors import InputError
+from optimizer.core.node import named_arguments
+from optimizer.lowering import packed as _packed
 from optimizer.lowering.cuda_graph import CudaGraph
-from optimizer.lowering.packed import with_packed_weights
-from optimizer.lowering.partition import name_of
-from optimizer.lowering.policies import AS_IT_IS
-from optimizer.verify.equivalence import Answer, compare_answers, difference
+from optimizer.lowering.packed import packable_in, with_packed_weights
+from optimizer.lowering.partition import CONVOLUTION, convolutions_of, name_of
 
+AS_IT_IS = "as it is"
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -49,96 +56,125 @@ def in_channels_last(
 
 
 Program = nn.Module  # from the tensors of a region to a tuple of those that it returns
-Maker = Callable[[Any, Sequence[torch.Tensor]], Program]
-Makers = Mapping[str, Maker]
-Run = Callable[[str, Program, Sequence[Any]], Any]  # of a name, a program and its inputs
-
-
-def _packed_in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
-    return with_packed_weights(in_channels_last(region, inputs, weights=False), inputs)
-
-
-def _in_channels_last(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Program:
-    return with_packed_weights(in_channels_last(region, inputs), inputs, convolutions=False)
-
-
+Maker = Callable[[Any, Sequence[torch.Tensor]], Program]  # raises what it cannot do
 CANDIDATES: dict[str, Maker] = {
     AS_IT_IS: lambda region, inputs: region,
     "channels_last": in_channels_last,
     "packed weights": with_packed_weights,
-    "packed weights, channels_last": _packed_in_channels_last,
-    "packed Linear, channels_last": _in_channels_last,
+    "packed weights, channels_last": lambda region, inputs: with_packed_weights(
+        in_channels_last(region, inputs, weights=False), inputs
+    ),
+    "packed Linear, channels_last": lambda region, inputs: with_packed_weights(
+        in_channels_last(region, inputs), inputs, convolutions=False
+    ),
     "CUDA graph": CudaGraph,
 }
 
 
-def prepared(make: Maker, region: Program, inputs: Sequence[torch.Tensor]) -> Program | str:
-    """A candidate, ready to run; or why it cannot."""
-    try:
-        return make(region, inputs)
-    except Exception as error:  # whatever a backend raises
-        return _in_words(error)
+class Policy:
+    """A device on which nothing is known to help but fewer calls.
+
+    Attributes:
+        takes_engines: whether there are engines for it.
+        for_calls: what may run a whole call, once each of its regions is chosen.
+    """
+
+    takes_engines = False
+    for_calls: tuple[str, ...] = ()
+
+    def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
+        """What may run a region, the most promising first."""
+        return []
+
+    def pays(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether the most promising is known to be faster, so that it runs without timing."""
+        return True
+
+    def settings(self) -> Hashable:
+        """What, besides the call, kernels are chosen by; False while no plan may run."""
+        return ()
+
+    def hardware(self) -> str:
+        """What decisions are made for."""
+        return ""
 
 
-def tried(make: Maker, region: Program, inputs: Sequence[torch.Tensor]) -> Program | str:
-    """The same, once it has run: an operator may be missing, or a layout not do."""
-    program = prepared(make, region, inputs)
-    if program is region or isinstance(program, str):
-        return program
-    try:
-        program(*inputs)
-    except Exception as error:
-        return _in_words(error)
-    return program
+class _Unknown(Policy):
+    def settings(self) -> Hashable:
+        return False
 
 
-def verified(
-    make: Maker, region: Program, inputs: Sequence[torch.Tensor], name: str, run: Run
-) -> Program | str:
-    """The same, once it has given the region's answers; `run` calls either, by its name."""
-    program = prepared(make, region, _copies(inputs))
-    if program is region or isinstance(program, str):
-        return program
-    try:
-        return _wrong(region, name, program, inputs, run) or program
-    except Exception as error:  # it may run once, and no more
-        return _in_words(error)
+class _Cpu(Policy):
+    takes_engines = True
+
+    def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
+        packable = packable_in(region) if _packed.is_available() else []
+        images = convolutions_of(region)
+        if not images:
+            return ["packed weights"] if packable else []
+        if not packable:
+            return ["channels_last"]
+        grouped = not all(map(_is_dense, images))
+        return ["packed weights, channels_last", *["packed Linear, channels_last"] * grouped]
+
+    def pays(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
+        """Products were faster by oneDNN on one processor (AVX-512), and slower on another."""
+        return 2 * len(convolutions_of(region)) >= len(packable_in(region))
+
+    def settings(self) -> Hashable:
+        return torch.get_num_threads()
+
+    def hardware(self) -> str:
+        return torch.backends.cpu.get_cpu_capability()
 
 
-def _in_words(error: Exception) -> str:
-    last = str(error).strip().rpartition("\n")[2]
-    return f"{type(error).__name__}: {last[:200]}"
+class _Cuda(Policy):
+    for_calls = ("CUDA graph",)
+
+    def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
+        return ["channels_last"] if convolutions_of(region) else []
+
+    def pays(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
+        """In 16 bits, where no convolution is grouped."""
+        floating = {each.dtype for each in inputs if each.is_floating_point()}
+        in_16_bits = floating <= {torch.float16, torch.bfloat16}
+        return in_16_bits and all(map(_is_dense, convolutions_of(region)))
+
+    def settings(self) -> Hashable:
+        return not Cuda.is_capturing() and (
+            torch._C._get_fp32_precision_getter("cuda", "matmul"),
+            torch._C._get_fp32_precision_getter("cuda", "conv"),
+            torch._C._get_cudnn_deterministic(),
+            torch._C._get_deterministic_algorithms(),
+        )
+
+    def hardware(self) -> str:
+        return torch.cuda.get_device_name()
 
 
-def _wrong(
-    region: Program, name: str, program: Program, inputs: Sequence[torch.Tensor], run: Run
-) -> str:
-    """What is wrong with a candidate: on the given inputs and on others, and what it overwrites."""
-    given = _copies(inputs)
-    others = [varied(tensor) for tensor in given]
-    calls = [Call(tuple(tensors), {}) for tensors in (given, others)]
-    both = {AS_IT_IS: region, name: program}
-    answers = [[Answer(tuple(run(*each, c.args)), ()) for each in both.items()] for c in calls]
-    for call, (expected, actual) in zip(calls, answers, strict=True):
-        found = compare_answers(region, call, expected, actual, exact=False)
-        if found is not None:
-            return str(found)
-    overwritten = difference(Answer((), [*inputs]), Answer((), given), exact=True)
-    return "it overwrites its inputs" if overwritten else ""
+POLICIES: dict[str, Policy] = {"cpu": _Cpu(), "cuda": _Cuda(), "mps": Policy()}
+_UNKNOWN = _Unknown()
 
 
-def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with the very strides, gaps included; what is to be negated in reading is by then."""
-    tensors = [each.resolve_neg() for each in tensors]
-    storages = [each.untyped_storage().clone() for each in tensors]  # type: ignore[no-untyped-call]
-    return list(map(on_storage, tensors, storages))
+def policy_of(tensors: Iterable[torch.Tensor]) -> Policy:
+    """What is known of the device that work on `tensors` is done on."""
+    kinds = (tensor.device.type for tensor in tensors)
+    return POLICIES.get(next((kind for kind in kinds if kind != "cpu"), "cpu"), _UNKNOWN)
 
 
-def varied(tensor: torch.Tensor) -> torch.Tensor:
-    """Other values in a tensor that lies as this one; the same where they may be indices."""
-    if not tensor.is_floating_point():
-        return tensor
-    (other,) = _copies([tensor])
-    held = torch.empty(0, dtype=other.dtype, device=other.device).set_(other.untyped_storage())
-    held.copy_(held.roll(1) * 0.5 + 0.25)
-    return other
+def require_one_device(tensors: Iterable[torch.Tensor]) -> None:
+    """Require that all tensors, but for single numbers, are on one device that is known.
+
+    Raises:
+        InputError: they are not.
+    """
+    devices = {tensor.device for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"}
+    if len(devices) > 1:
+        raise InputError("such a call is not lowered: its tensors are on several devices.")
+    if not POLICIES.keys() >= {device.type for device in devices}:
+        raise InputError("such a call is not lowered: nothing is known of its device.")
+
+
+def _is_dense(convolution: fx.Node) -> bool:
+    groups: int = named_arguments(convolution, CONVOLUTION)["groups"]
+    return groups == 1

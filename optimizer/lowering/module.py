@@ -24,14 +24,16 @@ from optimizer.core.report import Choice
 from optimizer.facts.facts import obstacle
 from optimizer.frontend.module import Constants, OptimizedModule
 from optimizer.frontend.symbolic import capture_call
-from optimizer.lowering.autotune import Chooser, Times
-from optimizer.lowering.plan import Judge, Plan, make_plan
-from optimizer.lowering.policies import require_one_device
+from optimizer.lowering.candidates import require_one_device
+from optimizer.lowering.choose import Chooser, Times
+from optimizer.lowering.plan import Plan, make_plan
 from optimizer.lowering.precision import Precision
 from optimizer.lowering.signature import Key, Signature
-from optimizer.lowering.trace import NotStraightLineError
+from optimizer.lowering.trace import NotStraightLineError, require
 from optimizer.lowering.tuning import Decisions, Tuning
 from optimizer.verify.equivalence import Answer, Difference, largest_error
+
+Judge = Callable[[Precision | None, Answer], Difference | None]
 
 
 class LoweredModule(Constants, OptimizedModule):
@@ -113,7 +115,9 @@ class LoweredModule(Constants, OptimizedModule):
                 self.meta["lowered"] = {**self.meta.get("lowered", {}), signature.key: chosen}
                 if known is None:
                     times = Times((call,))
-                    plan.require_right(times.run("plan", self._run_lowered, (call,)), judge)
+                    answer = Answer(times.call("plan", self._run_lowered, (call,)), ())
+                    found = judge(plan.precision, answer)
+                    require(found is None, f"its answer differs ({found})")
                     runs = {"plan": self._run_lowered, "portable": self._run_portable}
                     plan.require_worth_it(runs, times, chooser)
         except NotStraightLineError as error:

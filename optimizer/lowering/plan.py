@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,17 +11,15 @@ from torch import nn
 from optimizer.core.inputs import Call
 from optimizer.core.node import tensors_of
 from optimizer.core.report import Choice
-from optimizer.lowering.autotune import WORTH_IT, Chooser, Times, by_region, key_of
-from optimizer.lowering.candidates import varied
-from optimizer.lowering.policies import AS_IT_IS
+from optimizer.lowering.candidates import AS_IT_IS
+from optimizer.lowering.choose import Chooser, Times, by_region, key_of, varied
 from optimizer.lowering.precision import Precision, in_precision
 from optimizer.lowering.program import LaidOut, as_function
-from optimizer.lowering.trace import NotStraightLineError, StraightLine, require, straight_line
-from optimizer.verify.equivalence import Answer, Difference, compare_answers, relative_error
+from optimizer.lowering.trace import StraightLine, require, straight_line
+from optimizer.verify.equivalence import Answer, compare_answers, relative_error
 
 _FINDING = 1e-3  # seconds that it takes to find a plan, at most
 _CLEARLY = 0.1  # of a call's time, at least
-Judge = Callable[[Precision | None, Answer], Difference | None]
 
 
 class Plan:
@@ -77,15 +74,6 @@ class Plan:
         bound = self.precision.budget
         require(self.error <= bound, f"its answer is off by {self.error:.2g}, over {bound:.2g}")
 
-    def require_right(self, output: Any, judge: Judge) -> None:
-        """Require that nothing is wrong with the output of a call by the plan.
-
-        Raises:
-            NotStraightLineError: something is.
-        """
-        found = judge(self.precision, Answer(output, ()))
-        require(found is None, f"its answer differs ({found})")
-
     def require_worth_it(
         self, runs: Mapping[str, Callable[..., Any]], times: Times, chooser: Chooser
     ) -> None:
@@ -99,12 +87,10 @@ class Plan:
         """
         if not chooser.tunes:
             lowered = any(choice.chosen != AS_IT_IS for choice in self.choices)
-            return require(lowered, "no region of it can be")
-        if self.saves > _CLEARLY * times.spent + _FINDING:
-            return None
-        seconds = chooser.race(runs, times, fewest=1)
-        ratio = seconds["plan"] / seconds["portable"]
-        return require(ratio <= WORTH_IT, f"it is not faster so: {ratio:.2f} of the time")
+            require(lowered, "no region of it can be")
+        elif self.saves <= _CLEARLY * times.spent + _FINDING:
+            slower = times.slower(runs, chooser.deadline)
+            require(not slower, f"it is not faster so: {slower}")
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The output for the tensors of a call of this signature. It carries no gradient."""
@@ -134,19 +120,14 @@ def make_plan(
         NotStraightLineError: the call cannot be written down.
     """
     line = straight_line(run, tensors_of(module), call)
-    make = functools.partial(Plan, line, chooser)
     if precision is None:
-        return make()
-    key = f"{precision.name} {key_of(line.module, line.inputs)}"
-    makers: dict[str, Callable[[], Plan | str]] = {AS_IT_IS: make}
-    makers |= {precision.name: functools.partial(_or_why_not, make, precision)}
-    found = chooser.pick("its precision", key, makers, [precision.name], Times((line.inputs,)))
+        return Plan(line, chooser)
+    key, name = f"{precision.name} {key_of(line.module, line.inputs)}", precision.name
+    plans = {
+        AS_IT_IS: lambda _: Plan(line, chooser),
+        name: lambda _: Plan(line, chooser, precision),
+    }
+    times = Times((line.inputs,))
+    found = chooser.choose("its precision", key, plans, [name], [name], times)
     found.choices = (chooser.choices[-1], *found.choices)
     return found
-
-
-def _or_why_not(make: Callable[..., Plan], precision: Precision) -> Plan | str:
-    try:
-        return make(precision)
-    except NotStraightLineError as error:
-        return str(error)

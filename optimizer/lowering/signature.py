@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from optimizer.core.context import is_watched
 from optimizer.core.guards import key_of
-from optimizer.lowering.policies import policy_of
+from optimizer.lowering.candidates import policy_of
 
 _NUMBERS = (bool, int, float, str, type(None))
 
@@ -50,8 +50,7 @@ class Signature(NamedTuple):
             return None
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return None
-        policy = policy_of(tensors)
-        settings = policy is not None and policy.settings()
+        settings = policy_of(tensors).settings()
         if settings is False:
             return None
         what = (spec, *map(_geometry, leaves))

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from optimizer.core.errors import PassError
 from optimizer.core.report import Report
-from optimizer.lowering.policies import AS_IT_IS
+from optimizer.lowering.candidates import AS_IT_IS
 from optimizer.rewrite.contract import Pass
 from optimizer.testing._assemble import Entry, Spec
 from optimizer.testing._check import Subject, check_spec

@@ -21,9 +21,9 @@ from torch import fx, nn
 
 import optimizer
 from optimizer.core.inputs import tensors_in
-from optimizer.lowering import autotune as _choose
 from optimizer.lowering import candidates as _candidates
-from optimizer.lowering.policies import Policy
+from optimizer.lowering import choose as _choose
+from optimizer.lowering.candidates import Policy
 
 
 class _Kernel(nn.Module):
@@ -67,7 +67,7 @@ class _Spoiling(Policy):
 
 
 def _last_wins(
-    self: _choose.Chooser, programs: Mapping[str, Any], *rest: Any, **more: Any
+    self: _choose.Times, programs: Mapping[str, Any], *rest: Any, **more: Any
 ) -> dict[str, float]:
     assert programs.keys().isdisjoint({"wrong", "greedy"}), "a broken kernel was not rejected"
     if "plan" in programs:
@@ -90,7 +90,7 @@ class Lower:
 @contextmanager
 def _spoiling() -> Iterator[None]:
     with (
-        patch.object(_choose.Chooser, "race", _last_wins),
+        patch.object(_choose.Times, "race", _last_wins),
         patch.object(_choose, "policy_of", lambda inputs: _Spoiling()),
         patch.dict(_candidates.CANDIDATES, _KERNELS),
     ):

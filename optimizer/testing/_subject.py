@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import optimizer
-from optimizer.lowering.autotune import Chooser
-from optimizer.lowering.policies import AS_IT_IS
+from optimizer.lowering.candidates import AS_IT_IS
+from optimizer.lowering.choose import Times
 from optimizer.passes import fuse
 from optimizer.rewrite.contract import Pass
 from optimizer.testing._assemble import Spec
@@ -85,16 +85,16 @@ class Optimize:
 
 @contextmanager
 def _everything_pays() -> Iterator[None]:
-    kept = fuse.WORTHWHILE, Chooser.race
-    fuse.WORTHWHILE, Chooser.race = 1, _won_by_what_is_new  # type: ignore[method-assign,assignment]
+    kept = fuse.WORTHWHILE, Times.race
+    fuse.WORTHWHILE, Times.race = 1, _won_by_what_is_new  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        fuse.WORTHWHILE, Chooser.race = kept  # type: ignore[method-assign]
+        fuse.WORTHWHILE, Times.race = kept  # type: ignore[method-assign]
 
 
 def _won_by_what_is_new(
-    chooser: Chooser, programs: Mapping[str, object], inputs: object, fewest: int = 1
+    times: Times, programs: Mapping[str, object], deadline: float, fewest: int = 1
 ) -> dict[str, float]:
     """The seconds that each program took, as it were."""
     return {name: float(name in (AS_IT_IS, "portable")) for name in programs}

@@ -1,0 +1,293 @@
+"""Which program runs a region, or a whole call: what is offered, and right, is timed in turn."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from optimizer.core.copy import on_storage
+from optimizer.core.device import device_of
+from optimizer.core.inputs import Call, require_seconds, tensors_in
+from optimizer.core.node import tensors_of
+from optimizer.core.report import Choice
+from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, Maker, Program, policy_of
+from optimizer.lowering.engines import Compiled, engines_here
+from optimizer.lowering.partition import WEIGHTED, extract_layers, name_of
+from optimizer.lowering.trace import NotStraightLineError, require
+from optimizer.verify.equivalence import Answer, compare_answers, difference
+
+_MOMENT = 1e-3  # seconds: shorter ones say more of the clock and the machine
+SHORT = 0.05  # seconds that a race may take in any case, and takes before it is clear
+BRIEF = 0.02  # the same for one region of several
+_CLEARLY = 0.9  # of the time of any other, at most
+WORTH_IT = 0.98  # of the time of what is as it is, at most
+_FEWEST_ROUNDS, _MOST_ROUNDS = 2, 7
+
+
+class Times:
+    """What calls with some inputs took, by the name of the program.
+
+    Level 2 takes time nowhere else: a test puts another `race`, or `call`, in the place of these.
+    What disturbs the machine lasts longer than a moment: before `enough` seconds, nothing is clear.
+    """
+
+    def __init__(self, inputs: Sequence[Any], enough: float = SHORT) -> None:
+        self.inputs, self.enough, self.spent = inputs, enough, 0.0
+        self.wait = device_of(tensors_in(inputs)).synchronize
+        self.seconds = defaultdict[str, list[float]](list)
+        self.first: dict[str, Any] = {}  # what the first call of each returned
+
+    def call(
+        self, name: str, program: Callable[..., Any], inputs: Sequence[Any], *, fill: bool = False
+    ) -> Any:
+        """What a call returns. It counts where it fills a moment; to `fill` one, it is repeated."""
+        self.wait()
+        calls, start, elapsed = 0, time.perf_counter(), 0.0
+        while not calls or (fill and elapsed < _MOMENT):
+            result = None  # its memory is free for the next
+            result = program(*inputs)
+            self.wait()
+            calls, elapsed = calls + 1, time.perf_counter() - start
+        if elapsed >= _MOMENT:
+            self.seconds[name].append(elapsed / calls)
+            self.spent += elapsed
+        self.first.setdefault(name, result)
+        return result
+
+    def race(
+        self,
+        programs: Mapping[str, Callable[..., Any]],
+        deadline: float,
+        fewest: int = _FEWEST_ROUNDS,
+    ) -> dict[str, float]:
+        """The median time of each.
+
+        They take turns until one is faster beyond doubt, or the budget is spent.
+        """
+        deadline = max(deadline, time.perf_counter() + self.enough)
+        while (done := min(len(self.seconds[name]) for name in programs)) < _MOST_ROUNDS:
+            if done >= fewest and (self._is_clear(programs) or time.perf_counter() > deadline):
+                break
+            for name, program in programs.items():
+                self.call(name, program, self.inputs, fill=True)
+        return {name: median(self.seconds[name]) for name in programs}
+
+    def slower(self, runs: Mapping[str, Callable[..., Any]], deadline: float) -> str:
+        """Why the "plan" is not worth it beside the "portable" code; empty if it is."""
+        seconds = self.race(runs, deadline, fewest=1)
+        ratio = seconds["plan"] / seconds["portable"]
+        return f"{ratio:.2f} of the time" if ratio > WORTH_IT else ""
+
+    def _is_clear(self, names: Iterable[str]) -> bool:
+        best, *others = sorted(names, key=lambda name: median(self.seconds[name]))
+        faster = all(self.is_clearly_faster(best, other) for other in others)
+        return faster and self.spent >= self.enough
+
+    def is_clearly_faster(self, name: str, other: str) -> bool:
+        """Whether no time of the one comes near to any of the other, of at least two each."""
+        one, two = self.seconds[name], self.seconds[other]
+        return min(len(one), len(two)) > 1 and max(one) <= _CLEARLY * min(two)
+
+
+def key_of(
+    region: fx.GraphModule, inputs: Sequence[torch.Tensor], engines: Iterable[str] = ()
+) -> str:
+    """The same for all regions that compute the same of alike inputs, with whatever weights.
+
+    Another where other engines are offered, or other versions of them.
+    """
+    places, policy = {node: i for i, node in enumerate(region.graph.nodes)}, policy_of(inputs)
+    device = f"{policy.hardware()} {policy.settings()}"
+    parts = [f"torch {torch.__version__}", *engines, device, *map(_geometry, inputs)]
+    for node in region.graph.nodes:
+        arguments = fx.map_arg((node.args, node.kwargs), lambda arg: places[arg])
+        held = _geometry(getattr(region, str(node.target))) if node.op == "get_attr" else ""
+        parts.append(f"{node.op} {held or name_of(node)} {arguments}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _geometry(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
+
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+
+class Chooser:
+    """Chooses for one region after another, within a budget of time.
+
+    Args:
+        seconds: how long the timing of all regions may take; every candidate gets two rounds in
+            any case. With 0 nothing is timed, and only regions that convolve are lowered.
+        known: what to choose, by the key of a region; regions not in it are timed.
+        engines: the names of those that may run a region on the CPU.
+
+    Raises:
+        InputError: `seconds` is no time.
+    """
+
+    def __init__(
+        self, seconds: float, known: Mapping[str, str], engines: Iterable[str] = ()
+    ) -> None:
+        self.tunes = require_seconds(seconds) > 0
+        self.deadline = time.perf_counter() + seconds
+        self.known = dict(known)
+        self.choices: list[Choice] = []
+        self.engines = {n: partial(Compiled, each) for n, each in engines_here(engines).items()}
+        self.in_graphs = True  # on a device that has them
+
+    def choose(
+        self,
+        what: str,
+        key: str,
+        makers: Mapping[str, Callable[[bool], Made]],
+        offered: Sequence[str],
+        untimed: Sequence[str],
+        times: Times,
+    ) -> Made:
+        """The fastest of what is offered, and can be made; the choice for `what` is noted.
+
+        Settled, and not timed, is what was decided for the key before, and where nothing is timed,
+        what is `untimed`: the first of it that can be made. A decision for what has no maker, of
+        another version maybe, counts for nothing. A maker is told whether it is settled, and
+        raises what is wrong. After an engine that is clearly faster, nothing but engines is tried.
+        """
+        decided = [self.known[key]] if self.known.get(key) in makers else []
+        settled = bool(decided) or not self.tunes
+        names = [*decided, *untimed, AS_IT_IS] if settled else [AS_IT_IS, *offered]
+        good, rejected, spent = dict[str, Made](), dict[str, str](), dict[str, float]()
+        for name in names:
+            fast = [each for each in good if each in self.engines]
+            won = any(times.is_clearly_faster(each, AS_IT_IS) for each in fast)
+            if (good and settled) or (won and name not in self.engines):
+                break
+            start = time.perf_counter()
+            try:
+                good[name] = makers[name](settled)
+            except Exception as error:  # whatever a backend raises
+                if name == AS_IT_IS:
+                    raise
+                rejected[name] = _in_words(error)
+            spent[name] = time.perf_counter() - start
+        seconds = times.race(good, self.deadline) if len(good) > 1 else {}
+        best = min(good, key=lambda name: seconds.get(name, 0.0))
+        if seconds and seconds[best] > WORTH_IT * seconds[AS_IT_IS]:
+            best = AS_IT_IS
+        self.known[key] = best
+        self.choices.append(Choice(what, key, best, seconds, rejected, spent))
+        return good[best]
+
+    def for_region(
+        self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]
+    ) -> tuple[Program, Sequence[torch.Tensor]]:
+        """The program to run a region with inputs like these, and what it makes of them."""
+        policy, times = policy_of(inputs), Times(inputs, BRIEF)
+        engines = self.engines if policy.takes_engines else {}
+        kernels = policy.offered(region, inputs)
+        untimed = [*engines, *kernels[: policy.pays(region, inputs)]]
+        counts = Counter(name for n in region.graph.nodes if (name := name_of(n)) in WEIGHTED)
+        what = ", ".join(f"{count} x {name}" for name, count in counts.items()) or "attention"
+        key, makers = key_of(region, inputs, engines), self._makers(region, times)
+        program = self.choose(what, key, makers, [*engines, *kernels], untimed, times)
+        if program is not region:
+            held = sum(each.numel() * each.element_size() for each in tensors_of(region))
+            self.choices[-1] = replace(self.choices[-1], held=held)
+        made = times.first.get(self.known[key])
+        return program, program(*inputs) if made is None else made
+
+    def for_call(
+        self, program: Program, line: fx.GraphModule, inputs: Sequence[torch.Tensor]
+    ) -> Program:
+        """What runs a whole call of `line`, of which `program` runs each region as was chosen."""
+        offered = policy_of(inputs).for_calls if self.in_graphs else ()
+        if not offered:
+            return program
+        key, times = f"call {key_of(line, inputs)}", Times(inputs)
+        makers = self._makers(program, times)
+        return self.choose("the whole call", key, makers, offered, offered[:1], times)
+
+    def _makers(self, program: Program, times: Times) -> dict[str, Callable[[bool], Program]]:
+        makers: dict[str, Maker] = CANDIDATES | self.engines
+        return {name: partial(_verified, name, makers[name], program, times) for name in makers}
+
+
+def _verified(name: str, make: Maker, region: Program, times: Times, settled: bool) -> Program:
+    """A candidate that gives the region's answers to these and other inputs, and leaves them be.
+
+    One that is settled has to run: the answer of the whole call will tell.
+    """
+    program = make(region, _copies(times.inputs))
+    if program is region:
+        return program
+    given = _copies(times.inputs)
+    if settled:
+        times.call(name, program, given)
+    else:
+        calls = [Call(tuple(tensors), {}) for tensors in (given, map(varied, given))]
+        both = {AS_IT_IS: region, name: program}.items()
+        answers = [[Answer(tuple(times.call(*each, c.args)), ()) for each in both] for c in calls]
+        for call, (expected, actual) in zip(calls, answers, strict=True):
+            found = compare_answers(region, call, expected, actual, exact=False)
+            require(found is None, str(found))
+    overwritten = difference(Answer((), [*times.inputs]), Answer((), given), exact=True)
+    require(overwritten is None, "it overwrites its inputs")
+    return program
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, NotStraightLineError):
+        return str(error)
+    last = str(error).strip().rpartition("\n")[2]
+    return f"{type(error).__name__}: {last[:200]}"
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies with the very strides, gaps included; what is to be negated in reading is by then."""
+    tensors = [each.resolve_neg() for each in tensors]
+    storages = [each.untyped_storage().clone() for each in tensors]  # type: ignore[no-untyped-call]
+    return list(map(on_storage, tensors, storages))
+
+
+def varied(tensor: torch.Tensor) -> torch.Tensor:
+    """Other values in a tensor that lies as this one; the same where they may be indices."""
+    if not tensor.is_floating_point():
+        return tensor
+    (other,) = _copies([tensor])
+    held = torch.empty(0, dtype=other.dtype, device=other.device).set_(other.untyped_storage())
+    held.copy_(held.roll(1) * 0.5 + 0.25)
+    return other
+
+
+def by_region(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], chooser: Chooser
+) -> tuple[fx.GraphModule, Sequence[torch.Tensor]]:
+    """The same code, with each region the best program for it; and what it makes of `inputs`."""
+    program = fx.GraphModule(module, copy.deepcopy(module.graph))
+    extract_layers(program)
+    program.recompile()
+    return program, _Choosing(program, chooser).run(*inputs)
+
+
+class _Choosing(fx.Interpreter):
+    """Runs a program once and puts, for each region that it comes to, the best in its place."""
+
+    def __init__(self, program: fx.GraphModule, chooser: Chooser) -> None:
+        super().__init__(program)
+        self.chooser = chooser
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region = self.module.get_submodule(target)
+        assert isinstance(region, fx.GraphModule)
+        chosen, outputs = self.chooser.for_region(region, args)
+        self.module.set_submodule(target, chosen)
+        return outputs

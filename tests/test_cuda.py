@@ -60,7 +60,7 @@ def _no_gradients() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested is the answer: any speed will do."""
-    monkeypatch.setattr("optimizer.lowering.plan.WORTH_IT", float("inf"))
+    monkeypatch.setattr("optimizer.lowering.choose.WORTH_IT", float("inf"))
 
 
 def lowered(model: nn.Module, x: torch.Tensor, **options: Any) -> LoweredModule:

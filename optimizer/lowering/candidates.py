@@ -9,10 +9,11 @@ that is not named here, nothing is lowered.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.backends.cpu import get_cpu_capability
 
 from optimizer.core.device import Cuda
 from optimizer.core.errors import InputError
@@ -71,89 +72,76 @@ CANDIDATES: dict[str, Maker] = {
 }
 
 
-class Policy:
-    """A device on which nothing is known to help but fewer calls.
+class Policy(NamedTuple):
+    """What is known of a kind of device; by default, that nothing helps but fewer calls.
 
     Attributes:
+        offered: what may run a region, the most promising first.
+        pays: whether the first of it is known to be faster, so that it runs without timing.
+        settings: what, besides the call, kernels are chosen by; False while no plan may run.
+        hardware: what decisions are made for.
         takes_engines: whether there are engines for it.
         for_calls: what may run a whole call, once each of its regions is chosen.
     """
 
-    takes_engines = False
+    offered: Callable[[fx.GraphModule, Sequence[torch.Tensor]], list[str]] = lambda *_: []
+    pays: Callable[[fx.GraphModule, Sequence[torch.Tensor]], bool] = lambda *_: True
+    settings: Callable[[], Hashable] = tuple
+    hardware: Callable[[], str] = str
+    takes_engines: bool = False
     for_calls: tuple[str, ...] = ()
 
-    def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
-        """What may run a region, the most promising first."""
-        return []
 
-    def pays(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether the most promising is known to be faster, so that it runs without timing."""
-        return True
-
-    def settings(self) -> Hashable:
-        """What, besides the call, kernels are chosen by; False while no plan may run."""
-        return ()
-
-    def hardware(self) -> str:
-        """What decisions are made for."""
-        return ""
+def _offered_on_cpu(region: fx.GraphModule, _: Sequence[torch.Tensor]) -> list[str]:
+    images = convolutions_of(region)
+    if not (_packed.is_available() and packable_in(region)):
+        return ["channels_last"] if images else []
+    if not images:
+        return ["packed weights"]
+    grouped = not all(map(_is_dense, images))
+    return ["packed weights, channels_last", *["packed Linear, channels_last"] * grouped]
 
 
-class _Unknown(Policy):
-    def settings(self) -> Hashable:
-        return False
+def _pays_on_cpu(region: fx.GraphModule, _: Sequence[torch.Tensor]) -> bool:
+    """Products were faster by oneDNN on one processor (AVX-512), and slower on another."""
+    return 2 * len(convolutions_of(region)) >= len(packable_in(region))
 
 
-class _Cpu(Policy):
-    takes_engines = True
-
-    def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
-        packable = packable_in(region) if _packed.is_available() else []
-        images = convolutions_of(region)
-        if not images:
-            return ["packed weights"] if packable else []
-        if not packable:
-            return ["channels_last"]
-        grouped = not all(map(_is_dense, images))
-        return ["packed weights, channels_last", *["packed Linear, channels_last"] * grouped]
-
-    def pays(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
-        """Products were faster by oneDNN on one processor (AVX-512), and slower on another."""
-        return 2 * len(convolutions_of(region)) >= len(packable_in(region))
-
-    def settings(self) -> Hashable:
-        return torch.get_num_threads()
-
-    def hardware(self) -> str:
-        return torch.backends.cpu.get_cpu_capability()
+def _pays_on_cuda(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
+    """In 16 bits, where no convolution is grouped."""
+    floating = {each.dtype for each in inputs if each.is_floating_point()}
+    in_16_bits = floating <= {torch.float16, torch.bfloat16}
+    return in_16_bits and all(map(_is_dense, convolutions_of(region)))
 
 
-class _Cuda(Policy):
-    for_calls = ("CUDA graph",)
-
-    def offered(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
-        return ["channels_last"] if convolutions_of(region) else []
-
-    def pays(self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
-        """In 16 bits, where no convolution is grouped."""
-        floating = {each.dtype for each in inputs if each.is_floating_point()}
-        in_16_bits = floating <= {torch.float16, torch.bfloat16}
-        return in_16_bits and all(map(_is_dense, convolutions_of(region)))
-
-    def settings(self) -> Hashable:
-        return not Cuda.is_capturing() and (
-            torch._C._get_fp32_precision_getter("cuda", "matmul"),
-            torch._C._get_fp32_precision_getter("cuda", "conv"),
-            torch._C._get_cudnn_deterministic(),
-            torch._C._get_deterministic_algorithms(),
-        )
-
-    def hardware(self) -> str:
-        return torch.cuda.get_device_name()
+def _settings_on_cuda() -> Hashable:
+    return not Cuda.is_capturing() and (
+        torch._C._get_fp32_precision_getter("cuda", "matmul"),
+        torch._C._get_fp32_precision_getter("cuda", "conv"),
+        torch._C._get_cudnn_deterministic(),
+        torch._C._get_deterministic_algorithms(),
+    )
 
 
-POLICIES: dict[str, Policy] = {"cpu": _Cpu(), "cuda": _Cuda(), "mps": Policy()}
-_UNKNOWN = _Unknown()
+def _is_dense(convolution: fx.Node) -> bool:
+    groups: int = named_arguments(convolution, CONVOLUTION)["groups"]
+    return groups == 1
+
+
+_UNKNOWN = Policy(settings=bool)
+POLICIES = {
+    "cpu": Policy(
+        _offered_on_cpu, _pays_on_cpu, torch.get_num_threads, get_cpu_capability, takes_engines=True
+    ),
+    "cuda": Policy(
+        lambda region, _: ["channels_last"] if convolutions_of(region) else [],
+        _pays_on_cuda,
+        _settings_on_cuda,
+        lambda: torch.cuda.get_device_name(),
+        for_calls=("CUDA graph",),
+    ),
+    "mps": Policy(),
+}
 
 
 def policy_of(tensors: Iterable[torch.Tensor]) -> Policy:
@@ -173,8 +161,3 @@ def require_one_device(tensors: Iterable[torch.Tensor]) -> None:
         raise InputError("such a call is not lowered: its tensors are on several devices.")
     if not POLICIES.keys() >= {device.type for device in devices}:
         raise InputError("such a call is not lowered: nothing is known of its device.")
-
-
-def _is_dense(convolution: fx.Node) -> bool:
-    groups: int = named_arguments(convolution, CONVOLUTION)["groups"]
-    return groups == 1

@@ -32,6 +32,7 @@ BRIEF = 0.02  # the same for one region of several
 _CLEARLY = 0.9  # of the time of any other, at most
 WORTH_IT = 0.98  # of the time of what is as it is, at most
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 7
+Runs = Mapping[str, Callable[..., Any]]  # what is timed, by name
 
 
 class Times:
@@ -48,7 +49,7 @@ class Times:
         self.first: dict[str, Any] = {}  # what the first call of each returned
 
     def call(
-        self, name: str, program: Callable[..., Any], inputs: Sequence[Any], *, fill: bool = False
+        self, name: str, program: Callable[..., Any], inputs: Sequence[Any], fill: bool = False
     ) -> Any:
         """What a call returns. It counts where it fills a moment; to `fill` one, it is repeated."""
         self.wait()
@@ -64,39 +65,29 @@ class Times:
         self.first.setdefault(name, result)
         return result
 
-    def race(
-        self,
-        programs: Mapping[str, Callable[..., Any]],
-        deadline: float,
-        fewest: int = _FEWEST_ROUNDS,
-    ) -> dict[str, float]:
-        """The median time of each.
-
-        They take turns until one is faster beyond doubt, or the budget is spent.
-        """
+    def race(self, runs: Runs, deadline: float, fewest: int = _FEWEST_ROUNDS) -> dict[str, float]:
+        """The median time of each: they take turns until one is clearly faster, or time is up."""
         deadline = max(deadline, time.perf_counter() + self.enough)
-        while (done := min(len(self.seconds[name]) for name in programs)) < _MOST_ROUNDS:
-            if done >= fewest and (self._is_clear(programs) or time.perf_counter() > deadline):
+        while (done := min(len(self.seconds[name]) for name in runs)) < _MOST_ROUNDS:
+            clear = any(self.is_clearly_faster(name, runs) for name in runs)
+            over = (clear and self.spent >= self.enough) or time.perf_counter() > deadline
+            if over and done >= fewest:
                 break
-            for name, program in programs.items():
+            for name, program in runs.items():
                 self.call(name, program, self.inputs, fill=True)
-        return {name: median(self.seconds[name]) for name in programs}
+        return {name: median(self.seconds[name]) for name in runs}
 
-    def slower(self, runs: Mapping[str, Callable[..., Any]], deadline: float) -> str:
+    def slower(self, runs: Runs, deadline: float) -> str:
         """Why the "plan" is not worth it beside the "portable" code; empty if it is."""
         seconds = self.race(runs, deadline, fewest=1)
         ratio = seconds["plan"] / seconds["portable"]
         return f"{ratio:.2f} of the time" if ratio > WORTH_IT else ""
 
-    def _is_clear(self, names: Iterable[str]) -> bool:
-        best, *others = sorted(names, key=lambda name: median(self.seconds[name]))
-        faster = all(self.is_clearly_faster(best, other) for other in others)
-        return faster and self.spent >= self.enough
-
-    def is_clearly_faster(self, name: str, other: str) -> bool:
-        """Whether no time of the one comes near to any of the other, of at least two each."""
-        one, two = self.seconds[name], self.seconds[other]
-        return min(len(one), len(two)) > 1 and max(one) <= _CLEARLY * min(two)
+    def is_clearly_faster(self, name: str, others: Iterable[str]) -> bool:
+        """Whether no time of the one comes near to any of another, of at least two each."""
+        own, rest = self.seconds[name], [self.seconds[each] for each in others if each != name]
+        several = all(len(each) > 1 for each in (own, *rest))
+        return several and all(max(own) <= _CLEARLY * min(each) for each in rest)
 
 
 def key_of(
@@ -166,10 +157,9 @@ class Chooser:
         settled = bool(decided) or not self.tunes
         names = [*decided, *untimed, AS_IT_IS] if settled else [AS_IT_IS, *offered]
         good, rejected, spent = dict[str, Made](), dict[str, str](), dict[str, float]()
-        for name in names:
-            fast = [each for each in good if each in self.engines]
-            won = any(times.is_clearly_faster(each, AS_IT_IS) for each in fast)
-            if (good and settled) or (won and name not in self.engines):
+        for name in dict.fromkeys(names):
+            fast = [n for n in good if n in self.engines and times.is_clearly_faster(n, [AS_IT_IS])]
+            if (good and settled) or (fast and name not in self.engines):
                 break
             start = time.perf_counter()
             try:
@@ -226,10 +216,10 @@ def _verified(name: str, make: Maker, region: Program, times: Times, settled: bo
 
     One that is settled has to run: the answer of the whole call will tell.
     """
-    program = make(region, _copies(times.inputs))
+    program = make(region, list(map(_copied, times.inputs)))
     if program is region:
         return program
-    given = _copies(times.inputs)
+    given = list(map(_copied, times.inputs))
     if settled:
         times.call(name, program, given)
     else:
@@ -251,43 +241,34 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {last[:200]}"
 
 
-def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with the very strides, gaps included; what is to be negated in reading is by then."""
-    tensors = [each.resolve_neg() for each in tensors]
-    storages = [each.untyped_storage().clone() for each in tensors]  # type: ignore[no-untyped-call]
-    return list(map(on_storage, tensors, storages))
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the very strides, gaps included; what is to be negated in reading is by then."""
+    tensor = tensor.resolve_neg()
+    return on_storage(tensor, tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
 
 
 def varied(tensor: torch.Tensor) -> torch.Tensor:
     """Other values in a tensor that lies as this one; the same where they may be indices."""
     if not tensor.is_floating_point():
         return tensor
-    (other,) = _copies([tensor])
+    other = _copied(tensor)
     held = torch.empty(0, dtype=other.dtype, device=other.device).set_(other.untyped_storage())
     held.copy_(held.roll(1) * 0.5 + 0.25)
     return other
 
 
-def by_region(
-    module: fx.GraphModule, inputs: Sequence[torch.Tensor], chooser: Chooser
-) -> tuple[fx.GraphModule, Sequence[torch.Tensor]]:
-    """The same code, with each region the best program for it; and what it makes of `inputs`."""
-    program = fx.GraphModule(module, copy.deepcopy(module.graph))
-    extract_layers(program)
-    program.recompile()
-    return program, _Choosing(program, chooser).run(*inputs)
+class ByRegion(fx.Interpreter):
+    """The same code, run once, in which the best program stands for each region it comes to."""
 
-
-class _Choosing(fx.Interpreter):
-    """Runs a program once and puts, for each region that it comes to, the best in its place."""
-
-    def __init__(self, program: fx.GraphModule, chooser: Chooser) -> None:
-        super().__init__(program)
-        self.chooser = chooser
+    def __init__(self, module: fx.GraphModule, chooser: Chooser) -> None:
+        copied = fx.GraphModule(module, copy.deepcopy(module.graph))
+        extract_layers(copied)
+        copied.recompile()
+        super().__init__(copied)
+        self.choose = chooser.for_region
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region = self.module.get_submodule(target)
-        assert isinstance(region, fx.GraphModule)
-        chosen, outputs = self.chooser.for_region(region, args)
+        region: Any = self.module.get_submodule(target)
+        chosen, outputs = self.choose(region, args)
         self.module.set_submodule(target, chosen)
         return outputs

@@ -29,8 +29,8 @@ from optimizer.lowering.choose import Chooser, Times
 from optimizer.lowering.plan import Plan, make_plan
 from optimizer.lowering.precision import Precision
 from optimizer.lowering.signature import Key, Signature
-from optimizer.lowering.trace import NotStraightLineError, require
-from optimizer.lowering.tuning import Decisions, Tuning
+from optimizer.lowering.trace import NotStraightLineError, require, straight_line
+from optimizer.lowering.tuning import Tuning
 from optimizer.verify.equivalence import Answer, Difference, largest_error
 
 Judge = Callable[[Precision | None, Answer], Difference | None]
@@ -108,7 +108,8 @@ class LoweredModule(Constants, OptimizedModule):
         chooser.in_graphs = self._tuning.cuda_graph
         try:
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
-                plan = make_plan(self, self.run_portable, call, chooser, self._tuning.precision)
+                line = straight_line(self.run_portable, tensors_of(self), call)
+                plan = make_plan(line, chooser, self._tuning.precision)
                 known = self._decisions(signature.key)
                 plans[signature.key] = plan
                 chosen = {choice.key: choice.chosen for choice in plan.choices}
@@ -147,8 +148,8 @@ class LoweredModule(Constants, OptimizedModule):
             plan = self._prepare_here(signature.key, Call(args, kwargs))
         return None if plan is None else functools.partial(plan, signature.tensors)
 
-    def _decisions(self, key: Key) -> Decisions | None:
-        found: Decisions | None = self.meta.get("lowered", {}).get(key)
+    def _decisions(self, key: Key) -> Mapping[str, str] | None:
+        found: Mapping[str, str] | None = self.meta.get("lowered", {}).get(key)
         return found
 
     def _is_lowered(self, key: Key) -> bool:

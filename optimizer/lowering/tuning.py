@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from optimizer.core.errors import InputError
 from optimizer.core.inputs import require_flags, require_seconds
@@ -12,11 +10,8 @@ from optimizer.lowering.engines import Engines, engines_named, passed_over
 from optimizer.lowering.precision import Precision
 from optimizer.rewrite.contract import LOWERED, REDUCED
 
-Decisions: TypeAlias = Mapping[str, str]
 
-
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(NamedTuple):
     """How candidates are chosen.
 
     Attributes:
@@ -55,16 +50,14 @@ class Tuning:
                 "level=3 goes with precision='bf16', 'fp16' or 'int8', and each of these with"
                 " level=3."
             )
-        seconds, named = require_seconds(seconds), engines_named(engines)
-        offered = named if level >= LOWERED else ()
-        return cls(seconds, reduced, cuda_graph, offered, passed_over(engines))
+        named = engines_named(engines) * (level >= LOWERED)
+        return cls(require_seconds(seconds), reduced, cuda_graph, named, passed_over(engines))
 
     def options(self) -> dict[str, Any]:
         """What `optimize` is to be told to make the same of other weights."""
-        precision = self.precision
         return {
-            "precision": precision and precision.name,
-            "error_budget": precision and precision.budget,
+            "precision": self.precision and self.precision.name,
+            "error_budget": self.precision and self.precision.budget,
             "cuda_graph": self.cuda_graph,
             "engines": self.engines,
         }

@@ -15,7 +15,6 @@ from optimizer.core.device import Device
 from optimizer.core.inputs import Call
 from optimizer.lowering import candidates as _policies
 from optimizer.lowering import choose as _choose
-from optimizer.lowering import choose as _times
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, POLICIES, require_one_device
 from optimizer.lowering.choose import Times
 from optimizer.lowering.module import LoweredModule
@@ -193,7 +192,7 @@ def test_a_number_on_the_cpu_goes_with_any_device(monkeypatch: pytest.MonkeyPatc
 
 def test_a_race_ends_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Clock()
-    monkeypatch.setattr(_times, "device_of", lambda tensors: device)
+    monkeypatch.setattr(_choose, "device_of", lambda tensors: device)
     runs = {"one": lambda x: device.events.append("run")}
     Times((torch.ones(1),)).race(runs, 0, fewest=1)
 

@@ -17,9 +17,8 @@ from optimizer.core.errors import CaptureError
 from optimizer.core.inputs import ExampleInputs, as_call, require_module, storages_in, tensors_in
 from optimizer.core.node import describe, module_of, shape_text
 from optimizer.core.report import Report, columns
-from optimizer.facts.effects import Effects
+from optimizer.facts.effects import EVERY_MASK_IS_FULL, Effects
 from optimizer.facts.propagation import Facts
-from optimizer.facts.shape_rules import EVERY_MASK_IS_FULL
 from optimizer.frontend.dynamo import capture_by_dynamo
 from optimizer.frontend.symbolic import capture_call, observe
 

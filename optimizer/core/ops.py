@@ -134,8 +134,8 @@ MAY_COPY = frozenset((
 ))  # fmt: skip
 RETURN_A_TENSOR = (
     nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm,
-    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid, nn.Tanh, nn.Identity,
-    nn.modules.dropout._DropoutNd, nn.modules.pooling._AvgPoolNd, nn.Flatten,
+    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh,
+    nn.Identity, nn.modules.dropout._DropoutNd, nn.modules.pooling._AvgPoolNd, nn.Flatten,
 )  # fmt: skip
 
 

@@ -9,12 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.fx.experimental import _config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer.core.context import own_random_numbers
 from optimizer.core.inputs import storages_in
 from optimizer.core.node import is_plain, module_of
 from optimizer.core.ops import FACTORIES
+
+# Without data, `v[mask]` has as many rows as under a mask of True: an example as good as any.
+EVERY_MASK_IS_FULL = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
 
 class Effect(NamedTuple):

@@ -18,8 +18,9 @@ from torch import fx, nn
 from optimizer.core.copy import on_storage
 from optimizer.core.inputs import hides_tensors, map_tensors, storages_in
 from optimizer.core.node import attribute_of, is_plain, module_of, tensors_of
-from optimizer.core.ops import CONVOLUTIONS, MAY_COPY
+from optimizer.core.ops import MAY_COPY
 from optimizer.facts.effects import (
+    EVERY_MASK_IS_FULL,
     NOTHING,
     Effect,
     Effects,
@@ -30,7 +31,7 @@ from optimizer.facts.effects import (
     may_vary_rank,
     name_of_call,
 )
-from optimizer.facts.shape_rules import EVERY_MASK_IS_FULL, known_outcome
+from optimizer.facts.known_results import known_outcome
 
 
 class Unobserved(Exception):  # noqa: N818 - becomes the `error` of a Fact, is never seen
@@ -147,24 +148,22 @@ class Facts:
         if node.op in ("get_attr", "output"):
             return self.to_meta(attribute_of(node)) if node.op == "get_attr" else args, NOTHING
         called = _called_by(node)
-        ruled = None if kwargs else known_outcome(called, *args)
-        if ruled is not None:
-            return ruled
-        with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, Effects() as effects:
-            value = self._call(node, args, kwargs)
-        return value, Effect(effects.writes, effects.random)
+        if kwargs:
+            return self._run(node, called, args, kwargs)
+        return known_outcome(lambda: self._run(node, called, args, kwargs), called, *args)
 
-    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    def _run(self, node: fx.Node, called: Any, args: Any, kwargs: Any) -> tuple[Any, Effect]:
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": "meta"}
         named = torch.device | str if node.target == "to" else torch.device
         args = ["meta" if isinstance(each, named) else each for each in args]
         if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        called: Any = _called_by(node)
-        if type(called) in CONVOLUTIONS and len(args) == 1 and not kwargs:
-            return called._conv_forward(args[0], *self.to_meta((called.weight, called.bias)))
-        return (self.to_meta(called) if node.op == "call_module" else called)(*args, **kwargs)
+            called, args = getattr(args[0], called), args[1:]
+        elif node.op == "call_module":
+            called = self.to_meta(called)
+        with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, Effects() as effects:
+            value = called(*args, **kwargs)
+        return value, Effect(effects.writes, effects.random)
 
     def copy(self, node: fx.Node, other: fx.Node) -> None:
         """Record for another node what is known of this one."""

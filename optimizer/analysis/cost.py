@@ -15,9 +15,9 @@ from torch.utils.flop_counter import flop_registry
 from optimizer.analysis.measure import compare, measure
 from optimizer.core.errors import CaptureError
 from optimizer.core.inputs import ExampleInputs, as_call, require_module, storages_in, tensors_in
-from optimizer.core.node import describe, module_of, shape_text
+from optimizer.core.node import describe, shape_text
 from optimizer.core.report import Report, columns
-from optimizer.facts.effects import EVERY_MASK_IS_FULL, Effects
+from optimizer.facts.effects import Effects
 from optimizer.facts.propagation import Facts
 from optimizer.frontend.dynamo import capture_by_dynamo
 from optimizer.frontend.symbolic import capture_call, observe
@@ -62,19 +62,6 @@ def observed(model: nn.Module, example_inputs: ExampleInputs) -> tuple[fx.GraphM
     except CaptureError:
         module, call = capture_by_dynamo(model, call)
     return module, observe(module, call)
-
-
-def run(node: fx.Node, facts: Facts) -> Any:
-    """Call what a node calls, with no rule for its shape in the place of its operators."""
-    given = (node.args, dict(node.kwargs))
-    args, kwargs = fx.node.map_arg(given, lambda each: each.meta["fact"].value)
-    if kwargs.get("device") is not None:
-        kwargs = {**kwargs, "device": "meta"}
-    if node.op == "call_module":
-        return facts.to_meta(module_of(node))(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 class Operators(Effects):  # type: ignore[no-untyped-call]
@@ -207,8 +194,7 @@ def _cost(node: fx.Node, facts: Facts) -> Cost:
     try:
         if node.meta["fact"].error:
             return Cost(*told, unknown=node.meta["fact"].error)
-        with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, ran:
-            run(node, facts)
+        facts.run(node, ran)
     except Exception as error:
         return Cost(*told, unknown=str(error).partition("\n")[0])
     return Cost(*told, ran.flops, ran.bytes, ran.launches)

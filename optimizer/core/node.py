@@ -78,6 +78,14 @@ def callee(node: fx.Node) -> Any:
     return type(module) if is_plain(module) else None
 
 
+def called_on(node: fx.Node, module: Any, args: Any, kwargs: Any) -> Any:
+    """What a node yields of some arguments, where `module` stands for the one that it calls."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    function: Any = module if node.op == "call_module" else node.target
+    return function(*args, **kwargs)
+
+
 def describe(node: fx.Node) -> str:
     """What a node calls, or the input or attribute that it reads, as text."""
     if node.op == "call_module":

@@ -61,11 +61,6 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
 
 
-def may_draw(name: str, training: bool) -> bool:
-    """Whether what has this name may draw numbers where there are elements."""
-    return training or "dropout" in name or "attention" in name
-
-
 def _is_by_number(func: Any, args: Any) -> bool:
     """Whether it is `v[i]` for numbers i, which yields as many elements as there are numbers."""
     masks = (torch.bool, torch.uint8)
@@ -81,7 +76,8 @@ def name_of_call(node: fx.Node) -> str:
     return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
 
 
-_OURS = frozenset(("", "torch", "_operator", "builtins", "math", "optimizer"))
+_KNOWN = frozenset(("torch", "torchvision", "_operator", "math", "collections", "optimizer"))
+_KNOWN_BUILTINS = (abs, bool, divmod, float, getattr, int, len, max, min, pow, round, sum)
 
 
 def home_of(node: fx.Node) -> str:
@@ -96,28 +92,13 @@ def home_of(node: fx.Node) -> str:
         named = (getattr(code, "__module__", None), inside)
         homes += [str(name).partition(".")[0] for name in named if name]
         code = getattr(code, "__dict__", {}).get("__wrapped__")
-    return next((home for home in homes if home not in _OURS), homes[-1])
+    return next((home for home in homes if home and home not in _KNOWN), homes[-1])
 
 
-def is_users_module(node: fx.Node) -> bool:
-    """Whether it calls a module of a class that is not torch's."""
-    return node.op == "call_module" and home_of(node) not in ("torch", "optimizer")
-
-
-def may_vary_rank(node: fx.Node) -> bool:
-    """Whether a result's rank may depend on sizes: a squeeze, or code that is not torch's."""
-    return is_users_code(node) or "squeeze" in name_of_call(node).split("_")
-
-
-def is_users_code(node: fx.Node) -> bool:
-    """Whether it runs code that is neither torch's nor Python's."""
-    return is_users_module(node) or (node.op == "call_function" and home_of(node) not in _OURS)
-
-
-def may_do_anything(node: fx.Node) -> bool:
-    """Whether it runs a user's code. No function of torchvision keeps what it is given."""
-    torchvisions = node.op == "call_function" and home_of(node) == "torchvision"
-    return is_users_code(node) and not torchvisions
+def runs_known_code(node: fx.Node) -> bool:
+    """Whether a node is known to have no effects but those that ATen operators have."""
+    calls_code = node.op in ("call_function", "call_module")
+    return not calls_code or node.target in _KNOWN_BUILTINS or home_of(node) in _KNOWN
 
 
 def devices_named_by(node: fx.Node) -> set[torch.device]:

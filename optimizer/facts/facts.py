@@ -18,6 +18,7 @@ from optimizer.core.guards import GUARDS
 from optimizer.core.inputs import storages_in
 from optimizer.core.node import (
     attribute_of,
+    called_on,
     callee,
     describe,
     has_plain_tensors,
@@ -26,7 +27,7 @@ from optimizer.core.node import (
     tensors_of,
 )
 from optimizer.core.ops import CONVOLUTIONS, INPLACE_OPERATORS, LAYOUTS, add_over, mul_over
-from optimizer.facts.effects import home_of
+from optimizer.facts.effects import runs_known_code
 from optimizer.facts.propagation import Fact, Facts
 
 
@@ -63,11 +64,7 @@ def rank(node: fx.Node) -> int:
     Raises:
         Refused: it is not known, or depends on sizes.
     """
-    value = tensor(node)
-    if fact(node).rank_varies:
-        raise Refused("its rank depends on sizes, through a squeeze")
-    _use(node, "rank")
-    return value.dim()
+    return _guarded(node, "rank").dim()
 
 
 def dtype(node: fx.Node) -> torch.dtype:
@@ -76,20 +73,21 @@ def dtype(node: fx.Node) -> torch.dtype:
     Raises:
         Refused: it is not known.
     """
-    value = tensor(node)
-    _use(node, "dtype")
-    return value.dtype
+    return _guarded(node, "dtype").dtype
 
 
-def _use(node: fx.Node, kind: str) -> None:
-    facts = facts_of(node.graph)
+def _guarded(node: fx.Node, kind: str) -> torch.Tensor:
+    value, facts = tensor(node), facts_of(node.graph)
     assert facts is not None
+    if kind == "rank" and fact(node).rank_varies:
+        raise Refused("its rank depends on sizes, through a squeeze")
     for given in fact(node).inputs:
-        value = given.meta["fact"].value
-        if isinstance(value, torch.Tensor):
+        example = given.meta["fact"].value
+        if isinstance(example, torch.Tensor):
             facts.asked.add((kind, given))
-        elif isinstance(value, list | tuple | dict):
+        elif isinstance(example, list | tuple | dict):
             raise Refused(f"it rests on the {kind} of tensors inside the input '{given.name}'")
+    return value
 
 
 def forget_asked(graph: fx.Graph) -> None:
@@ -111,7 +109,7 @@ def aliases(node: fx.Node) -> Iterator[fx.Node]:
     facts = facts_of(node.graph)
     for storage in fact(node).storages:
         for holder in facts.holders[storage] if facts else ():
-            if holder is not node and not holder._erased:
+            if holder is not node and not holder._erased and holder.op != "output":
                 yield holder
             yield from (user for user in holder.users if user.meta["fact"].error)
 
@@ -199,14 +197,7 @@ def is_read_only(node: fx.Node) -> bool:
 
 
 _ONLY_READ = (F.linear, F.conv1d, F.conv2d, F.conv3d)
-_TRUSTED = frozenset(("torch", "torchvision", "_operator", "math", "collections", "optimizer"))
 _PURE_BY_DEFINITION = (*LAYOUTS, nn.Linear, *CONVOLUTIONS, nn.Identity)
-
-
-def _calls_trusted_code(node: fx.Node) -> bool:
-    """Whether a call is known to have no effect but those that ATen operators have."""
-    known = node.op == "call_method" or node.target is getattr
-    return known or home_of(node) in _TRUSTED
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -218,11 +209,10 @@ def is_pure(node: fx.Node) -> bool:
     if known.writes or known.random or nothing:
         return False
     if node.op == "call_method":  # of a list or a dict may change it, and no ATen operator tells
-        return isinstance(node.args[0], fx.Node) and isinstance(
-            fact(node.args[0]).value, torch.Tensor
-        )
-    trusted = node.op in ("call_module", "call_function") and _calls_trusted_code(node)
-    return node.op == "get_attr" or (trusted and node.target not in INPLACE_OPERATORS)
+        given = node.args[0].meta["fact"].value if isinstance(node.args[0], fx.Node) else None
+        return isinstance(given, torch.Tensor)
+    kinds = ("get_attr", "call_module", "call_function")
+    return node.op in kinds and runs_known_code(node) and node.target not in INPLACE_OPERATORS
 
 
 def computation(last: fx.Node, accepts: Callable[[fx.Node], bool]) -> list[fx.Node]:
@@ -252,13 +242,9 @@ def value_of(nodes: list[fx.Node], given: Callable[[Any], Any]) -> Any:
     values: dict[fx.Node, Any] = {}
     for node in nodes:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-        if node.op == "get_attr":
-            values[node] = given(attribute_of(node))
-        elif node.op == "call_method":
-            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            function: Any = given(attribute_of(node)) if node.op == "call_module" else node.target
-            values[node] = function(*args, **kwargs)
+        reads = node.op in ("get_attr", "call_module")
+        held = given(attribute_of(node)) if reads else None
+        values[node] = held if node.op == "get_attr" else called_on(node, held, args, kwargs)
     return values[nodes[-1]]
 
 
@@ -289,20 +275,19 @@ def obstacle(graph: fx.Graph) -> str:
     facts = facts_of(graph)
     if facts is None:
         return "nothing is known of the graph"
-    return next((text for node in graph.nodes for text in _obstacles(node, facts)), "")
+    calls = (n for n in graph.nodes if n.op.startswith("call") and n.target not in GUARDS)
+    return next(filter(None, (_obstacle(node, facts) for node in calls)), "")
 
 
-def _obstacles(node: fx.Node, facts: Facts) -> Iterator[str]:
-    if node.op in ("placeholder", "output", "get_attr") or node.target in GUARDS:
-        return
+def _obstacle(node: fx.Node, facts: Facts) -> str:
     known: Fact | None = node.meta.get("fact")
     if known is None or known.error:
-        yield f"nothing is known of what '{node.name}' does"
-    elif known.random:
-        yield f"'{node.name}' draws random numbers"
-    elif not facts.external.isdisjoint(known.writes):
-        yield f"'{node.name}' writes an input or an attribute"
-    elif not _calls_trusted_code(node) or (
-        node.op == "call_module" and not all(map(is_plain, module_of(node).modules()))
-    ):
-        yield f"'{node.name}' runs code that may do more ({describe(node)})"
+        return f"nothing is known of what '{node.name}' does"
+    if known.random:
+        return f"'{node.name}' draws random numbers"
+    if not facts.external.isdisjoint(known.writes):
+        return f"'{node.name}' writes an input or an attribute"
+    plain = node.op != "call_module" or all(map(is_plain, module_of(node).modules()))
+    if plain and runs_known_code(node):
+        return ""
+    return f"'{node.name}' runs code that may do more ({describe(node)})"

@@ -16,9 +16,8 @@ from optimizer.core.ops import RETURN_A_TENSOR
 from optimizer.facts.effects import NOTHING, Effect
 
 _ARITHMETIC = frozenset((operator.add, operator.sub, operator.mul, torch.add, torch.sub, torch.mul))
-_OVER = "over the first argument"
 _MOST = 1 << 14
-_known: dict[Any, Any] = {}  # by what is called and on what: the layout of a new tensor, or _OVER
+_known: dict[Any, Any] = {}  # the layout of a new tensor, or None if the first is overwritten
 
 
 def known_outcome(
@@ -27,7 +26,7 @@ def known_outcome(
     """What a call on meta tensors yields and does: as before, or as a run tells."""
     key = _form(called, args)
     if key in _known:
-        if (layout := _known[key]) is _OVER:
+        if (layout := _known[key]) is None:
             return args[0], Effect(storages_in(args[0]))
         return torch.empty_strided(*layout[:2], dtype=layout[2], device="meta"), NOTHING
     value, effect = run()
@@ -36,7 +35,7 @@ def known_outcome(
     over = value is args[0] and effect == Effect(storages_in(value)) if args else False
     new = effect == NOTHING and storages_in(value).isdisjoint(storages_in(args))
     if key and isinstance(value, torch.Tensor) and (over or new) and len(_known) < _MOST:
-        _known[key] = _OVER if over else _layout(value)
+        _known[key] = None if over else _layout(value)
     return value, effect
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import fx, nn
 
 from optimizer.core.copy import on_storage
+from optimizer.core.errors import require
 from optimizer.core.inputs import hides_tensors, map_tensors, storages_in
-from optimizer.core.node import attribute_of, is_plain, module_of, tensors_of
+from optimizer.core.node import attribute_of, called_on, is_plain, module_of, tensors_of
 from optimizer.core.ops import MAY_COPY
 from optimizer.facts.effects import (
     EVERY_MASK_IS_FULL,
@@ -25,17 +26,10 @@ from optimizer.facts.effects import (
     Effect,
     Effects,
     devices_named_by,
-    is_users_module,
-    may_do_anything,
-    may_draw,
-    may_vary_rank,
     name_of_call,
+    runs_known_code,
 )
 from optimizer.facts.known_results import known_outcome
-
-
-class Unobserved(Exception):  # noqa: N818 - becomes the `error` of a Fact, is never seen
-    """A node is not run on meta tensors; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ class Facts:
 
     def input(self, node: fx.Node, example: Any) -> None:
         """Record the example that a placeholder is given."""
-        self._record(node, Fact(*_snapshot(self.to_meta(example)), inputs=frozenset({node})))
+        self.record(node, Fact(*_snapshot(self.to_meta(example)), inputs=frozenset({node})))
 
     def evaluate(self, node: fx.Node) -> None:
         """Run one node on meta tensors and record what it yields and does."""
@@ -108,31 +102,38 @@ class Facts:
         except Exception as error:  # an operator that needs data, or a bug of the model
             self.failures.append(node)
             reason = str(error).split("\n")[0] or type(error).__name__
-            # It may write all that it is given and, if it is a user's own code, all that it holds.
-            held = tensors_of(module_of(node)) if is_users_module(node) else []
-            writes = _given(node) | frozenset(storages_in(self.to_meta(held)))
-            self._record(node, Fact(writes=writes, error=reason))
+            self.record(node, Fact(writes=self._within_reach(node), error=reason))
             return
         lasting_writes = {s for s in effect.writes if s in self.holders or s in self.external}
         given: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
-        varies = may_vary_rank(node) or any(each.rank_varies for each in given)
+        name, known = name_of_call(node), runs_known_code(node)
+        squeezes = not known or "squeeze" in name.split("_")
+        varies = squeezes or any(each.rank_varies for each in given)
         inputs = frozenset[fx.Node]().union(*(each.inputs for each in given))
         kept, storages = _snapshot(value)
-        storages |= _given(node) if hides_tensors(value) else frozenset()
-        sources = self._may_be_part_of_result(node, given)
+        sources = self._may_be_part_of_result(node, value, given)
         self._shared |= dict.fromkeys(storages - sources, sources) if sources else {}
+        storages |= sources
         storages, writes = self._with_shared(storages), self._with_shared(lasting_writes)
         training = node.op == "call_module" and module_of(node).training
-        values = (each.value for each in given)  # torch draws nothing for no elements
-        hides = any(isinstance(each, torch.Tensor) and not each.numel() for each in values)
-        drawn = effect.random or (hides and may_draw(name_of_call(node), training))
-        self._record(node, Fact(kept, storages, writes, drawn, varies, inputs))
+        draws = training or "dropout" in name or "attention" in name  # but nothing for no elements
+        none = any(isinstance(v, torch.Tensor) and not v.numel() for v in (g.value for g in given))
+        drawn = effect.random or (draws and none)
+        self.record(node, Fact(kept, storages, writes, drawn, varies, inputs))
 
-    def _may_be_part_of_result(self, node: fx.Node, given: list[Fact]) -> frozenset[int]:
-        """What a call that made a copy may share in another call, which needs none."""
-        if may_do_anything(node):  # it may reshape what it is given or holds
-            held = tensors_of(module_of(node)) if node.op == "call_module" else []
-            return _given(node) | frozenset(storages_in(self.to_meta(held)))
+    def _within_reach(self, node: fx.Node) -> frozenset[int]:
+        """The storages of all that a node is given and, if a user's code, of what it holds."""
+        known = node.op != "call_module" or runs_known_code(node)
+        held = storages_in(self.to_meta([] if known else tensors_of(module_of(node))))
+        facts: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
+        return frozenset(held).union(*(fact.storages | fact.writes for fact in facts))
+
+    def _may_be_part_of_result(
+        self, node: fx.Node, value: Any, given: list[Fact]
+    ) -> frozenset[int]:
+        """What a result may hold unseen, or share in another call, which needs no copy."""
+        if not runs_known_code(node) or hides_tensors(value):
+            return self._within_reach(node)
         name, others = name_of_call(node), (each.value for each in given[1:] if each.inputs)
         numbers = {getattr(each, "dtype", torch.bool) for each in others} - {torch.bool}
         may = name in MAY_COPY or (name == "getitem" and numbers)  # of no dimension: a view
@@ -143,49 +144,46 @@ class Facts:
         return frozenset(storages).union(*(self._shared.get(each, ()) for each in storages))
 
     def _outcome(self, node: fx.Node) -> tuple[Any, Effect]:
-        """What a node yields and does: by a rule, or by running it."""
+        """What a node yields and does: as before, or by running it."""
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
         if node.op in ("get_attr", "output"):
             return self.to_meta(attribute_of(node)) if node.op == "get_attr" else args, NOTHING
-        called = _called_by(node)
+        module = module_of(node) if node.op == "call_module" else None
+        plain = module is None or all(map(is_plain, module.modules()))
+        require(plain, "it has hooks or parametrizations, which are left alone")
         if kwargs:
-            return self._run(node, called, args, kwargs)
-        return known_outcome(lambda: self._run(node, called, args, kwargs), called, *args)
+            return self._observed(node)
+        return known_outcome(lambda: self._observed(node), module or node.target, *args)
 
-    def _run(self, node: fx.Node, called: Any, args: Any, kwargs: Any) -> tuple[Any, Effect]:
+    def _observed(self, node: fx.Node) -> tuple[Any, Effect]:
+        effects = Effects()
+        return self.run(node, effects), Effect(effects.writes, effects.random)
+
+    def run(self, node: fx.Node, effects: Effects) -> Any:
+        """Call what a node calls on meta tensors, and collect what its operators do."""
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": "meta"}
         named = torch.device | str if node.target == "to" else torch.device
-        args = ["meta" if isinstance(each, named) else each for each in args]
-        if node.op == "call_method":
-            called, args = getattr(args[0], called), args[1:]
-        elif node.op == "call_module":
-            called = self.to_meta(called)
-        with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, Effects() as effects:
-            value = called(*args, **kwargs)
-        return value, Effect(effects.writes, effects.random)
-
-    def copy(self, node: fx.Node, other: fx.Node) -> None:
-        """Record for another node what is known of this one."""
-        self._record(other, node.meta["fact"])
+        given = ["meta" if isinstance(each, named) else each for each in args]
+        module = self.to_meta(module_of(node)) if node.op == "call_module" else None
+        with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, effects:
+            return called_on(node, module, given, kwargs)
 
     def identify(self, node: fx.Node, replaced: fx.Node) -> None:
         """Record that views of a value that is replaced will be views of another one.
 
         Where one of them is written, whatever shares memory with either is told.
         """
-        held = node.meta["fact"].storages
-        both: frozenset[int] = held | replaced.meta["fact"].storages
-        if not self.any_written(both):
-            self._rename([node], held, both)
-            return
-        self._rename(self._users_of(both), both, both)
+        both: frozenset[int] = node.meta["fact"].storages | replaced.meta["fact"].storages
+        told = self._users_of(both) if self.any_written(both) else [node]
+        self._rename(told, both, both)
 
     def rename_after(self, node: fx.Node, replaced: fx.Node) -> None:
         """Record that what holds or writes a value after `node` does so to that one's."""
         was, now = (each.meta["fact"].storages for each in (replaced, node))
-        known = dict.fromkeys([*self._users_of(was), node.graph.output_node()])
-        self._rename([each for each in known if not each._erased and node < each], was, now)
+        later = [each for each in self._users_of(was) if not each._erased and node < each]
+        self._rename(later, was, now)
 
     def _users_of(self, storages: frozenset[int]) -> list[fx.Node]:
         """The nodes that hold or write some storages."""
@@ -201,39 +199,23 @@ class Facts:
         for node in nodes:
             fact: Fact = node.meta["fact"]
             held, written = (a - was | now if was & a else a for a in (fact.storages, fact.writes))
-            self._record(node, replace(fact, storages=held, writes=written))
+            self.record(node, replace(fact, storages=held, writes=written))
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a graph starts without facts: they speak of the nodes of this one."""
 
-    def _record(self, node: fx.Node, fact: Fact) -> None:
+    def record(self, node: fx.Node, fact: Fact) -> None:
+        """Keep what is known of a node."""
         node.meta["fact"] = fact
         for storage in fact.writes:
             self.writers.setdefault(storage, []).append(node)
-        for storage in fact.storages if node.op != "output" else ():
+        for storage in fact.storages:
             self.holders.setdefault(storage, []).append(node)
-
-
-def _called_by(node: fx.Node) -> Any:
-    """The function, the module or the name of the method that a node calls."""
-    if node.op != "call_module":
-        return node.target
-    module = module_of(node)
-    if not all(map(is_plain, module.modules())):
-        raise Unobserved("it has hooks or parametrizations, which are left alone")
-    return module
-
-
-def _given(node: fx.Node) -> frozenset[int]:
-    """The storages of everything that a node is given."""
-    facts: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
-    return frozenset[int]().union(*(fact.storages | fact.writes for fact in facts))
 
 
 def _value(node: fx.Node) -> Any:
     fact: Fact = node.meta["fact"]
-    if fact.error:
-        raise Unobserved(fact.error)
+    require(not fact.error, fact.error)
     return fact.value
 
 

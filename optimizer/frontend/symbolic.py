@@ -15,7 +15,7 @@ from optimizer.core.errors import CaptureError, require
 from optimizer.core.guards import autocast, expect_autocast
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, storages_in
 from optimizer.core.node import clean, has_global_hooks, is_plain, reason_of, tensors_of
-from optimizer.facts.effects import is_users_module, may_do_anything
+from optimizer.facts.effects import runs_known_code
 from optimizer.facts.propagation import Fact, Facts
 from optimizer.frontend.arguments import sees_how_it_is_called
 from optimizer.frontend.aten import from_aten
@@ -215,15 +215,14 @@ def has_unknown_facts(module: fx.GraphModule) -> bool:
 
 
 def may_draw(module: fx.GraphModule) -> bool:
-    """Whether a call may draw random numbers, by operators of torch."""
+    """Whether a call may draw random numbers, or runs code of which nothing is known."""
     known = [(node, node.meta.get("fact")) for node in module.graph.nodes]
-    return any(not f or f.random or f.error or is_users_module(node) for node, f in known)
+    return any(not f or f.random or f.error or not runs_known_code(node) for node, f in known)
 
 
 def leaves_nothing_behind(module: fx.GraphModule) -> bool:
     """Whether a call is sure to change nothing at all: the caller's own model may be called."""
-    clean = writes_nothing_lasting(module) and not has_unknown_facts(module)
-    return clean and not (any(map(may_do_anything, module.graph.nodes)) or may_draw(module))
+    return writes_nothing_lasting(module) and not may_draw(module)
 
 
 def writes_nothing_lasting(module: fx.GraphModule) -> bool:

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from optimizer.core.errors import InputError
 from optimizer.core.node import fresh_name, is_plain, module_of
 from optimizer.core.ops import writes
-from optimizer.facts.effects import is_users_code, is_users_module
+from optimizer.facts.effects import runs_known_code
 
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _FRESH = (nn.Linear, _ConvNd, _NormBase)  # modules whose result is a tensor of its own
@@ -122,11 +122,10 @@ def overwrites(node: fx.Node) -> bool:
 
 def may_write(node: fx.Node) -> bool:
     """Whether a node may write a tensor that it is given, or that its module holds."""
-    if node.op == "call_module":
-        module = module_of(node)
-        untrusted = is_users_module(node) or not is_plain(module)
-        return untrusted or module.training or overwrites(node)
-    return is_users_code(node) or overwrites(node)
+    if not runs_known_code(node) or overwrites(node):
+        return True
+    layer = module_of(node) if node.op == "call_module" else None
+    return layer is not None and (layer.training or not is_plain(layer))
 
 
 def take_place(node: fx.Node, value: fx.Node) -> None:

@@ -82,7 +82,7 @@ def _described(node: fx.Node, origin: fx.Node, like: fx.Node | None = None) -> f
     node.meta.update(new=True, source=source, made_by="", made_from=made_from)
     facts = facts_of(node.graph)
     if facts is not None and like is not None:
-        facts.copy(like, node)
+        facts.record(node, like.meta["fact"])
     elif facts is not None:
         facts.evaluate(node)
     return node

@@ -449,7 +449,35 @@ def test_gradients_of_an_input_are_the_models() -> None:
 
     torch.testing.assert_close(one.grad, other.grad)
     assert not fast(ROWS).requires_grad
-    assert not any(parameter.requires_grad for parameter in fast.parameters())
+    with pytest.raises(InputError, match="constants"):
+        fast.requires_grad_()
+
+
+class Scaled(nn.Module):
+    """torch multiplies rows of images in another way where the weights require gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x) * (1 if x.sum().isnan() else 2)
+        return (y + 1).tanh(), y + 1
+
+
+@torch.no_grad()
+def test_the_same_bits_are_those_of_weights_that_require_gradients() -> None:
+    model = Scaled()
+    rows = torch.randn(4, 4, 4, dtype=torch.float64)
+
+    fast = optimizer.optimize(model, rows, level=0)
+
+    assert isinstance(fast, GuardedModule), fast.report
+    for x in (rows, rows.transpose(0, 2), rows.mT, rows[:, :1]):
+        for actual, expected in zip(fast(x), model(x), strict=True):
+            assert torch.equal(actual, expected)
 
 
 WATCHED: dict[str, Callable[[Any], Any]] = {
@@ -495,6 +523,33 @@ def test_fx_traces_through_it() -> None:
 
 
 @torch.no_grad()
+def counts_more(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    m.seen.append(m.calls)
+    return x + m.count.add_(1) * m.calls
+
+
+def test_calls_of_other_sizes_are_prepared_and_leave_no_trace() -> None:
+    model = Blocks(Asks())
+    fast: Any = optimizer.optimize(model, torch.rand(2, 3, 8, 8), tune_seconds=0, engines=())
+    graphs = len(fast.report.choices)
+
+    choices = fast.lower({"x": torch.rand(1, 3, 9, 9)})
+
+    assert choices
+    assert fast.report.choices[graphs:] == choices
+    x = torch.rand(1, 3, 9, 9)
+    assert_same(model(x), fast(x))
+
+    counting, eager = guarded(counts_more), Program(counts_more)
+    counting.lower(ROWS[:2])
+    for x in (ROWS, ROWS[:2], ROWS[:2]):
+        assert_same(eager(x), counting(x))
+    assert counting.model.calls == 3
+    with pytest.raises(InputError):
+        counting.lower(3)
+
+
 def test_threads_may_call_one_result_at_once() -> None:
     fast, eager = guarded(), Program(plain)
     inputs = [ROWS[: 1 + i % 3] + i for i in range(24)]

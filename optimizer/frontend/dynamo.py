@@ -18,15 +18,16 @@ from typing import Any, NamedTuple, Self, TypeAlias
 import torch
 from torch import fx, nn
 
-from optimizer.core.context import is_tracing, is_watched, undisturbed
+from optimizer.core.context import is_tracing, is_watched, own_random_numbers, undisturbed
 from optimizer.core.copy import structural_copy
 from optimizer.core.errors import CaptureError, require
-from optimizer.core.inputs import Call, ExampleInputs, tensors_in
+from optimizer.core.inputs import Call, ExampleInputs, as_call, tensors_in
 from optimizer.core.node import has_global_hooks, hold, line_in, reason_of
 from optimizer.core.ops import FACTORIES
-from optimizer.core.report import Report
+from optimizer.core.report import Choice, Report
 from optimizer.facts.propagation import Facts
 from optimizer.frontend.module import Constants, OptimizedModule, loaded
+from optimizer.frontend.outside import Outside, kept
 from optimizer.frontend.symbolic import adopt, observe
 
 _torch: Any = torch._C  # whose stubs lack what tells of copies on write
@@ -203,7 +204,7 @@ def capture_by_dynamo(model: nn.Module, call: Call) -> tuple[fx.GraphModule, Cal
     own = call.copied()
     try:
         with torch.no_grad():
-            model = structural_copy(model).requires_grad_(False)
+            model = structural_copy(model)
             compiled = torch.compile(model, backend=backend, fullgraph=True, **_RECORDINGS)
             compiled(*own.args, **own.kwargs)
     except Exception as error:  # whatever Dynamo or a user's forward raises
@@ -229,8 +230,6 @@ class GuardedModule(Constants):
     def __init__(self, model: nn.Module, optimize: Optimize, about: Report) -> None:
         super().__init__()
         self.model, self.training = model, model.training
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
         self._optimize, self.about = optimize, about
         self._reports: list[Report] = []
 
@@ -270,6 +269,26 @@ class GuardedModule(Constants):
         frozen = any(tensor.device.type != "cpu" for tensor in self.model.parameters())
         backend = partial(DynamoGraph, optimize=told, frozen=frozen)
         return torch.compile(self.model, backend=backend, **_RECORDINGS)
+
+    def lower(self, example_inputs: ExampleInputs) -> tuple[Choice, ...]:
+        """Record and prepare calls like this one; return what was chosen for each new region.
+
+        Such a call is made, once, and what it changes in the model is put back.
+
+        Args:
+            example_inputs: a tensor, a tuple of positional, or a mapping of keyword arguments.
+
+        Raises:
+            InputError: `example_inputs` has no use.
+        """
+        call, known = as_call(example_inputs).copied(), len(self._reports)
+        buffers = [(each, each.clone(), each._version) for each in self.model.buffers()]
+        with kept(Outside(self.model)), own_random_numbers(), torch.no_grad():
+            self(*call.args, **call.kwargs)
+            for buffer, value, version in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)
+        return tuple(choice for each in self._reports[known:] for choice in each.choices)
 
     def on(self, model: nn.Module) -> GuardedModule:
         """The same for another snapshot, whose graphs are to be recorded yet."""

@@ -377,7 +377,7 @@ def member(space: Any, name: str) -> Any:
     try:
         known = isinstance(space, ModuleType | type | FunctionType | CellType)
         return getattr(space, name, MISSING) if known else MISSING
-    except ValueError:  # an empty cell
+    except (ValueError, RuntimeError):  # an empty cell; a name of torch.classes that is not there
         return MISSING
 
 

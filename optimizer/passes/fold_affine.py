@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from optimizer.core.node import arg, callee, module_of
-from optimizer.facts.facts import dtype, is_unchanged, is_written, rank, tensor
-from optimizer.rewrite.affine import Affine, Layer, absorbed_after, absorbed_before, channels
-from optimizer.rewrite.channels import (
-    AFFINES,
-    LAYERS,
-    affine_over,
-    call_folded,
-    keeps_single_elements,
+from optimizer.core.node import arg, attribute_of, callee, is_attribute, module_of, owner
+from optimizer.core.ops import CONVOLUTIONS
+from optimizer.facts.facts import dtype, is_read_only, is_unchanged, is_written, rank, tensor
+from optimizer.rewrite.affine import (
+    Affine,
+    Layer,
+    absorbed_after,
+    absorbed_before,
+    channels,
     may_keep_odd_strides,
-    operand,
-    require_moderate_shift,
+    reads_odd_strides,
     require_only_reader,
+    wide,
 )
 from optimizer.rewrite.contract import require, rewrite
-from optimizer.rewrite.edit import insert_function, supersede
+from optimizer.rewrite.edit import call_module, insert_function, insert_module, supersede
 from optimizer.rewrite.pattern import call
+
+LAYERS = (
+    nn.Linear, *CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+AFFINES = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    operator.add, operator.sub, operator.mul, operator.truediv,
+)  # fmt: skip
+
+# The only rank that these accept; BatchNorm1d takes two and must be looked at.
+_RANK: dict[type, int] = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_LARGEST_SHIFT = 4.0  # root mean square
 
 
 @rewrite(call(*AFFINES, name="affine"), numerics="rounding", phase="fold")
@@ -40,7 +57,7 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
     fold is computed in float64 and rounded once. The layer itself is left as it is, for other
     calls.
     """
-    source = operand(affine)
+    source = _operand(affine)
     if source is None:
         return None
     flat = source if callee(source) is torch.flatten else None
@@ -48,16 +65,16 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
     if callee(layer) not in LAYERS or layer.kwargs:
         return None
     linear = module_of(layer)
-    transform = affine_over(affine, linear, channels(linear)[0])
+    transform = _affine_over(affine, linear, channels(linear)[0])
     require(not is_written(layer), "the forward writes their tensors")
     require_only_reader(layer, flat or affine)
     if flat is not None:
         require_only_reader(flat, affine)
         require(_keeps_last_dimension(flat, linear), "flattening mixes the layer's outputs")
     is_norm = affine.op == "call_module"
-    require(not is_norm or not keeps_single_elements(layer), "its output may be laid out otherwise")
+    require(not (is_norm and _is_one_place(layer)), "its output may be laid out otherwise")
     laid_out_anew = is_norm and may_keep_odd_strides(layer)
-    folded = call_folded(layer, (layer, affine), layer.args, absorbed_after, transform)
+    folded = _call_folded(layer, (layer, affine), layer.args, absorbed_after, transform)
     supersede(layer, folded)
     if laid_out_anew:
         return insert_function(affine, "contiguous", (folded,))
@@ -72,6 +89,16 @@ def _keeps_last_dimension(flat: fx.Node, layer: nn.Module) -> bool:
     dimensions, last = rank(flat.all_input_nodes[0]), arg(flat, 2)
     fixed = isinstance(layer, nn.Linear) and isinstance(last, int)
     return fixed and last % dimensions < dimensions - 1
+
+
+def _is_one_place(layer: fx.Node) -> bool:
+    """Whether an image of single elements keeps strides that a BatchNorm, but no copy, changes."""
+    known = layer.meta.get("fact")
+    if known is None or known.error or known.value.ndim not in _CHANNELS_LAST:
+        return False
+    plain = torch.empty(known.value.shape, device="meta")
+    single = plain.is_contiguous(memory_format=_CHANNELS_LAST[plain.ndim])
+    return single and reads_odd_strides(layer)
 
 
 @rewrite(
@@ -95,11 +122,11 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     what they read; if that may have one channel in another call, it is expanded to as many as the
     constants have.
     """
-    source = operand(affine)
+    source = _operand(affine)
     if source is None or len(layer.args) != 1 or layer.kwargs:
         return None
     linear = module_of(layer)
-    transform = affine_over(affine, linear, channels(linear)[1])
+    transform = _affine_over(affine, linear, channels(linear)[1])
     require(not is_written(layer), "the forward writes their tensors")
     require_only_reader(affine, layer)
     kept = is_unchanged(source, affine)
@@ -107,41 +134,35 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     require(dtype(source) == linear.weight.dtype, "dtype or device differ")
     require(_keeps_shape(affine, source), "the constant changes the shape")
     require(_commutes(linear, transform), "the layer pads with zeros, which are not shifted")
-    require_moderate_shift(transform)
+    moderate = bool(transform.shift.square().mean().sqrt() <= _LARGEST_SHIFT)
+    require(moderate, "the shift is so large that it would cancel after the layer only")
     alike = tensor(source).stride() == tensor(affine).stride()
     require(alike or isinstance(linear, nn.Linear), "the affine lays its output out otherwise")
 
     constants = affine.op != "call_module" and transform.scale.numel() > 1
-    wide = _widened(affine, source, 1 - linear.weight.ndim) if constants else source
-    folded = call_folded(affine, (layer, affine), (wide,), absorbed_before, transform)
-    supersede(affine, wide)
+    read = _widened(affine, source, 1 - linear.weight.ndim) if constants else source
+    folded = _call_folded(affine, (layer, affine), (read,), absorbed_before, transform)
+    supersede(affine, read)
     return folded
 
 
 def _widened(reader: fx.Node, source: fx.Node, axis: int) -> fx.Node:
     """The values that constants are combined with, one channel repeated as they would repeat it.
 
-    Done ahead of other affine nodes, which then still meet the layer.
+    Done ahead of other affine nodes, which then still meet the layer. A layer has as many
+    channels in every call; a BatchNorm takes any number of them if there are no elements.
     """
     sizes = [-1] * rank(source)
     sizes[axis] = tensor(source).shape[axis]
-    is_wide = (source.target, source.args[1:]) == ("expand", tuple(sizes))
-    if is_wide or _channels_axis(source) == axis:
+    module = module_of(source) if source.op == "call_module" else None
+    is_wide = isinstance(module, LAYERS) and 1 - module.weight.ndim == axis
+    if is_wide or (source.target, source.args[1:]) == ("expand", tuple(sizes)):
         return source
-    before = operand(source) if callee(source) in AFFINES else None
+    before = _operand(source) if callee(source) in AFFINES else None
     if before is None or len(source.users) > 1 or not _keeps_shape(source, before):
         return insert_function(reader, "expand", (source, *sizes))
     source.replace_input_with(before, _widened(source, before, axis))
     return source
-
-
-def _channels_axis(node: fx.Node) -> int | None:
-    """Where a layer has as many channels in every call, counted from the last axis.
-
-    A BatchNorm does not: it takes any number of them if there are no elements.
-    """
-    module = module_of(node) if node.op == "call_module" else None
-    return 1 - module.weight.ndim if isinstance(module, LAYERS) else None
 
 
 def _keeps_shape(affine: fx.Node, source: fx.Node) -> bool:
@@ -157,3 +178,107 @@ def _commutes(layer: Layer, affine: Affine) -> bool:
     if isinstance(layer, _ConvTransposeNd):
         return False
     return layer.padding_mode != "zeros" or not any(layer._reversed_padding_repeated_twice)
+
+
+def _operand(node: fx.Node) -> fx.Node | None:
+    """The one value that an affine node maps, or None where it maps two or divides by it."""
+    values = [each for each in node.args if isinstance(each, fx.Node) and not _is_constant(each)]
+    if node.op == "call_module":
+        return values[0] if values else None
+    inverse = node.target is operator.truediv and _is_constant(node.args[0])
+    one = len(values) == sum(map(_is_constant, node.args)) == 1
+    return values[0] if one and not inverse else None
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, fx.Node):
+        return is_attribute(value) and isinstance(attribute_of(value), torch.Tensor)
+    return type(value) in (int, float)
+
+
+def _affine_over(node: fx.Node, layer: Layer, channels: int) -> Affine:
+    """What an affine node with an `_operand` does to the channels that a layer writes or reads.
+
+    They are dimension `1 - layer.weight.ndim` of its value, in the layer's dtype.
+
+    Raises:
+        Refused: it does something else, or may do so in another call.
+    """
+    if node.op == "call_module":
+        return _of_batchnorm(node, layer, channels)
+    comes_first = _is_constant(node.args[0])
+    value = _constant(node, node.args[0 if comes_first else 1], layer, channels)
+    one, zero = torch.ones_like(value), torch.zeros_like(value)
+    if node.target is operator.mul:
+        return Affine(value, zero)
+    if node.target is operator.truediv:
+        return Affine(1 / value, zero)
+    if node.target is operator.add:
+        return Affine(one, value)
+    return Affine(-one, value) if comes_first else Affine(one, -value)
+
+
+@torch.no_grad()
+def _of_batchnorm(node: fx.Node, layer: Layer, channels: int) -> Affine:
+    bn = module_of(node)
+    require(not bn.training, "BatchNorm is in training mode and uses batch statistics")
+    tracks = bn.running_mean is not None and bn.running_var is not None
+    require(tracks, "BatchNorm tracks no running statistics and uses the batch's")
+    known_rank = _RANK.get(type(bn)) or rank(node.all_input_nodes[0])
+    require(known_rank == layer.weight.ndim, "BatchNorm normalizes another axis than the layer's")
+    require(channels == bn.num_features, "the number of features differs")
+    require(_fits(layer.weight, bn.running_var), "dtype or device differ")
+    require(not is_written(node), "the forward writes their tensors")
+    scale = (1.0 if bn.weight is None else wide(bn.weight)) / (wide(bn.running_var) + bn.eps).sqrt()
+    shift = (0.0 if bn.bias is None else wide(bn.bias)) - scale * wide(bn.running_mean)
+    return Affine(scale, shift)
+
+
+@torch.no_grad()
+def _constant(node: fx.Node, constant: Any, layer: Layer, channels: int) -> torch.Tensor:
+    """What a node combines its operand with, which must be one number, or one a channel."""
+    if not isinstance(constant, fx.Node):
+        require(layer.weight.is_floating_point(), "dtype or device differ")
+        return torch.full_like(wide(layer.weight.new_empty(1)), constant)
+    require(is_read_only(constant), "the forward writes their tensors")
+    value: torch.Tensor = attribute_of(constant)
+    require(_fits(layer.weight, value), "dtype or device differ")
+    narrowed = value.dim() > 0 and torch.is_autocast_enabled(value.device.type)
+    require(not narrowed, "autocast gives the layer another dtype than the constant")
+    axis = 1 - layer.weight.ndim
+    size = value.shape[axis] if value.dim() >= -axis else 1
+    require(value.numel() == size in (1, channels), "the constant is not one number a channel")
+    widens = value.dim() > -axis and value.dim() > rank(_operand(node))  # type: ignore[arg-type]
+    require(not widens, "the constant has more dimensions than what it is combined with")
+    return wide(value).reshape(-1)
+
+
+def _fits(weight: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a value of the weight's dtype and device keeps them, combined with another."""
+    floating = weight.is_floating_point() and other.is_floating_point()
+    same = torch.result_type(weight, other) == weight.dtype
+    return floating and same and weight.device == other.device
+
+
+def _call_folded(
+    before: fx.Node,
+    pair: tuple[fx.Node, fx.Node],
+    args: tuple[Any, ...],
+    absorb: Callable[[Layer, Affine], Layer],
+    transform: Affine,
+) -> fx.Node:
+    """Call `absorb(layer, transform)` before a node; a pair of calls is folded only once.
+
+    The pair is the call of the layer and the call that computes `transform`.
+    """
+    layer, absorbed = pair
+    done: dict[Any, str] = owner(layer).meta.setdefault("folded_pairs", {})
+    mapped = _operand(absorbed)
+    named = ("" if n is mapped else str(getattr(n, "target", n)) for n in absorbed.args)
+    key = (absorb.__name__, layer.target, absorbed.target, *named)
+    if key in done:
+        return call_module(before, done[key], args, like=layer)
+    folded = absorb(module_of(layer), transform)
+    node = insert_module(before, folded, args, f"{layer.target}_folded", like=layer)
+    done[key] = str(node.target)
+    return node

@@ -1,17 +1,19 @@
-"""Per-channel y = scale * x + shift, and layers that have absorbed one.
+"""Per-channel y = scale * x + shift, layers that have absorbed one, and who may see that.
 
 All arithmetic is in float64 and rounded once, into the dtype of the layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+import math
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from optimizer.core.node import arg, module_of
+from optimizer.facts.facts import tensor
 from optimizer.rewrite.contract import require
 
 Layer: TypeAlias = Any  # a Linear, a Conv or a ConvTranspose
@@ -19,32 +21,11 @@ Layer: TypeAlias = Any  # a Linear, a Conv or a ConvTranspose
 _BLOCK = 1 << 16  # elements: half a megabyte of float64
 
 
-@dataclass(frozen=True)
-class Affine:
+class Affine(NamedTuple):
     """y = scale * x + shift; one number for each channel, or one for all of them."""
 
     scale: torch.Tensor
     shift: torch.Tensor
-
-    @classmethod
-    @torch.no_grad()
-    def of_batchnorm(cls, bn: Any) -> Affine:
-        """What a BatchNorm with running statistics does in eval mode."""
-        mean, deviation = _wide(bn.running_mean), (_wide(bn.running_var) + bn.eps).sqrt()
-        scale = (1.0 if bn.weight is None else _wide(bn.weight)) / deviation
-        return cls(scale, (0.0 if bn.bias is None else _wide(bn.bias)) - scale * mean)
-
-    @classmethod
-    @torch.no_grad()
-    def of_constant(cls, name: str, constant: torch.Tensor, *, comes_first: bool) -> Affine:
-        """`x name constant`, or `constant name x`, where name is add, sub, mul or truediv."""
-        value = _wide(constant).reshape(-1)
-        one, zero = torch.ones_like(value), torch.zeros_like(value)
-        if name in ("mul", "truediv"):
-            return cls(value if name == "mul" else one / value, zero)
-        if comes_first:
-            return cls(one if name == "add" else -one, value)
-        return cls(one, value if name == "add" else -value)
 
 
 @torch.no_grad()
@@ -56,7 +37,7 @@ def absorbed_after(layer: Layer, affine: Affine) -> Layer:
     """
     bias = affine.shift
     if layer.bias is not None:
-        bias = affine.scale * _wide(layer.bias) + bias
+        bias = affine.scale * wide(layer.bias) + bias
     rows, _ = channels(layer)
     return _with_tensors(layer, affine, bias.expand(rows).contiguous(), over_outputs=True)
 
@@ -68,13 +49,11 @@ def absorbed_before(layer: Layer, affine: Affine) -> Layer:
     Raises:
         Refused: the new weights are beyond the layer's dtype.
     """
-    bias = None if layer.bias is None else _wide(layer.bias)
+    bias = None if layer.bias is None else wide(layer.bias)
     if affine.shift.any():
-        weight = _on_float64_device(layer.weight)
-        taps = weight.reshape(*weight.shape[:2], -1).sum(-1, dtype=torch.float64)
-        shifted = (taps * _matrix(_by_group(layer, affine.shift, over_outputs=False), weight)).sum(
-            1
-        )
+        shift = _by_group(layer, affine.shift, over_outputs=False)
+        taps = _kernels(_on_float64_device(layer.weight), shift).sum(-1, dtype=torch.float64)
+        shifted = (taps * shift).sum(-1).flatten()
         bias = shifted if bias is None else bias + shifted
     return _with_tensors(layer, affine, bias, over_outputs=False)
 
@@ -89,8 +68,15 @@ def channels(layer: Layer) -> tuple[int, int]:
 def _with_tensors(
     layer: Layer, affine: Affine, bias: torch.Tensor | None, *, over_outputs: bool
 ) -> Layer:
-    folded, factor = _shell(layer), _by_group(layer, affine.scale, over_outputs=over_outputs)
+    """A module with the layer's settings and other tensors."""
+    kind: Any = type(layer)
+    folded = kind.__new__(kind)
+    nn.Module.__init__(folded)
+    settings = {k: v for k, v in vars(layer).items() if k not in vars(folded)}
+    vars(folded).update(settings, training=layer.training)
     folded.weight = as_parameter(layer.weight)
+    folded.register_parameter("bias", None)
+    factor = _by_group(layer, affine.scale, over_outputs=over_outputs)
     if not (factor == 1).all():
         scaled = _scaled(layer.weight, factor)
         kept = _keeps_digits(layer.weight, scaled, factor)
@@ -115,59 +101,53 @@ def _by_group(layer: Layer, values: torch.Tensor, *, over_outputs: bool) -> torc
     return values.expand(groups * columns).reshape(groups, 1, -1)
 
 
-def _keeps_digits(weight: torch.Tensor, scaled: torch.Tensor, factor: torch.Tensor) -> bool:
-    """Whether no product is too large for the weight's dtype, and no channel's all too small.
+def _kernels(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """A weight as (groups, rows of one, columns, taps), as `_by_group` has its factors."""
+    rows, columns, *taps = weight.shape
+    return weight.reshape(len(factor), rows // len(factor), columns, math.prod(taps))
 
-    A sum is a cheaper look than a maximum: where |w1 + ... + wn| >= n t, one of them is >= t.
-    """
+
+def _keeps_digits(weight: torch.Tensor, scaled: torch.Tensor, factor: torch.Tensor) -> bool:
+    """Whether no product is too large for the weight's dtype, and no channel's all too small."""
     if not weight.numel():
         return True
     tiny = torch.finfo(weight.dtype).tiny
-    sums = _over_each(factor, torch.sum, scaled).abs()
-    if ((sums >= tiny * (scaled.numel() // factor.numel())) & sums.isfinite()).all():
-        return True
-    largest, was = (
-        _over_each(factor, torch.amax, each.abs()) for each in (scaled, weight.to(scaled.device))
-    )
-    too_small = (largest < tiny) & (largest < was) & (factor != 0)
-    return bool((largest.isfinite() & ~too_small).all())
+    largest = _largest(scaled, factor)
+    small = (largest < tiny) & (factor != 0)
+    if small.any():
+        small &= largest < _largest(_on_float64_device(weight), factor)
+    return bool((largest.isfinite() & ~small).all())
 
 
-def _over_each(factor: torch.Tensor, reduce: Any, weight: torch.Tensor) -> torch.Tensor:
-    """Reduce the weights that each factor scales to one number."""
-    kernels = weight.reshape(len(factor), -1, weight.shape[1], weight[0, 0].numel())
+def _largest(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of the weights that each factor scales; `abs` would copy them."""
+    kernels = _kernels(weight, factor)
     others = [*(axis for axis in (1, 2) if factor.shape[axis] == 1), 3]
-    return reduce(kernels, others, keepdim=True).squeeze(3)  # type: ignore[no-any-return]
-
-
-def _matrix(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What `_by_group` gave, with one row for each row of the weight."""
-    groups, _, columns = factor.shape
-    return factor.expand(groups, len(weight) // groups, columns).reshape(len(weight), columns)
+    ends = kernels.amax(others, keepdim=True), -kernels.amin(others, keepdim=True)
+    return torch.maximum(*ends).squeeze(3)
 
 
 def _scaled(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Products in float64, a few rows at a time: a copy of them all would not fit a cache."""
     wide = _on_float64_device(weight)
-    factor = _matrix(factor, wide).reshape(len(wide), -1, *[1] * (wide.ndim - 2))
+    groups, _, columns = factor.shape
+    matrix = factor.expand(groups, len(wide) // groups, columns)
+    by = matrix.reshape(len(wide), columns, *[1] * (wide.ndim - 2))
     scaled = torch.empty_like(wide)
     rows = max(1, _BLOCK * len(wide) // max(1, wide.numel()))
-    blocks = (torch.split(each, rows) for each in (scaled, wide, factor))
-    for made, few, by in zip(*blocks, strict=True):
-        made.copy_(few.double() * by)
+    blocks = (torch.split(each, rows) for each in (scaled, wide, by))
+    for made, few, factors in zip(*blocks, strict=True):
+        made.copy_(few.double() * factors)
     return scaled
 
 
-def device_of_float64(layer: Layer) -> torch.device:
-    """Where to compute what a layer on its device is to absorb: MPS has no float64."""
-    return torch.device("cpu") if layer.weight.is_mps else layer.weight.device
-
-
 def _on_float64_device(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor where float64 is computed with: MPS has none."""
     return tensor.cpu() if tensor.is_mps else tensor
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in float64."""
     return _on_float64_device(tensor).double()
 
 
@@ -182,12 +162,28 @@ def as_parameter(tensor: torch.Tensor | None) -> Any:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def _shell(layer: nn.Module) -> nn.Module:
-    """A module with the layer's settings and none of its tensors."""
-    shell = type(layer).__new__(type(layer))
-    nn.Module.__init__(shell)
-    settings = {k: v for k, v in vars(layer).items() if k not in vars(shell)}
-    vars(shell).update(settings, training=layer.training)
-    shell.register_parameter("weight", None)
-    shell.register_parameter("bias", None)
-    return shell
+def require_only_reader(node: fx.Node, reader: fx.Node) -> None:
+    """Refuse if a node other than `reader` reads more of a value than its shape or dtype."""
+    others = [user for user in node.users if user is not reader]
+    of_shape = all(_reads_shape(user, node) for user in others)
+    require(of_shape, "the layer's output is read elsewhere")
+
+
+def _reads_shape(user: fx.Node, node: fx.Node) -> bool:
+    if user.target is getattr:
+        return user.args[1] in ("shape", "ndim", "dtype", "device")
+    if user.op == "call_method" and user.target in ("reshape_as", "view_as", "expand_as"):
+        return user.args[0] is not node
+    return user.op == "call_method" and user.target in ("size", "dim", "numel")
+
+
+def may_keep_odd_strides(layer: fx.Node) -> bool:
+    """Whether the layer lays out an input of length 1 as if channels came last; others do not."""
+    one = isinstance(module_of(layer), nn.Conv1d | nn.ConvTranspose1d)
+    return one and reads_odd_strides(layer)
+
+
+def reads_odd_strides(layer: fx.Node) -> bool:
+    """Whether a layer's input is not contiguous."""
+    given = tensor(arg(layer, 0))
+    return given.stride() != torch.empty(given.shape, device="meta").stride()

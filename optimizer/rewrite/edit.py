@@ -52,10 +52,10 @@ def insert_module(
     """
     name = fresh_name(owner(before), stem)
     owner(before).add_submodule(name, module)
-    return insert_call(before, name, args, like=like)
+    return call_module(before, name, args, like=like)
 
 
-def insert_call(
+def call_module(
     before: fx.Node, name: str, args: tuple[Any, ...], *, like: fx.Node | None = None
 ) -> fx.Node:
     """Call the module that the graph's owner has under `name`, just before a node."""

@@ -385,6 +385,20 @@ REFUSALS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str]] = {
         ),
         READ_ELSEWHERE,
     ),
+    "a constant for each place": (
+        lambda: refused(
+            Forward(lambda m, x: m.fc(x) * m.c, fc=nn.Linear(3, 4), c=torch.ones(2, 4)).eval(),
+            *(2, 3),
+        ),
+        "the constant is not one number a channel",
+    ),
+    "a constant of more dimensions": (
+        lambda: refused(
+            Forward(lambda m, x: m.fc(x) * m.c, fc=nn.Linear(3, 4), c=torch.ones(1, 1, 4)).eval(),
+            *(2, 3),
+        ),
+        "the constant has more dimensions than what it is combined with",
+    ),
     "Linear on (N, C, L) with L == C": (
         lambda: refused(nn.Sequential(nn.Linear(3, 4), batchnorm(1)).eval(), 2, 4, 3),
         OTHER_AXIS,

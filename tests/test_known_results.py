@@ -198,3 +198,13 @@ def test_a_layer_with_another_setting_is_run(change: str) -> None:
     shapes = [observed(layer, x)[0].meta["fact"].value.shape for layer in layers * 2]
 
     assert shapes == [layer(x).shape for layer in layers * 2]
+
+
+@pytest.mark.parametrize("layer", [nn.ReLU(), nn.BatchNorm2d(4).eval()])
+def test_a_result_lies_as_what_a_layer_is_given(layer: nn.Module) -> None:
+    image = torch.rand(2, 4, 5, 6)
+    images = (image, image.contiguous(memory_format=torch.channels_last)) * 2
+
+    strides = [observed(layer, x)[0].meta["fact"].value.stride() for x in images]
+
+    assert strides == [layer(x).stride() for x in images]

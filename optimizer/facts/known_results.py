@@ -50,7 +50,7 @@ def _form(called: Any, args: tuple[Any, ...]) -> Any:
     ours = kind.__module__.startswith(("torch.nn.modules.", "optimizer."))
     if not (ours and isinstance(called, RETURN_A_TENSOR)) or has_plain_tensors(called):
         return None
-    names = ("training", *getattr(kind, "__constants__", ()))
+    names = ("training", "_reversed_padding_repeated_twice", *getattr(kind, "__constants__", ()))
     settings = [getattr(called, name, None) for name in names]
     held = [*called._parameters.items(), *called._buffers.items()]
     tensors = tuple((name, each if each is None else _layout(each)) for name, each in held)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from optimizer.core.context import own_random_numbers
-from optimizer.core.copy import structural_copy
+from optimizer.core.copy import is_ordinary, structural_copy
 from optimizer.core.errors import CaptureError, DeviceError, InputError
 from optimizer.core.inputs import Call
 from optimizer.frontend.outside import Outside, kept
@@ -24,6 +24,7 @@ from optimizer.verify.leaves import leaves_of, says_nothing
 # Largest difference, relative to the largest value of the output, that passes without a
 # second look. Rounding in a deep network stays a hundredfold below; a wrong formula does not.
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDE = {float: torch.float64, complex: torch.complex128}
 # How much further from the float64 answer than the original's a result may be.
 _WORSE_THAN_EAGER = 4.0
@@ -157,6 +158,8 @@ def _leaf_difference(
 def _tensor_difference(
     place: str, old: torch.Tensor, new: torch.Tensor, bound: float
 ) -> Difference | None:
+    if _same_bits(old, new):
+        return None
     error = relative_error(old, new)
     if error <= bound and (bound or _same_signs(old, new)):
         return None
@@ -166,6 +169,12 @@ def _tensor_difference(
     elif not math.isfinite(error):
         reason = "NaN or infinities are elsewhere"
     return Difference(place, error, reason, old, new)
+
+
+def _same_bits(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether two tensors hold the same, which is a hundred times as fast to see."""
+    whole = _WHOLE.get(old.element_size()) if is_ordinary(old) and is_ordinary(new) else None
+    return whole is not None and torch.equal(old.detach().view(whole), new.detach().view(whole))
 
 
 def _same_signs(old: torch.Tensor, new: torch.Tensor) -> bool:

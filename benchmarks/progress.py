@@ -5,11 +5,30 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
 
 _TRUST = 60.0  # seconds of measuring that weigh as much as the guess
+
+
+@contextmanager
+def spoken(line: Callable[[], str], silence: float = 10.0) -> Iterator[None]:
+    """Print a line whenever so many seconds have passed, as long as the block runs."""
+    over = threading.Event()
+
+    def speak() -> None:
+        while not over.wait(silence):
+            print(line(), flush=True)
+
+    thread = threading.Thread(target=speak, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class Part(NamedTuple):
@@ -54,17 +73,15 @@ class Progress:
         self._part: Part | None = None
         self._where, self._passed, self._finished = "", 0, 0.0
         self._started = self._began = time.monotonic()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._speak, daemon=True)
+        self._within = ExitStack()
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._within.enter_context(self._folder)
+        self._within.enter_context(spoken(self.line, self._silence))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self._folder.cleanup()
+        self._within.close()
 
     def begin(self, part: Part, where: str = "") -> None:
         """Hear of the next part, and where it is measured."""
@@ -110,10 +127,6 @@ class Progress:
         if not begun:
             return [], min(time.monotonic() - self._began, self._part.start)
         return begun, self._part.start + self._part.seconds * (len(begun) - 1)
-
-    def _speak(self) -> None:
-        while not self._over.wait(self._silence):
-            print(self.line(), flush=True)
 
 
 def _minutes(seconds: float) -> str:

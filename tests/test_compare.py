@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks.compare import command
 from benchmarks.compare.cells import Cell
-from benchmarks.compare.command import Progress, main
+from benchmarks.compare.command import main
 from benchmarks.compare.rounds import AGAIN, BASE, NEW, Series
 from benchmarks.compare.schedule import Schedule
 from benchmarks.compare.tables import as_json, markdown, text
@@ -41,6 +41,7 @@ from benchmarks.compare.verdicts import (
     flagged,
     verdict,
 )
+from benchmarks.progress import spoken
 from tests.quality.verdicts import Setting, simulate
 from tests.quality.verdicts import rounds as drawn
 
@@ -117,7 +118,14 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with the suite above, our configuration of asv, and our command."""
     folder = tmp_path_factory.mktemp("project")
     suite = folder / "benchmarks"
-    for part in ("compare", "plugins/hostoverlay.py", "_git.py", "_machine.py", "running.py"):
+    for part in (
+        "compare",
+        "plugins/hostoverlay.py",
+        "_git.py",
+        "_machine.py",
+        "progress.py",
+        "running.py",
+    ):
         source, target = ROOT / "benchmarks" / part, suite / part
         target.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
@@ -595,8 +603,9 @@ def test_json_names_everything_of_a_cell() -> None:
 
 
 def test_a_line_comes_while_a_cell_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(Schedule([series([]), series([])], [], 8, minutes=1.0), silence=0.02) as progress:
-        progress.tell(series([]))
+    schedule = Schedule([series([]), series([])], [], 8, minutes=1.0)
+    with spoken(schedule.line, silence=0.02):
+        schedule.begin(series([]))
         time.sleep(0.3)
 
     lines = capsys.readouterr().out.splitlines()

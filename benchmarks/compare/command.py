@@ -13,16 +13,15 @@ import argparse
 import platform
 import random
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from asv import util
 
 from benchmarks._machine import machine_name
+from benchmarks.progress import spoken
 from benchmarks.running import ended_by_signals
 
 from . import tables
@@ -148,13 +147,11 @@ def _schedule(
 
 def _measure(found: Schedule, sides: Sides, journal: Journal, draw: random.Random) -> bool:
     """Fill the schedule; return whether it was interrupted, in which case what is whole stays."""
-    with Progress(found) as progress:
+    with spoken(found.line):
 
         def measure(several: Sequence[Series], has_time: HasTime) -> None:
             again = any(several[0] is each for each in found.second)
-            run_round(
-                several, sides, draw, has_time, progress.tell, lambda s: journal.keep(s, again)
-            )
+            run_round(several, sides, draw, has_time, found.begin, lambda s: journal.keep(s, again))
 
         try:
             found.run(measure)
@@ -165,45 +162,6 @@ def _measure(found: Schedule, sides: Sides, journal: Journal, draw: random.Rando
     if journal.trouble:
         print(f"compare: {journal.trouble}; --resume is not possible.", file=sys.stderr)
     return False
-
-
-class Progress:
-    """Says where the measurement is, at least every ten seconds while it is entered.
-
-    Args:
-        schedule: what is measured.
-        silence: seconds without a line, at most.
-    """
-
-    def __init__(self, schedule: Schedule, silence: float = 10.0) -> None:
-        self.schedule, self.silence = schedule, silence
-        self._cell, self._over = "beginning", threading.Event()
-        self._thread = threading.Thread(target=self._say, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def tell(self, series: Series) -> None:
-        """Hear of a cell that begins."""
-        self._cell = series.cell.name
-
-    def _say(self) -> None:
-        left = self.schedule.started + 60 * self.schedule.minutes - time.monotonic()
-        until = datetime.now() + timedelta(seconds=left)
-        while not self._over.wait(self.silence):
-            first, second = self.schedule.first, self.schedule.second
-            reached = sum(each.is_done or len(each.rounds) >= FEWEST_ROUNDS for each in first)
-            told = f", {len(second)} are measured again" if second else ""
-            print(
-                f"{reached} of {len(first)} reached{told}: {self._cell};"
-                f" until {until:%H:%M:%S} at the latest",
-                flush=True,
-            )
 
 
 def _tell(

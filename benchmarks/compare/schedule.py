@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import TypeAlias
 
 from .rounds import Series
@@ -35,6 +36,7 @@ class Schedule:
         rounds: the most of either.
         minutes: for all of it.
         started: when they began.
+        current: the cell that is measured.
     """
 
     first: list[Series]
@@ -42,6 +44,7 @@ class Schedule:
     rounds: int
     minutes: float
     started: float = field(default_factory=time.monotonic)
+    current: str = "beginning"
 
     def run(self, measure: Round) -> None:
         """Fill both."""
@@ -56,6 +59,19 @@ class Schedule:
         for several in _together(self.first):
             self._until(several, self._is_unknown, measure, has_time)
         self._until(self.first, self._is_undecided, measure, has_time)
+
+    def begin(self, series: Series) -> None:
+        """Hear of the cell that is measured from now on."""
+        self.current = series.cell.name
+
+    def line(self) -> str:
+        """How much is reached, what is measured, and until when it takes at most."""
+        left = self.started + 60 * self.minutes - time.monotonic()
+        until = datetime.now() + timedelta(seconds=left)
+        reached = sum(s.is_done or len(s.rounds) >= FEWEST_ROUNDS for s in self.first)
+        told = f"{reached} of {len(self.first)} reached"
+        told += f", {len(self.second)} are measured again" if self.second else ""
+        return f"{told}: {self.current}; until {until:%H:%M:%S} at the latest"
 
     def has_time(self) -> bool:
         """Whether the time is not over."""

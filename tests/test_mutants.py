@@ -59,8 +59,9 @@ def test_a_mistake_concerns_its_pass_or_those_that_import_it() -> None:
         return _mutants.concerned(next(m for n, m in CATALOGUE.items() if n.startswith(start)))
 
     assert concerned("fuse_linear_relu:") == ["fuse_linear_relu"]
-    assert concerned("expression:") == [
-        "recognize_activations", "recognize_attention", "recognize_linear",
+    assert concerned("affine:") == [
+        "fold_affine", "fold_affine_forward", "fold_padding", "fuse_linear_relu",
+        "reuse_activations", "reuse_operands", "sink_convolutions",
     ]  # fmt: skip
     assert concerned("canonicalize:") == ["capture"]
     assert concerned("effects:") == list(MOTIFS)
@@ -268,7 +269,7 @@ def test_the_tests_of_a_mistake_are_those_that_import_its_file() -> None:
     assert "test_recognize_activations" in near("core/guards.py")  # by a helper
     assert "test_materialize" in near("frontend/materialize.py")  # it is named after it
     assert "test_fold_affine" not in near("lowering/packed.py")
-    assert not near("rewrite/expression.py") & {"test_fuzz", "test_mutants"}
+    assert not near("rewrite/affine.py") & {"test_fuzz", "test_mutants"}
 
 
 def test_every_change_plants_some_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer.core.node import arg, attribute_of, callee, is_attribute, module_of, named_arguments
-from optimizer.core.ops import LAYOUTS, alike
+from optimizer.core.node import (
+    arg,
+    attribute_of,
+    called_on,
+    callee,
+    is_attribute,
+    module_of,
+    named_arguments,
+)
+from optimizer.core.ops import LAYOUTS, alike, iadd, imul, isub, itruediv
 from optimizer.facts.facts import fact, is_read_only, is_unchanged, rank, tensor
 from optimizer.rewrite.contract import require, rewrite
 from optimizer.rewrite.edit import erase_run, insert_function, insert_module
-from optimizer.rewrite.expression import PRODUCTS, Form, form_of_function, is_closed, readings
 from optimizer.rewrite.pattern import call, called
 
-_TANH = {"approximate": "tanh"}
-_RATE = math.sqrt(2 / math.pi)
-_NATIVE: tuple[tuple[Callable[[Any], Any], Callable[..., Any], dict[str, str]], ...] = (
-    (lambda x: x * torch.sigmoid(x), F.silu, {}),
-    (lambda x: x * F.relu6(x + 3) / 6, F.hardswish, {}),
-    (lambda x: x * F.hardsigmoid(x), F.hardswish, {}),
-    (lambda x: F.relu6(x + 3) / 6, F.hardsigmoid, {}),
-    (lambda x: x * (1 + torch.tanh(_RATE * (x + 0.044715 * x**3))) / 2, F.gelu, _TANH),
-    (lambda x: x * (1 + torch.tanh(_RATE * x * (1 + 0.044715 * x**2))) / 2, F.gelu, _TANH),
+PRODUCTS = (
+    operator.mul, imul, torch.mul, "mul", "mul_", operator.truediv, itruediv, torch.div, "div",
+    "div_",
+)  # fmt: skip
+ARITHMETIC = frozenset((
+    *PRODUCTS, operator.add, iadd, torch.add, "add", "add_", operator.sub, isub, torch.sub, "sub",
+    "sub_", operator.pow, torch.pow, "pow", F.relu6, nn.ReLU6, F.hardtanh, nn.Hardtanh, torch.clamp,
+    "clamp", "clamp_", torch.sigmoid, F.sigmoid, nn.Sigmoid, "sigmoid", "sigmoid_", torch.tanh,
+    F.tanh, nn.Tanh, "tanh", "tanh_", F.hardsigmoid, nn.Hardsigmoid,
+))  # fmt: skip
+_FARTHEST = 8  # calls between the root of a spelling and its x
+_PLACES = torch.tensor(
+    [each / 4 + 0.03 for each in range(-33, 34)] + [-1e300, -1e30, -1e3, 1e3, 1e30, 1e300],
+    dtype=torch.float64,
+    device="cpu",
 )
+_NATIVE: tuple[tuple[Callable[..., torch.Tensor], dict[str, str]], ...] = (
+    (F.silu, {}), (F.hardswish, {}), (F.hardsigmoid, {}), (F.gelu, {"approximate": "tanh"}),
+)  # fmt: skip
+_THERE = torch.stack([function(_PLACES, **settings) for function, settings in _NATIVE])
 Factor: TypeAlias = tuple[Callable[..., Any], Any]
 MATMULS = (operator.matmul, torch.matmul)
 SOFTMAXES = (torch.softmax, F.softmax, nn.Softmax, "softmax")
@@ -43,19 +58,20 @@ def recognize_activations(root: fx.Node) -> fx.Node | None:
 
     x * sigmoid(x) -> silu(x), and so hardswish, hardsigmoid and gelu, however they are written.
 
-    Both are the same function of x, since they have one form, and every call between x and
-    the result computes with x and numbers only. None of what it makes is read elsewhere, and
-    x, which the operator keeps for gradients, is not written later. The operators compute in
-    float32 or better and round once; integers, which a spelling takes, they reject. GELU by erf is
-    not among them: F.gelu of an x that has overflowed to +inf is NaN on CPUs in float32, where the
-    spelling keeps +inf.
+    Every call between x and the result computes with x and numbers only, and at many places x,
+    small and large, all of it in float64 is what the operator makes of x, to the twelfth digit:
+    both are the same function of x. None of what it makes is read elsewhere, and x, which the
+    operator keeps for gradients, is not written later. The operators compute in float32 or better
+    and round once; integers, which a spelling takes, they reject. GELU by erf is not among them:
+    F.gelu of an x that has overflowed to +inf is NaN on CPUs in float32, where the spelling keeps
+    +inf.
     """
-    for form, x, inner in readings(root):
-        if form not in _natives():
+    for x, inner in _readings(root):
+        found = _native(_evaluated(root, x, inner))
+        if found is None:
             continue
-        function, settings = _natives()[form]
-        require(is_closed(root, inner), "what it computes on the way is read elsewhere")
-        require(is_unchanged(x, min(inner)), "its input is written later")
+        function, settings = found
+        _require_alone(root, inner, (x,))
         require(tensor(x).is_floating_point(), "its input is not floating point")
         result = function(tensor(x), **settings)
         require(alike(result, tensor(root)), "the result would differ in layout")
@@ -65,9 +81,58 @@ def recognize_activations(root: fx.Node) -> fx.Node | None:
     return None
 
 
-@cache
-def _natives() -> dict[Form, tuple[Callable[..., Any], dict[str, str]]]:
-    return {form_of_function(spelled): (native, settings) for spelled, native, settings in _NATIVE}
+def _readings(root: fx.Node) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
+    """Each value that a call computes arithmetic of, with numbers only, and the calls between."""
+    reached = set[fx.Node]()
+    _is_arithmetic(root, None, _FARTHEST, reached)
+    sources = {each for node in reached for each in node.all_input_nodes}
+    for x in sorted(sources) if len(reached) <= 2 * _FARTHEST else ():
+        inner = set[fx.Node]()
+        if _is_arithmetic(root, x, _FARTHEST, inner):
+            yield x, inner - {root}
+
+
+def _is_arithmetic(node: fx.Node, x: fx.Node | None, depth: int, inner: set[fx.Node]) -> bool:
+    """Whether a value is one of `x`, not many calls away; the calls are added to `inner`."""
+    if node is x or not depth or called(node) not in ARITHMETIC:
+        return node is x
+    inner.add(node)
+    below = [_is_arithmetic(each, x, depth - 1, inner) for each in node.all_input_nodes]
+    return all(below)
+
+
+def _evaluated(root: fx.Node, x: fx.Node, inner: set[fx.Node]) -> torch.Tensor:
+    """What a run of calls makes of `_PLACES`; what is written is a copy."""
+    values = {x: _PLACES}
+    for node in sorted({root, *inner}):
+        given = fx.node.map_arg((node.args, node.kwargs), lambda each: values[each].clone())
+        module = module_of(node) if node.op == "call_module" else None
+        values[node] = called_on(node, module, *given)
+    return values[root]
+
+
+def _native(value: torch.Tensor) -> tuple[Callable[..., torch.Tensor], dict[str, str]] | None:
+    """The operator that makes these values of `_PLACES`, if one does."""
+    if value.dtype != _PLACES.dtype:  # multiplied with a complex number
+        return None
+    near = torch.isclose(value, _THERE, rtol=1e-12, atol=1e-12).all(1).tolist()
+    return _NATIVE[near.index(True)] if any(near) else None
+
+
+def _require_alone(root: fx.Node, inner: set[fx.Node], read: Sequence[fx.Node]) -> None:
+    """Refuse if what is computed on the way to `root` is read or written elsewhere, or its input.
+
+    A call that writes its operand must be the operand's only reader: others read it before.
+    """
+    known = {root, *inner}
+    alone = all(known.issuperset(node.users) for node in inner) and all(
+        arg(node, 0) in inner and len(arg(node, 0).users) == 1
+        for node in known
+        if fact(node).writes
+    )
+    require(alone, "what it computes on the way is read elsewhere")
+    unwritten = all(is_unchanged(each, min(inner)) for each in read)
+    require(unwritten, "its input is written later")
 
 
 @rewrite(
@@ -98,8 +163,7 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     read, inner = (q, k, root.args[1]), {weights, scores, *inner, *inner_q, *inner_k}
     require(all(rank(each) == 4 for each in read), "it has not four dimensions")
     require(_is_over_keys(weights), "its softmax is over another axis or dtype")
-    require(is_closed(root, inner), "what it computes on the way is read elsewhere")
-    require(all(is_unchanged(each, min(inner)) for each in read), "its input is written later")
+    _require_alone(root, inner, read)
     require(is_read_only(root), "its result is written")
     require(_has_kernel(*map(tensor, read)), "torch has no faster kernel for it")
 

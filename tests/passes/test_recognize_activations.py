@@ -182,6 +182,8 @@ OTHERS: list[Callable[[Any, Tensor], Any]] = [
     lambda m, x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3))),
     lambda m, x: 6 / F.relu6(x + 3),
     lambda m, x: x * True,
+    lambda m, x: (x * 1j).real,
+    lambda m, x: x.clamp(max=9) * torch.sigmoid(x),
     lambda m, x: x / 0,
 ]
 

@@ -132,10 +132,12 @@ MAY_COPY = frozenset((
     "bfloat16", "bool", "contiguous", "cpu", "cuda", "double", "flatten", "float", "half", "int",
     "long", "ravel", "reshape", "reshape_as", "short", "to", "type", "type_as",
 ))  # fmt: skip
+# Modules that take a tensor, and make a new one.
+MAKE_A_TENSOR = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
 RETURN_A_TENSOR = (
-    nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm,
-    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh,
-    nn.Identity, nn.modules.dropout._DropoutNd, nn.modules.pooling._AvgPoolNd, nn.Flatten,
+    *MAKE_A_TENSOR, nn.LayerNorm, nn.GroupNorm, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish,
+    nn.Hardsigmoid, nn.Sigmoid, nn.Tanh, nn.Identity, nn.modules.dropout._DropoutNd,
+    nn.modules.pooling._AvgPoolNd, nn.Flatten,
 )  # fmt: skip
 
 

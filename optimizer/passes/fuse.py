@@ -91,11 +91,16 @@ def reuse_activations(activation: fx.Node) -> fx.Node | None:
     require(is_spare(arg(activation, 0)), "its input is needed elsewhere")
     require(_keeps_signs(activation), "a gradient needs the signs, which would not be kept")
 
-    function = callee(activation)
+    function, settings = callee(activation), dict(activation.kwargs)
+    if function is nn.GELU:
+        settings = {"approximate": module_of(activation).approximate}
+    if function in (F.gelu, nn.GELU):
+        gelu_ = torch._C._nn.gelu_  # type: ignore[attr-defined]
+        return insert_function(activation, gelu_, activation.args, **settings)
     if activation.op == "call_module":
-        return _module(activation)
-    if function is F.gelu:
-        return _gelu(activation, **activation.kwargs)
+        module = copy.copy(module_of(activation))
+        module.inplace = True
+        return insert_module(activation, module, activation.args, str(activation.target))
     if function is F.relu:  # which has one spelling
         return insert_function(activation, F.relu, (arg(activation, 0), True))
     place = list(inspect.signature(function).parameters).index("inplace")  # the last argument
@@ -122,20 +127,6 @@ def _keeps_signs(activation: fx.Node) -> bool:
         return True
     slope = _settings(activation).get("negative_slope", 0.0)
     return isinstance(slope, int | float) and slope >= 0 and is_read_only(activation)
-
-
-def _module(activation: fx.Node) -> fx.Node:
-    module = module_of(activation)
-    if type(module) is nn.GELU:
-        return _gelu(activation, approximate=module.approximate)
-    module = copy.copy(module)
-    module.inplace = True
-    return insert_module(activation, module, activation.args, str(activation.target))
-
-
-def _gelu(activation: fx.Node, **settings: Any) -> fx.Node:
-    gelu_ = torch._C._nn.gelu_  # type: ignore[attr-defined]
-    return insert_function(activation, gelu_, activation.args, **settings)
 
 
 @rewrite(call(*OVER, name="combination"), numerics="exact", phase="memory")

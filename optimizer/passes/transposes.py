@@ -14,7 +14,7 @@ from optimizer.core.ops import LAYOUTS
 from optimizer.facts.facts import Refused, aliases, is_pure, rank, tensor
 from optimizer.rewrite.contract import require, rewrite
 from optimizer.rewrite.edit import insert_copy, insert_function
-from optimizer.rewrite.pattern import call
+from optimizer.rewrite.pattern import call, called
 
 # Not GELU: on the CPU its kernel, and with it the last bit, depends on the layout.
 ELEMENTWISE = {
@@ -119,10 +119,12 @@ def sink_transposes(outer: fx.Node) -> fx.Node | None:
     views = {view for node in inners for view in aliases(node)}
     require(not any(map(_repeats, views)), "what is transposed may be repeated in memory")
 
-    sunk = _without(inners, between)
-    moved = insert_copy(outer, inner, lambda _: sunk[-1])
+    source = {each: arg(each, 0) for each in inners}
+    for node in between:
+        source[node] = insert_copy(node, node, source.__getitem__)
+    moved = insert_copy(outer, inner, lambda _: source[between[-1]])
     if tensor(moved).stride() != tensor(between[-1]).stride():
-        for node in (moved, *reversed(sunk)):
+        for node in (moved, *(source[each] for each in reversed(between))):
             outer.graph.erase_node(node)
         raise Refused("the result would be laid out differently in memory")
     return insert_copy(outer, outer, lambda _: moved)
@@ -136,7 +138,7 @@ def _sandwich(outer: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         node = pending.pop()
         if callee(node) in LAYOUTS:
             inners.add(node)
-        elif not _is_elementwise(node):
+        elif called(node) not in ELEMENTWISE or not is_pure(node):
             return [], []
         elif node not in between:
             between.add(node)
@@ -145,20 +147,5 @@ def _sandwich(outer: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _repeats(view: fx.Node) -> bool:
-    called = getattr(view.target, "__name__", view.target)
-    return str(called).partition(".")[0] in REPEATING
-
-
-def _is_elementwise(node: fx.Node) -> bool:
-    called = node.target if node.op == "call_method" else callee(node)
-    return called in ELEMENTWISE and is_pure(node)
-
-
-def _without(inners: list[fx.Node], between: list[fx.Node]) -> list[fx.Node]:
-    """The operations once more, on what the transposes were given."""
-    source = {inner: arg(inner, 0) for inner in inners}
-    sunk = []
-    for node in between:
-        source[node] = insert_copy(node, node, lambda read: source[read])
-        sunk.append(source[node])
-    return sunk
+    name = getattr(view.target, "__name__", view.target)
+    return str(name).partition(".")[0] in REPEATING

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.operator_schemas import get_signature_for_torch_op
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 
 from optimizer.core.errors import InputError
 from optimizer.core.node import fresh_name, is_plain, module_of
-from optimizer.core.ops import writes
+from optimizer.core.ops import MAKE_A_TENSOR, writes
 from optimizer.facts.effects import runs_known_code
+from optimizer.rewrite.edit import supersede
 
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_FRESH = (nn.Linear, _ConvNd, _NormBase)  # modules whose result is a tensor of its own
 
 
 def insert_call(
@@ -33,7 +32,12 @@ def insert_call(
             raise InputError(f"a tensor has no method '{target}': name one that it has.")
         return root.graph.call_method(target, args, kwargs)
     if is_module_class(target):
-        target = _constructed(target).train(root.training)
+        try:
+            target = target().train(root.training)
+        except TypeError as error:
+            raise InputError(
+                f"{target.__name__} cannot be made without arguments ({error}): pass a module."
+            ) from error
     _require_takes(target, args, kwargs)
     if isinstance(target, nn.Module):
         name = fresh_name(root, type(target).__name__.lower())
@@ -47,23 +51,12 @@ def is_module_class(target: object) -> bool:
     return isinstance(target, type) and issubclass(target, nn.Module)
 
 
-def _constructed(kind: type[nn.Module]) -> nn.Module:
-    try:
-        return kind()
-    except TypeError as error:
-        raise InputError(
-            f"{kind.__name__} cannot be made without arguments ({error}): pass a module."
-        ) from error
-
-
 def _require_takes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     known = signatures(target)
     for signature in known:
-        try:
+        with suppress(TypeError):
             signature.bind(*args, **kwargs)
-        except TypeError:
-            continue
-        return
+            return
     if known:
         name = getattr(target, "__name__", type(target).__name__)
         shown = ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())])
@@ -139,8 +132,7 @@ def take_place(node: fx.Node, value: fx.Node) -> None:
         assert isinstance(written, fx.Node)
         layer = module_of(written) if written.op == "call_module" else None
         seen = any(value < user for user in written.users if user is not node)
-        if seen or not isinstance(layer, _FRESH):
+        if seen or not isinstance(layer, MAKE_A_TENSOR):
             with node.graph.inserting_before(node):
                 value = node.graph.call_method("copy_", (written, value))
-    node.replace_all_uses_with(value)
-    node.graph.erase_node(node)
+    supersede(node, value)

@@ -8,12 +8,11 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
+from torch import fx
 
 from optimizer.core.guards import expect_given, expect_tensor
 from optimizer.core.node import arg, callee, source_of
+from optimizer.core.ops import MAKE_A_TENSOR
 from optimizer.core.report import Refusal, Rewrite
 from optimizer.facts.facts import Refused, facts_of, forget_asked, is_pure, rely_on_asked
 from optimizer.rewrite.contract import PHASES, Pass, Phase
@@ -216,5 +215,5 @@ def _guards_of(node: fx.Node) -> Iterator[tuple[Callable[..., None], tuple[Any, 
 
 def _needs_a_tensor(user: fx.Node) -> bool:
     if user.op == "call_module":
-        return issubclass(callee(user) or object, (nn.Linear, _ConvNd, _NormBase))
+        return issubclass(callee(user) or object, MAKE_A_TENSOR)
     return user.op == "call_method" or user.target is getattr

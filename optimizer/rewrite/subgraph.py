@@ -96,16 +96,13 @@ def inline(
             copied = values[node] = before.graph.node_copy(node, values.__getitem__)
         if node.op in ("call_module", "get_attr"):
             path = str(node.target)
-            copied.target = known[path] = known.get(path) or _add(before, part, path)
+            if path not in known:
+                known[path] = fresh_name(owner(before), path)
+                hold(owner(before), known[path], attribute(part, path))
+            copied.target = known[path]
         copied.meta.update(new=True, source=before.meta.get("source", ""))
         added.append(copied)
     return fx.node.map_arg(result_of(part), values.__getitem__), added
-
-
-def _add(before: fx.Node, part: fx.GraphModule, path: str) -> str:
-    name = fresh_name(owner(before), path)
-    hold(owner(before), name, attribute(part, path))
-    return name
 
 
 class Match:
@@ -207,7 +204,9 @@ def replace_matches(module: fx.GraphModule, pattern: Any, replacement: Any) -> N
         value = build(node, match) if match else None
         if match and value is not None:
             take_place(node, value)
-            _erase_unread(match)
+            for inside in reversed(match.nodes):
+                if not inside._erased and not inside.users:
+                    inside.graph.erase_node(inside)
 
 
 def _in_mode(pattern: Any, module: fx.GraphModule) -> Any:
@@ -278,9 +277,3 @@ def _by_function(module: fx.GraphModule, wanted: fx.GraphModule, function: Any) 
             )
 
     return build
-
-
-def _erase_unread(match: Match) -> None:
-    for node in reversed(match.nodes):
-        if not node._erased and not node.users:
-            node.graph.erase_node(node)

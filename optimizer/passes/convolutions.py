@@ -123,7 +123,10 @@ def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
     require(not any(layer._reversed_padding_repeated_twice), "the convolution pads")
     require(not may_keep_odd_strides(conv), "its output may be laid out otherwise")
     require(averages or layer.bias is None, "the pool does not divide by the number of places")
-    require(_saves(layer, stride), "the pool would cost more than it saves")
+    products = layer.in_channels * layer.out_channels // layer.groups  # of one place
+    before = products + _AVERAGE * layer.out_channels
+    after = products / stride + _AVERAGE * layer.in_channels
+    require(after < before, "the pool would cost more than it saves")
     require_only_reader(conv, pool)
     require(is_unchanged(source, conv, pool), "what is convolved is written before it is pooled")
     require(not is_written(conv), "the forward writes their tensors")
@@ -152,11 +155,3 @@ def _sizes(given: Any, dimensions: int) -> tuple[Any, ...]:
     """One for each dimension, where one number may stand for all."""
     sizes = tuple(given) if isinstance(given, list | tuple) else (given,)
     return sizes * dimensions if len(sizes) == 1 else sizes
-
-
-def _saves(layer: Any, stride: float) -> bool:
-    """Whether fewer products outweigh more averages."""
-    products: int = layer.in_channels * layer.out_channels // layer.groups  # of one place
-    before: float = products + _AVERAGE * layer.out_channels
-    after: float = products / stride + _AVERAGE * layer.in_channels
-    return after < before

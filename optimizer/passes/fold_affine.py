@@ -70,7 +70,10 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
     require_only_reader(layer, flat or affine)
     if flat is not None:
         require_only_reader(flat, affine)
-        require(_keeps_last_dimension(flat, linear), "flattening mixes the layer's outputs")
+        dimensions, last = rank(layer), arg(flat, 2)
+        fixed = isinstance(linear, nn.Linear) and isinstance(last, int)
+        unmixed = fixed and last % dimensions < dimensions - 1
+        require(unmixed, "flattening mixes the layer's outputs")
     is_norm = affine.op == "call_module"
     require(not (is_norm and _is_one_place(layer)), "its output may be laid out otherwise")
     laid_out_anew = is_norm and may_keep_odd_strides(layer)
@@ -83,12 +86,6 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
     flattened = insert_function(flat, torch.flatten, (folded, *flat.args[1:]))
     supersede(flat, flattened)
     return flattened
-
-
-def _keeps_last_dimension(flat: fx.Node, layer: nn.Module) -> bool:
-    dimensions, last = rank(flat.all_input_nodes[0]), arg(flat, 2)
-    fixed = isinstance(layer, nn.Linear) and isinstance(last, int)
-    return fixed and last % dimensions < dimensions - 1
 
 
 def _is_one_place(layer: fx.Node) -> bool:

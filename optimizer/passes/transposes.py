@@ -45,7 +45,8 @@ def compose_transposes(outer: fx.Node) -> fx.Node | None:
     if callee(inner) not in LAYOUTS:
         return _without_identity(outer)
     require(_has_constant_axes(inner) and _has_constant_axes(outer), "its axes are computed")
-    dimensions = _dimensions(inner, outer)
+    written = [len(arg(n, 1)) for n in (inner, outer) if n.target is torch.permute]
+    dimensions = written[0] if written else rank(outer)
     order = _permuted(outer, _permuted(inner, tuple(range(dimensions))))
     if order == tuple(sorted(order)):
         return _source(inner)
@@ -77,14 +78,6 @@ def _has_constant_axes(node: fx.Node) -> bool:
     return node.all_input_nodes == [arg(node, 0)]
 
 
-def _dimensions(inner: fx.Node, outer: fx.Node) -> int:
-    """The rank, from a permute's own list of axes where there is one."""
-    for node in (inner, outer):
-        if node.target is torch.permute:
-            return len(arg(node, 1))
-    return rank(outer)
-
-
 def _source(node: fx.Node) -> fx.Node:
     source: fx.Node = arg(node, 0)
     return source
@@ -105,7 +98,7 @@ def sink_transposes(outer: fx.Node) -> fx.Node | None:
     are composed.
     """
     between, inners = _sandwich(outer)
-    if not between or not all(node.all_input_nodes == [arg(node, 0)] for node in (outer, *inners)):
+    if not between or not all(map(_has_constant_axes, (outer, *inners))):
         return None
     if any(callee(arg(node, 0)) in LAYOUTS for node in inners):
         return None  # first compose the two: a chain then halves at each sweep

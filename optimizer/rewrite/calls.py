@@ -81,10 +81,8 @@ def operands(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if named is None:
         return node.args, dict(node.kwargs)
     default, given = named
-    required = tuple(given[name] for name in given if default[name] is inspect.Parameter.empty)
-    optional = {name: given[name] for name in given if default[name] is not inspect.Parameter.empty}
-    chosen = {n: v for n, v in optional.items() if n != "inplace" and v != default[n]}
-    return required, chosen
+    required = tuple(given.pop(n) for n in [*given] if default[n] is inspect.Parameter.empty)
+    return required, {n: v for n, v in given.items() if n != "inplace" and v != default[n]}
 
 
 def _named(node: fx.Node) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -105,8 +103,7 @@ def overwrites(node: fx.Node) -> bool:
         return bool(getattr(module_of(node), "inplace", False))
     if node.op not in ("call_function", "call_method"):
         return False
-    name = str(getattr(node.target, "__name__", node.target))
-    by_name = name.endswith("_") and not name.endswith("__")
+    by_name = writes("call_method", getattr(node.target, "__name__", node.target))
     if by_name or writes(node.op, node.target) or "out" in node.kwargs:
         return True
     named = _named(node)

@@ -48,20 +48,17 @@ def _as_module(function: Callable[..., Any], names: Sequence[str] | None) -> nn.
     def forward(self: nn.Module, *args: Any) -> Any:
         return function(*args)
 
-    names = _required(function) if names is None else names
+    if names is None:
+        known = signatures(function)
+        if not known:
+            raise CaptureError("its parameters are not known, write it as a lambda")
+        takes = known[0].parameters.values()
+        names = [each.name for each in takes if each.default is each.empty]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind) for name in ("self", *names)]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     root: nn.Module = type("Function", (nn.Module,), {"forward": forward})()
     return root
-
-
-def _required(function: Callable[..., Any]) -> list[str]:
-    known = signatures(function)
-    if not known:
-        raise CaptureError("its parameters are not known, write it as a lambda")
-    parameters = known[0].parameters.values()
-    return [each.name for each in parameters if each.default is each.empty]
 
 
 def inputs_of(part: fx.GraphModule) -> list[fx.Node]:

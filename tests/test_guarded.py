@@ -706,6 +706,44 @@ def counted(m: Any, x: Tensor) -> Tensor:
     return x * random.random() * CALLS[0]
 
 
+@torch.no_grad()
+def test_what_is_prepared_draws_no_numbers_of_the_callers_and_changes_no_input() -> None:
+    def draws(m: Any, x: Tensor, *lists: Any) -> Tensor:
+        for each in lists:
+            each.append(torch.rand_like(x))
+        return x + 1
+
+    fast, before, given = guarded(draws), torch.get_rng_state(), [0]
+
+    fast.lower((ROWS[:2], given))
+
+    assert torch.equal(torch.get_rng_state(), before)
+    assert given == [0]
+
+
+def steps_a_parameter(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.scale.add_(1)
+    return x * m.scale if x.shape[0] < 9 else x
+
+
+def writes_unseen(m: Any, x: Tensor) -> Tensor:
+    m.count.data.add_(1)
+    return x * m.count if x.shape[0] < 9 else x
+
+
+@pytest.mark.parametrize("write", [steps_a_parameter, writes_unseen])
+@torch.no_grad()
+def test_what_a_call_that_is_prepared_writes_is_put_back(write: Callable[..., Any]) -> None:
+    fast: Any = optimizer.optimize(Program(write), ROWS, level=1)
+    before = copy.deepcopy(fast.model.state_dict())
+
+    fast.lower(ROWS[:2])
+
+    assert all(torch.equal(before[name], each) for name, each in fast.model.state_dict().items())
+    assert_same(Program(write)(ROWS[:2]), fast(ROWS[:2]))
+
+
 @pytest.mark.parametrize("level", [1, 2])
 @torch.no_grad()
 def test_what_it_is_tried_with_leaves_no_trace(level: int) -> None:

@@ -19,10 +19,10 @@ import torch
 from torch import fx, nn
 
 from optimizer.core.context import is_tracing, is_watched, own_random_numbers, undisturbed
-from optimizer.core.copy import structural_copy
+from optimizer.core.copy import is_ordinary, structural_copy
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call, tensors_in
-from optimizer.core.node import has_global_hooks, hold, line_in, reason_of
+from optimizer.core.node import has_global_hooks, hold, line_in, reason_of, tensors_of
 from optimizer.core.ops import FACTORIES
 from optimizer.core.report import Choice, Report
 from optimizer.facts.propagation import Facts
@@ -282,12 +282,12 @@ class GuardedModule(Constants):
             InputError: `example_inputs` has no use.
         """
         call, known = as_call(example_inputs).copied(), len(self._reports)
-        buffers = [(each, each.clone(), each._version) for each in self.model.buffers()]
+        held = [(each, each.detach().clone(), each._version) for each in tensors_of(self.model)]
         with kept(Outside(self.model)), own_random_numbers(), torch.no_grad():
             self(*call.args, **call.kwargs)
-            for buffer, value, version in buffers:
-                if buffer._version != version:
-                    buffer.copy_(value)
+            for each, value, version in held:  # .data counts no version
+                if each._version != version or (is_ordinary(each) and not each.equal(value)):
+                    each.copy_(value)
         return tuple(choice for each in self._reports[known:] for choice in each.choices)
 
     def on(self, model: nn.Module) -> GuardedModule:

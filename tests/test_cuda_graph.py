@@ -291,6 +291,26 @@ def test_without_timing_it_is_chosen(gpu: FakeCuda, monkeypatch: pytest.MonkeyPa
     assert runner(lowered(net(), inputs(), tune_seconds=0)) == "CUDA graph"
 
 
+def test_without_timing_its_answer_is_compared_all_the_same(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(self: FakeCuda, program: Any, given: Any) -> Any:
+        return (lambda: None), list(given), tuple(each * 1.5 for each in program(*given))
+
+    fast = lowered(net(), inputs())
+    monkeypatch.setattr(FakeCuda, "record", wrong)
+
+    with pytest.raises(optimizer.InputError, match="its answer differs"):
+        fast.lower(inputs(batch=3), tune_seconds=0)
+
+
+def test_a_call_is_decided_apart_from_the_region_that_it_consists_of(gpu: FakeCuda) -> None:
+    fast = lowered(nn.Conv2d(3, 8, 3).eval(), inputs()[0])
+
+    assert [choice.chosen for choice in fast.report.choices] == ["channels_last", "CUDA graph"]
+    assert len({choice.key for choice in fast.report.choices}) == 2
+
+
 def test_on_a_device_without_graphs_there_is_none() -> None:
     with pytest.raises(TypeError, match="cpu has no CUDA graphs"):
         CANDIDATES["CUDA graph"](nn.Identity(), [torch.ones(1)])

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import optimizer
+from optimizer.facts import known_results as _known_results
 from optimizer.facts.propagation import Facts
 from optimizer.passes.fuse import LinearReLU
 
@@ -208,3 +210,88 @@ def test_a_result_lies_as_what_a_layer_is_given(layer: nn.Module) -> None:
     strides = [observed(layer, x)[0].meta["fact"].value.stride() for x in images]
 
     assert strides == [layer(x).stride() for x in images]
+
+
+class Rows(nn.ReLU):
+    """A layer of a user's, which does as one of torch's and more."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[: self.rows] * 1
+
+
+def with_plain_weight(rows: int) -> nn.Module:
+    layer = nn.Linear(4, 5, bias=False)
+    del layer.weight
+    layer.weight = torch.ones(rows, 4)
+    return layer
+
+
+def with_statistics(dtype: torch.dtype) -> nn.Module:
+    layer = nn.BatchNorm2d(3).eval()
+    layer.running_mean = torch.zeros(3, dtype=dtype)
+    return layer
+
+
+def reflecting(*padding: int) -> nn.Module:
+    layer = nn.Conv2d(3, 6, 3, padding=1, padding_mode="reflect")
+    return with_setting(layer, _reversed_padding_repeated_twice=padding)
+
+
+# Two layers, the first of which was run, and what both are given: why the other is run as well.
+PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = {
+    "mode": (lambda: nn.BatchNorm2d(3).eval(), lambda: nn.BatchNorm2d(3), "an image"),
+    "random numbers": (lambda: nn.Dropout(), lambda: nn.Dropout(), "an image"),
+    "statistics, which are written": (
+        lambda: nn.BatchNorm2d(3), lambda: nn.BatchNorm2d(3), "an image",
+    ),
+    "dtype of the weights": (
+        lambda: nn.Linear(4, 5), lambda: nn.Linear(4, 5).double(), "three axes",
+    ),
+    "strides of the weights": (
+        lambda: nn.Conv2d(3, 6, 3), LAYERS["Conv2d in channels last"], "an image",
+    ),
+    "dtype of the statistics": (
+        lambda: with_statistics(torch.float32), lambda: with_statistics(torch.float64), "an image",
+    ),
+    "a tensor that is no parameter": (
+        lambda: with_plain_weight(5), lambda: with_plain_weight(7), "three axes",
+    ),
+    "padding": (lambda: reflecting(1, 1, 1, 1), lambda: reflecting(2, 2, 1, 1), "an image"),
+    "a user's setting": (lambda: Rows(1), lambda: Rows(2), "three axes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_layer_of_another_form_or_with_an_effect_is_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_known_results, "_known", {})
+    known, other, kind = PAIRS[name]
+    observed(known(), INPUTS[kind]())
+
+    assert observed(other(), INPUTS[kind]())[1] == 1
+
+
+@pytest.mark.parametrize("layer", [nn.Identity(), nn.Dropout().eval(), nn.Flatten(0)])
+def test_a_view_is_no_new_tensor_the_second_time_either(layer: nn.Module) -> None:
+    for _ in range(2):
+        node, _ = observed(layer, torch.ones(2, 3))
+        assert node.meta["fact"].storages == node.args[0].meta["fact"].storages
+        assert not node.meta["fact"].writes
+
+
+def test_a_sum_that_is_written_over_a_value_is_another_than_one_that_is_not() -> None:
+    class Sums(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.add(x, x)
+            torch.add(x, x, out=y)
+            return y
+
+    graph = optimizer.capture(Sums(), torch.ones(2)).graph
+
+    facts = [node.meta["fact"] for node in graph.nodes if node.op == "call_function"]
+    assert [bool(each.writes) for each in facts] == [False, True]

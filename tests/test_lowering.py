@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -805,6 +806,36 @@ class TestACandidateThatIsNoGood:
 
         assert sum(each is not None for each in found) == 1
 
+    @pytest.mark.parametrize("seconds", [0.975, 0.985])
+    def test_it_must_be_faster_than_the_region_by_more_than_noise(
+        self, monkeypatch: pytest.MonkeyPatch, seconds: float
+    ) -> None:
+        def race(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
+            return dict.fromkeys(runs, seconds) | {AS_IT_IS: 1.0, "plan": 0.1, "portable": 1.0}
+
+        monkeypatch.setattr(_choose.Times, "race", race)
+        fast = lowered(net(), image())
+        (choice,) = fast.report.choices
+
+        assert (choice.chosen == AS_IT_IS) is (seconds > 0.98)
+        weights = sum(each.numel() * each.element_size() for each in fast.parameters())
+        assert choice.held == weights * (choice.chosen != AS_IT_IS)
+
+    @pytest.mark.parametrize("seconds", [0.0, 1.0])
+    def test_what_it_took_to_make_it_is_told(self, seconds: float) -> None:
+        start = time.perf_counter()
+        (choice,) = lowered(net(), image(), tune_seconds=seconds).report.choices
+
+        assert 0 < choice.spent[choice.chosen] < time.perf_counter() - start
+
+    def test_without_tuning_it_must_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(CANDIDATES, "packed weights, channels_last", once)
+        fast = lowered(net(), image(), tune_seconds=0)
+        (tried,) = fast.report.tried
+
+        assert tried.chosen == AS_IT_IS
+        assert [*tried.rejected.values()] == ["RuntimeError: "]
+
     def test_it_must_be_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def slow(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
             return dict.fromkeys(runs, 1.0)
@@ -826,6 +857,14 @@ class TestDecisions:
     def test_seconds_must_be_seconds(self, seconds: Any) -> None:
         with pytest.raises(optimizer.InputError, match="tune_seconds"):
             optimizer.optimize(net(), image(), level=2, tune_seconds=seconds)
+
+
+def test_without_tuning_products_run_as_they_are() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.ones(3, 4)
+    fast = lowered(model, x, tune_seconds=0)
+
+    assert plan_of(fast, x) is None
+    assert fast.report.remarks == ("such a call is not lowered: no region of it can be",)
 
 
 @pytest.mark.parametrize(

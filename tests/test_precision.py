@@ -112,6 +112,11 @@ class TestTheAnswer:
         assert "its answer is off by" in choice(fast).rejected["bf16"]
         torch.testing.assert_close(fast(x), model(x))
 
+    def test_it_is_decided_apart_from_the_region_that_a_call_consists_of(self) -> None:
+        fast = reduced(nn.Conv2d(3, 4, 3).eval(), image(), error_budget=1e-6, engines=())
+
+        assert len({each.key for each in fast.report.choices}) == 2
+
     def test_other_values_are_held_to_the_budget_too(self) -> None:
         """An example of zeros says nothing: weights that cancel do so for other values."""
         torch.manual_seed(2)
@@ -139,6 +144,28 @@ class TestTheAnswer:
         fast = optimizer.optimize(block(), image(), level=3, precision="bf16", check=None)
 
         assert "bf16" not in [each.chosen for each in fast.report.choices]
+
+    def test_a_whole_call_that_is_slower_is_not_lowered_whatever_its_regions_save(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def race(self: Any, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
+            seconds = {name: 1.0 / place for place, name in enumerate(runs, 1)}
+            return {"plan": 1.0, "portable": 0.5} if "plan" in runs else seconds
+
+        monkeypatch.setattr(_choose.Times, "race", race)
+        fast = optimizer.optimize(block(), image(), level=3, precision="bf16", check=None)
+
+        assert "it is not faster so: 2.00 of the time" in str(fast.report)
+
+    def test_the_error_that_is_told_is_the_largest_that_was_seen(self) -> None:
+        """Here that of the example, whose terms cancel; those of other values do not."""
+        model, x = nn.Linear(4, 1, bias=False), torch.tensor([[10.3, 8.2, 8.2, 1.0]])
+        model.weight.data = torch.tensor([[1.0, -1.0, 0.0, 0.0]])
+        fast = reduced(model.eval(), x, error_budget=0.04)
+
+        error = relative_error(model(x), fast(x))
+        assert error > 0.01
+        assert f"a relative error of {error:.2g} seen" in str(fast.report)
 
 
 class TestWhatIsReduced:

@@ -64,6 +64,25 @@ def test_a_race_of_moments_takes_all_its_rounds(monkeypatch: pytest.MonkeyPatch)
     assert len(clock.runs) == 2 * 7
 
 
+@pytest.mark.parametrize("fewest", [1, 2])
+def test_a_race_takes_its_fewest_rounds_though_time_is_up(
+    monkeypatch: pytest.MonkeyPatch, fewest: int
+) -> None:
+    clock = Slept(monkeypatch)
+    runs = {"one": clock.program("one", 0.3), "other": clock.program("other", 0.29)}
+    Times(()).race(runs, 0, fewest=fewest)
+
+    assert len(clock.runs) == 2 * fewest
+
+
+def test_a_race_takes_enough_time_though_it_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Slept(monkeypatch)
+    runs = {"one": clock.program("one", 0.01), "other": clock.program("other", 0.0095)}
+    Times((), enough=0.05).race(runs, 0)
+
+    assert len(clock.runs) == 2 * 3
+
+
 def test_what_was_verified_is_timed_unless_it_is_over_in_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -130,6 +130,16 @@ def clamped_unseen(m: Any, x: Tensor) -> Any:
     return x * gate
 
 
+def read_by_its_old_name(m: Any, x: Tensor) -> Any:
+    y = x * 1
+    gate = y.sigmoid_()
+    return y * gate
+
+
+def written_over_what_is_given(m: Any, x: Tensor) -> Any:
+    return x.add_(3).clamp_(0, 6).div_(6)
+
+
 ELSEWHERE = "what it computes on the way is read elsewhere"
 REFUSALS: dict[str, tuple[Callable[[Any, Tensor], Any], torch.dtype, str]] = {
     "a second reader": (read_elsewhere, torch.float64, ELSEWHERE),
@@ -138,6 +148,10 @@ REFUSALS: dict[str, tuple[Callable[[Any, Tensor], Any], torch.dtype, str]] = {
     ),
     "a part that is read after its clamp": (read_in_part, torch.float64, ELSEWHERE),
     "a part that is written": (clamped_unseen, torch.float64, ELSEWHERE),
+    "a part that is written and read by its old name": (
+        read_by_its_old_name, torch.float64, ELSEWHERE,
+    ),
+    "a write over the input": (written_over_what_is_given, torch.float64, ELSEWHERE),
     "a write of the input": (
         written_on_the_way, torch.float64, "its input is written later",
     ),
@@ -184,6 +198,9 @@ OTHERS: list[Callable[[Any, Tensor], Any]] = [
     lambda m, x: x * True,
     lambda m, x: (x * 1j).real,
     lambda m, x: x.clamp(max=9) * torch.sigmoid(x),
+    lambda m, x: x * torch.sigmoid(x.clamp(min=-60)),
+    lambda m, x: x * torch.sigmoid(x.clamp(min=-100)),
+    lambda m, x: x * F.relu6(x + 3) * 0.1666667,
     lambda m, x: x / 0,
 ]
 

@@ -432,3 +432,21 @@ def test_check_accepts_what_is_as_right_as_an_ill_conditioned_model() -> None:
     assert apart > 1e-4
     with pytest.raises(EquivalenceError):
         optimizer.check(model, Cancelling(5e3, slope=1.01), X)
+
+
+class Imaginary(nn.Module):
+    def __init__(self, *, conjugate: bool) -> None:
+        super().__init__()
+        self.conjugate = conjugate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value = torch.complex(x, x)
+        return value.conj().imag if self.conjugate else value.imag
+
+
+def test_what_is_negated_in_reading_has_other_values_in_the_same_bits() -> None:
+    x = torch.linspace(1.0, 2.0, 4)
+
+    optimizer.check(Imaginary(conjugate=True), Imaginary(conjugate=True), x)
+    with pytest.raises(optimizer.EquivalenceError):
+        optimizer.check(Imaginary(conjugate=True), Imaginary(conjugate=False), x)

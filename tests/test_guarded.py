@@ -744,6 +744,24 @@ def test_what_a_call_that_is_prepared_writes_is_put_back(write: Callable[..., An
     assert_same(Program(write)(ROWS[:2]), fast(ROWS[:2]))
 
 
+def rejects_many(m: Any, x: Tensor) -> Tensor:
+    m.count.add_(1)
+    if x.shape[0] > 5:
+        raise RuntimeError("too many rows")
+    return x * m.count
+
+
+@torch.no_grad()
+def test_what_a_call_that_fails_wrote_is_put_back() -> None:
+    fast: Any = optimizer.optimize(Program(rejects_many), ROWS, level=1)
+    before = fast.model.count.clone()
+
+    with pytest.raises(RuntimeError, match="too many rows"):
+        fast.lower(torch.cat([ROWS, ROWS]))
+
+    assert torch.equal(fast.model.count, before)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 @torch.no_grad()
 def test_what_it_is_tried_with_leaves_no_trace(level: int) -> None:

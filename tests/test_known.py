@@ -448,3 +448,11 @@ def test_nearly_all_models_of_classification_pass_the_list() -> None:
     told = [each for each in found if each]
     assert len(found) > 100
     assert len(told) <= 0.05 * len(found), told
+
+
+def test_a_class_of_torch_that_is_not_there_is_no_error() -> None:
+    class Extended(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x if x.shape[0] else torch.classes.an_extension.Kernel(x)
+
+    assert [*Code(Extended().eval()).obstacles()] == []

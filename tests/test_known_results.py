@@ -295,3 +295,10 @@ def test_a_sum_that_is_written_over_a_value_is_another_than_one_that_is_not() ->
 
     facts = [node.meta["fact"] for node in graph.nodes if node.op == "call_function"]
     assert [bool(each.writes) for each in facts] == [False, True]
+
+
+def test_so_many_results_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optimizer.facts.known_results._MOST", 0)
+    x = torch.ones(2, 3, 1, 7, 1)
+
+    assert [observed(nn.GELU(), x)[1] for _ in range(2)] == [1, 1]

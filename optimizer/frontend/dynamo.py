@@ -282,12 +282,14 @@ class GuardedModule(Constants):
             InputError: `example_inputs` has no use.
         """
         call, known = as_call(example_inputs).copied(), len(self._reports)
-        held = [(each, each.detach().clone(), each._version) for each in tensors_of(self.model)]
+        held = [(each, each.detach().clone()) for each in tensors_of(self.model)]
         with kept(Outside(self.model)), own_random_numbers(), torch.no_grad():
-            self(*call.args, **call.kwargs)
-            for each, value, version in held:  # .data counts no version
-                if each._version != version or (is_ordinary(each) and not each.equal(value)):
-                    each.copy_(value)
+            try:
+                self(*call.args, **call.kwargs)
+            finally:
+                for each, value in held:
+                    if not (is_ordinary(each) and each.equal(value)):
+                        each.copy_(value)
         return tuple(choice for each in self._reports[known:] for choice in each.choices)
 
     def on(self, model: nn.Module) -> GuardedModule:

@@ -85,7 +85,7 @@ def _optimized(name: str) -> Any:
 
 def _kinds(node: fx.Node) -> Iterator[str]:
     """What can be said of a node and of the one whose value it reads first."""
-    from optimizer.rewrite.pattern import called
+    from optimizer.rewrite.contract import called
 
     source = node.args[0] if node.op.startswith("call") and node.args else None
     if not isinstance(source, fx.Node):
@@ -107,7 +107,7 @@ def _kinds(node: fx.Node) -> Iterator[str]:
 
 def _behind(node: Any) -> Any:
     """What is called before any reductions, cuts and joins that a node is the end of."""
-    from optimizer.rewrite.pattern import called
+    from optimizer.rewrite.contract import called
 
     while isinstance(node, fx.Node) and node.op.startswith("call") and called(node) in MOVABLE:
         node = node.args[0][0] if called(node) is torch.cat else node.args[0]

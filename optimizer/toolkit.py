@@ -20,9 +20,8 @@ from optimizer.core.report import columns
 from optimizer.facts.facts import Refused, dtype, is_read_only, is_returned, is_unchanged, rank
 from optimizer.frontend.canonicalize import spelled
 from optimizer.rewrite.calls import insert_call, is_module_class, operands, take_place
-from optimizer.rewrite.contract import Pass, require, rewrite, whole_graph
+from optimizer.rewrite.contract import Pass, Target, call, called, require, rewrite, whole_graph
 from optimizer.rewrite.edit import insert_function, insert_module
-from optimizer.rewrite.pattern import Target, call, called
 from optimizer.rewrite.subgraph import inline, paths_of, record, replace_matches
 
 __all__ = [

@@ -14,7 +14,7 @@ import optimizer
 from optimizer.core.inputs import as_call
 from optimizer.testing import Counterexample, Optimize, Spec, check_spec
 from optimizer.testing._locate import first_divergent_node
-from optimizer.verify.divergence import first_divergence, values
+from optimizer.verify.check import first_divergence, values
 
 Inputs = tuple[torch.Tensor, ...]
 SPEC = Spec(("linear", "bn", "t01", "add"), (3, 3))

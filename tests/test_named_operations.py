@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer import passes
-from optimizer.rewrite.pattern import Pattern
+from optimizer.rewrite.contract import Pattern
 from optimizer.testing import SHAPES, TOKENS, Spec
 
 # ATen overloads are in no list: they stand for functions that are, in exported programs.

@@ -15,7 +15,7 @@ from optimizer.core.device import Device, device_of
 from optimizer.core.inputs import Call, ExampleInputs, as_call, tensors_in
 from optimizer.core.node import describe, shape_text
 from optimizer.core.report import columns
-from optimizer.verify.divergence import NodeByNode
+from optimizer.verify.check import NodeByNode
 
 
 @dataclass(frozen=True)

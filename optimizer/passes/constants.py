@@ -23,9 +23,8 @@ from optimizer.facts.facts import (
     tensors_read_by,
     value_of,
 )
-from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.contract import call, require, rewrite
 from optimizer.rewrite.edit import insert_buffer
-from optimizer.rewrite.pattern import call
 
 MAY_GROW_TO = 1 << 20  # bytes
 

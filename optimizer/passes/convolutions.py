@@ -13,9 +13,8 @@ from optimizer.core.node import arg, callee, has_plain_tensors, module_of, named
 from optimizer.core.ops import CONVOLUTIONS
 from optimizer.facts.facts import is_unchanged, is_written, tensor
 from optimizer.rewrite.affine import as_parameter, may_keep_odd_strides, require_only_reader
-from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.contract import call, require, rewrite
 from optimizer.rewrite.edit import insert_copy, insert_module
-from optimizer.rewrite.pattern import call
 
 LAYERS = (
     nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d,

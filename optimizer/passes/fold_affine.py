@@ -24,9 +24,8 @@ from optimizer.rewrite.affine import (
     require_only_reader,
     wide,
 )
-from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.contract import call, require, rewrite
 from optimizer.rewrite.edit import call_module, insert_function, insert_module, supersede
-from optimizer.rewrite.pattern import call
 
 LAYERS = (
     nn.Linear, *CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,

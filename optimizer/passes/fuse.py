@@ -16,9 +16,8 @@ from optimizer.core.node import arg, callee, has_plain_tensors, module_of
 from optimizer.core.ops import add_over, alike, mul_over
 from optimizer.facts.facts import fact, is_read_only, is_spare, tensor
 from optimizer.rewrite.affine import as_parameter
-from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.contract import call, require, rewrite
 from optimizer.rewrite.edit import insert_function, insert_module
-from optimizer.rewrite.pattern import call
 
 FUNCTIONS = (
     F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.silu, F.mish, F.hardswish, F.hardsigmoid,

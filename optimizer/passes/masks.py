@@ -21,9 +21,8 @@ from optimizer.facts.facts import (
     shares,
     tensor,
 )
-from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.contract import call, require, rewrite
 from optimizer.rewrite.edit import erase_run, insert_function, replace_later_uses
-from optimizer.rewrite.pattern import call
 
 _PUTS = ("index_put_", torch.index_put_, torch.ops.aten.index_put_.default)
 _ELEMENTWISE: dict[Any, Callable[..., Any]] = {

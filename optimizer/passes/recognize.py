@@ -21,9 +21,8 @@ from optimizer.core.node import (
 )
 from optimizer.core.ops import LAYOUTS, alike, iadd, imul, isub, itruediv
 from optimizer.facts.facts import fact, is_read_only, is_unchanged, rank, tensor
-from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.contract import call, called, require, rewrite
 from optimizer.rewrite.edit import erase_run, insert_function, insert_module
-from optimizer.rewrite.pattern import call, called
 
 PRODUCTS = (
     operator.mul, imul, torch.mul, "mul", "mul_", operator.truediv, itruediv, torch.div, "div",

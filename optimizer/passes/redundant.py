@@ -20,8 +20,7 @@ from optimizer.facts.facts import (
     is_unchanged,
     is_written,
 )
-from optimizer.rewrite.contract import require, rewrite, whole_graph
-from optimizer.rewrite.pattern import call
+from optimizer.rewrite.contract import call, require, rewrite, whole_graph
 
 DROPOUTS = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,

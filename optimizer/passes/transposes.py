@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from optimizer.core.node import arg, callee
 from optimizer.core.ops import LAYOUTS
 from optimizer.facts.facts import Refused, aliases, is_pure, rank, tensor
-from optimizer.rewrite.contract import require, rewrite
+from optimizer.rewrite.contract import call, called, require, rewrite
 from optimizer.rewrite.edit import insert_copy, insert_function
-from optimizer.rewrite.pattern import call, called
 
 # Not GELU: on the CPU its kernel, and with it the last bit, depends on the layout.
 ELEMENTWISE = {

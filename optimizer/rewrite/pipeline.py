@@ -15,8 +15,7 @@ from optimizer.core.node import arg, callee, source_of
 from optimizer.core.ops import MAKE_A_TENSOR
 from optimizer.core.report import Refusal, Rewrite
 from optimizer.facts.facts import Refused, facts_of, forget_asked, is_pure, rely_on_asked
-from optimizer.rewrite.contract import PHASES, Pass, Phase
-from optimizer.rewrite.pattern import Captured, Pattern, called
+from optimizer.rewrite.contract import PHASES, Captured, Pass, Pattern, Phase, called
 
 log = logging.getLogger("optimizer")
 

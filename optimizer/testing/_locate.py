@@ -10,7 +10,7 @@ from torch import fx
 
 from optimizer.core.inputs import as_call
 from optimizer.testing._assemble import Spec
-from optimizer.verify.divergence import first_divergence, values
+from optimizer.verify.check import first_divergence, values
 
 
 def first_divergent_node(

@@ -19,9 +19,8 @@ from optimizer.core.node import arg, clean, describe, module_of, owner, shape_te
 from optimizer.core.report import columns
 from optimizer.facts.facts import Refused, dtype, is_read_only, is_returned, is_unchanged, rank
 from optimizer.frontend.canonicalize import spelled
-from optimizer.rewrite.calls import insert_call, is_module_class, operands, take_place
 from optimizer.rewrite.contract import Pass, Target, call, called, require, rewrite, whole_graph
-from optimizer.rewrite.edit import insert_function, insert_module
+from optimizer.rewrite.edit import insert_call, insert_function, insert_module, operands, take_place
 from optimizer.rewrite.subgraph import inline, paths_of, record, replace_matches
 
 __all__ = [
@@ -72,9 +71,10 @@ def replace_op(
         InputError: the replacement does not take the arguments.
     """
     edited = _copy(module)
+    kind = replacement if isinstance(replacement, type) else type(replacement)
     for node in find(edited, target):
         args, kwargs = operands(node)
-        if isinstance(replacement, nn.Module) or is_module_class(replacement):
+        if issubclass(kind, nn.Module):
             args, kwargs = tuple(node.all_input_nodes), {}
         with node.graph.inserting_before(node):
             value = insert_call(edited, replacement, args, kwargs)

@@ -25,8 +25,13 @@ from optimizer.frontend.canonicalize import affine_as_module
 from optimizer.lowering.choose import varied
 from optimizer.lowering.module import _judged
 from optimizer.lowering.signature import Signature
-from optimizer.rewrite.calls import _require_takes, operands, overwrites
-from optimizer.rewrite.edit import replace_later_uses, supersede
+from optimizer.rewrite.edit import (
+    _require_takes,
+    operands,
+    overwrites,
+    replace_later_uses,
+    supersede,
+)
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
 from optimizer.testing import Optimize, assert_equivalent
 from optimizer.verify.equivalence import answer, compare_answers

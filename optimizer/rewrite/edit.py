@@ -1,24 +1,33 @@
-"""Adding calls to a graph, with their facts, and re-pointing readers."""
+"""Calls added to a graph or put in the place of others, and what their readers read then.
+
+What passes insert has facts; `insert_call` is for a graph without any.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.operator_schemas import get_signature_for_torch_op
 
+from optimizer.core.errors import InputError
 from optimizer.core.literals import literal
-from optimizer.core.node import fresh_name, owner
+from optimizer.core.node import fresh_name, is_plain, module_of, owner
+from optimizer.core.ops import MAKE_A_TENSOR, writes
+from optimizer.facts.effects import runs_known_code
 from optimizer.facts.facts import Refused, facts_of
+
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def insert_function(
     before: fx.Node, target: Callable[..., Any] | str, args: tuple[Any, ...], **kwargs: Any
 ) -> fx.Node:
-    """Call a function, or a method by its name, just before a node.
-
-    The new node stands for `before` in the report.
+    """Call a function, or a method by its name, just before a node, for which it then stands.
 
     Raises:
         Refused: code cannot name one of the arguments.
@@ -28,8 +37,7 @@ def insert_function(
     except TypeError as error:
         raise Refused(str(error)) from error
     kind = "call_method" if isinstance(target, str) else "call_function"
-    with before.graph.inserting_before(before):
-        return _described(before.graph.create_node(kind, target, args, kwargs), before)
+    return _inserted(before, None, kind, target, args, kwargs)
 
 
 def insert_module(
@@ -42,13 +50,8 @@ def insert_module(
 ) -> fx.Node:
     """Call a new module just before a node, under a fresh name close to `stem`.
 
-    Args:
-        before: where to insert the call.
-        module: what to call.
-        args: its positional arguments.
-        stem: a name, made fresh if it is taken.
-        like: a node whose result has the same shape, dtype and strides, if there is one; else
-            the call is run on meta tensors to find out.
+    The result has the shape, dtype and strides of that of `like`; where there is no such node,
+    the call is run on meta tensors to find out.
     """
     name = fresh_name(owner(before), stem)
     owner(before).add_submodule(name, module)
@@ -59,8 +62,14 @@ def call_module(
     before: fx.Node, name: str, args: tuple[Any, ...], *, like: fx.Node | None = None
 ) -> fx.Node:
     """Call the module that the graph's owner has under `name`, just before a node."""
-    with before.graph.inserting_before(before):
-        return _described(before.graph.call_module(name, args), before, like)
+    return _inserted(before, like, "call_module", name, args)
+
+
+def insert_buffer(before: fx.Node, value: torch.Tensor, stem: str) -> fx.Node:
+    """Read a new buffer just before a node, under a fresh name close to `stem`."""
+    name = fresh_name(owner(before), stem)
+    owner(before).register_buffer(name, value)
+    return _inserted(before, None, "get_attr", name)
 
 
 def insert_copy(before: fx.Node, node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
@@ -69,12 +78,9 @@ def insert_copy(before: fx.Node, node: fx.Node, operand: Callable[[fx.Node], fx.
         return _described(node.graph.node_copy(node, operand), node)
 
 
-def insert_buffer(before: fx.Node, value: torch.Tensor, stem: str) -> fx.Node:
-    """Read a new buffer just before a node, under a fresh name close to `stem`."""
-    name = fresh_name(owner(before), stem)
-    owner(before).register_buffer(name, value)
+def _inserted(before: fx.Node, like: fx.Node | None, *call: Any) -> fx.Node:
     with before.graph.inserting_before(before):
-        return _described(before.graph.get_attr(name), before)
+        return _described(before.graph.create_node(*call), before, like)
 
 
 def _described(node: fx.Node, origin: fx.Node, like: fx.Node | None = None) -> fx.Node:
@@ -109,3 +115,114 @@ def supersede(node: fx.Node, replacement: fx.Node) -> None:
     """Let every reader of a node read `replacement` instead; the node goes."""
     node.replace_all_uses_with(replacement)
     node.graph.erase_node(node)
+
+
+def insert_call(
+    root: fx.GraphModule, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> fx.Node:
+    """Call a method by its name, a module, a new module of a class, or a function.
+
+    Raises:
+        InputError: it does not take these arguments.
+    """
+    if isinstance(target, str):
+        if not hasattr(torch.Tensor, target):
+            raise InputError(f"a tensor has no method '{target}': name one that it has.")
+        return root.graph.call_method(target, args, kwargs)
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        try:
+            target = target().train(root.training)
+        except TypeError as error:
+            raise InputError(
+                f"{target.__name__} cannot be made without arguments ({error}): pass a module."
+            ) from error
+    _require_takes(target, args, kwargs)
+    if isinstance(target, nn.Module):
+        name = fresh_name(root, type(target).__name__.lower())
+        root.add_submodule(name, target)
+        return root.graph.call_module(name, args, kwargs)
+    return root.graph.call_function(target, args, kwargs)
+
+
+def _require_takes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    known = signatures(target)
+    for signature in known:
+        with suppress(TypeError):
+            signature.bind(*args, **kwargs)
+            return
+    if known:
+        name = getattr(target, "__name__", type(target).__name__)
+        shown = ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())])
+        raise InputError(
+            f"{name} does not take ({shown}): write a rule for it and use toolkit.decompose."
+        )
+
+
+def signatures(target: Any) -> list[inspect.Signature]:
+    """The ways to call a module or function, as far as they are known."""
+    try:
+        called = target.forward if isinstance(target, nn.Module) else target
+        return [inspect.signature(called)]
+    except ValueError:  # a builtin; torch knows its own
+        known: list[inspect.Signature] | None = get_signature_for_torch_op(target)
+        return known or []
+
+
+def operands(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments without those that are defaults, and without the in-place mark."""
+    named = _named(node)
+    if named is None:
+        return node.args, dict(node.kwargs)
+    default, given = named
+    required = tuple(given.pop(n) for n in [*given] if default[n] is inspect.Parameter.empty)
+    return required, {n: v for n, v in given.items() if n != "inplace" and v != default[n]}
+
+
+def _named(node: fx.Node) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The defaults of a function in Python, and the arguments of a call by their names."""
+    try:
+        signature = inspect.signature(node.target)  # type: ignore[arg-type]
+        given = signature.bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):  # a module, a method, a builtin
+        return None
+    if any(parameter.kind in _OPEN for parameter in signature.parameters.values()):
+        return None
+    return {name: p.default for name, p in signature.parameters.items()}, dict(given)
+
+
+def overwrites(node: fx.Node) -> bool:
+    """Whether a call stores its result in the first tensor that it is given."""
+    if node.op == "call_module":
+        return bool(getattr(module_of(node), "inplace", False))
+    if node.op not in ("call_function", "call_method"):
+        return False
+    by_name = writes("call_method", getattr(node.target, "__name__", node.target))
+    if by_name or writes(node.op, node.target) or "out" in node.kwargs:
+        return True
+    named = _named(node)
+    return named is not None and bool(named[1].get("inplace"))
+
+
+def may_write(node: fx.Node) -> bool:
+    """Whether a node may write a tensor that it is given, or that its module holds."""
+    if not runs_known_code(node) or overwrites(node):
+        return True
+    layer = module_of(node) if node.op == "call_module" else None
+    return layer is not None and (layer.training or not is_plain(layer))
+
+
+def take_place(node: fx.Node, value: fx.Node) -> None:
+    """Let the readers of a call read another value; what overwrote a tensor still does.
+
+    y = op_(x) also leaves y in x. So x.copy_(value) follows, unless x is the result of a layer
+    that nobody else reads.
+    """
+    if overwrites(node) and not (value.op != "placeholder" and overwrites(value)):
+        written = node.args[0]
+        assert isinstance(written, fx.Node)
+        layer = module_of(written) if written.op == "call_module" else None
+        seen = any(value < user for user in written.users if user is not node)
+        if seen or not isinstance(layer, MAKE_A_TENSOR):
+            with node.graph.inserting_before(node):
+                value = node.graph.call_method("copy_", (written, value))
+    supersede(node, value)

@@ -15,7 +15,7 @@ from optimizer.core.node import attribute, callee, fresh_name, hold, module_of, 
 from optimizer.facts.facts import computation
 from optimizer.frontend.canonicalize import spell
 from optimizer.frontend.tracer import Tracer
-from optimizer.rewrite.calls import insert_call, may_write, overwrites, signatures, take_place
+from optimizer.rewrite.edit import insert_call, may_write, overwrites, signatures, take_place
 
 
 def record(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 from torch import nn
 
@@ -100,11 +103,10 @@ def bisect(
         return Culprit(None, reason=f"it cannot be told, for nothing is rewritten: {error}.")
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """The result of running the pipeline up to some number of rewrites."""
+class _Trial(NamedTuple):
+    """What the first rewrites, up to some number of them, make of the answer."""
 
-    rewrites: tuple[Rewrite, ...]
+    rewrites: list[Rewrite]
     steps: int
     error: float
     difference: Difference | None
@@ -116,38 +118,34 @@ class _Bisection:
         self.exact = all(each.numerics == "exact" for each in passes)
         itself = leaves_nothing_behind(capture_call(model, call))
         self.expected = reference(model, call, itself=itself)
+        self.trial = cache(self._trial)
 
     def culprit(self) -> Culprit:
-        good, bad = self._trial(0), self._trial(None)
-        if good.difference:
-            return Culprit(0, (), 0.0, good.error, str(good.difference))
-        if not bad.difference:
-            told = f"no rewrite changes the answer: it is right after all of them ({bad.steps})."
+        recorded, whole = self.trial(0), self.trial(None)
+        if recorded.difference:
+            return Culprit(0, (), 0.0, recorded.error, str(recorded.difference))
+        if not whole.difference:
+            told = f"no rewrite changes the answer: it is right after all of them ({whole.steps})."
             return Culprit(None, reason=told)
-        low, high = 0, bad.steps
-        while high - low > 1:
-            middle = (low + high) // 2
-            trial = self._trial(middle)
-            if trial.difference:
-                high, bad = middle, trial
-            else:
-                low, good = middle, trial
-        new = bad.rewrites[len(good.rewrites) :]
-        return Culprit(high, new, good.error, bad.error, str(bad.difference))
+        number = bisect_left(range(whole.steps), True, 1, key=self._is_wrong)
+        good, bad = self.trial(number - 1), self.trial(number)
+        new = tuple(bad.rewrites[len(good.rewrites) :])
+        return Culprit(number, new, good.error, bad.error, str(bad.difference))
+
+    def _is_wrong(self, budget: int) -> bool:
+        return self.trial(budget).difference is not None
 
     def _trial(self, budget: int | None) -> _Trial:
-        module = capture_call(self.model, self.call)
-        pipeline = Pipeline(module, budget=budget)
+        pipeline = Pipeline(capture_call(self.model, self.call), budget=budget)
         try:
             pipeline.run(self.passes)
-            clean(module)
-            actual = answer(module, self.call)
+            clean(pipeline.module)
+            actual = answer(pipeline.module, self.call)
         except Exception as error:  # a broken graph may raise anything
-            faulty = [error] if isinstance(error, FaultyPassError) else []
+            faulty = [Rewrite(error.name, "", "")] if isinstance(error, FaultyPassError) else []
             reason = str(error) if faulty else f"raised {type(error).__name__}: {error}"
-            made = (*pipeline.fired, *(Rewrite(each.name, "", "") for each in faulty))
             failed = Difference("output", math.inf, reason)
+            made = [*pipeline.fired, *faulty]
             return _Trial(made, pipeline.steps + len(faulty), math.inf, failed)
         found = compare_answers(self.model, self.call, self.expected, actual, exact=self.exact)
-        worst = largest_error(self.expected, actual)
-        return _Trial(tuple(pipeline.fired), pipeline.steps, worst, found)
+        return _Trial(pipeline.fired, pipeline.steps, largest_error(self.expected, actual), found)

@@ -19,7 +19,7 @@ from torch import nn
 import optimizer
 from optimizer import EquivalenceError, InputError, OptimizerError, workloads
 from optimizer.analysis import measured, memory, roofline
-from optimizer.analysis.measure import require_rounds
+from optimizer.analysis.measure import FEWEST_ROUNDS, require_at_least
 from optimizer.core.inputs import map_tensors, require_module, require_writable
 from optimizer.core.node import line_of
 from optimizer.core.report import columns
@@ -140,9 +140,9 @@ def _add_names(parser: ArgumentParser, option: str, text: str, **default: Any) -
 
 
 def _passes(options: Namespace) -> tuple[str, Any]:
-    rows = [(each.name, each.numerics, each.summary) for each in all_passes()]
     keys = "name", "numerics", "summary"
-    return columns(rows), [dict(zip(keys, row, strict=True)) for row in rows]
+    rows = [{key: getattr(each, key) for key in keys} for each in all_passes()]
+    return columns([tuple(row.values()) for row in rows]), rows
 
 
 def _explain(options: Namespace) -> tuple[str, Any]:
@@ -171,7 +171,7 @@ def _bisect(options: Namespace) -> tuple[str, Any]:
 
 
 def _compare(options: Namespace) -> tuple[str, Any]:
-    require_rounds(options.rounds)  # raises before any work
+    require_at_least(FEWEST_ROUNDS, rounds=options.rounds)  # raises before any work
     compared = optimizer.compare(*_optimized(options), rounds=options.rounds)
     return f"{options.model}: {compared}", asdict(compared) | {"verdict": compared.verdict}
 

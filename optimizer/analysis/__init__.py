@@ -3,8 +3,17 @@
 Nothing of this runs inside `optimize`. It imports `core`, `facts`, `frontend` and `verify`.
 """
 
-from optimizer.analysis.cost import Ceilings, Cost, Roofline, ceilings, measured, roofline
-from optimizer.analysis.liveness import Live, Memory, memory
+from optimizer.analysis.cost import (
+    Ceilings,
+    Cost,
+    Live,
+    Memory,
+    Roofline,
+    ceilings,
+    measured,
+    memory,
+    roofline,
+)  # fmt: skip
 
 __all__ = [
     "Ceilings", "Cost", "Live", "Memory", "Roofline", "ceilings", "measured", "memory", "roofline",

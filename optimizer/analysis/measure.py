@@ -23,7 +23,7 @@ from optimizer.core.errors import InputError
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, tensors_in
 
 _WARMUP = 3
-_FEWEST_ROUNDS = 6  # of fewer, not even the whole range holds the median with 95 % confidence
+FEWEST_ROUNDS = 6  # of fewer, not even the whole range holds the median with 95 % confidence
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,9 @@ def measure(
         InputError: an argument cannot be used, or the module rejects the inputs.
         DeviceError: the inputs are on a device that cannot be measured.
     """
-    call = _checked(example_inputs, module)
-    _require_at_least(1, repeats=repeats, warmup=warmup)
+    require_module(module)
+    call = as_call(example_inputs)
+    require_at_least(1, repeats=repeats, warmup=warmup)
     device = _device_of(call, module)
     with _as_before(module):
         _warm_up(module, call, warmup)
@@ -134,8 +135,10 @@ def compare(
         InputError: an argument cannot be used, or a module rejects the inputs.
         DeviceError: the inputs are on a device that cannot be measured.
     """
-    call = _checked(example_inputs, model, fast)
-    require_rounds(rounds)
+    require_module(model)
+    require_module(fast)
+    call = as_call(example_inputs)
+    require_at_least(FEWEST_ROUNDS, rounds=rounds)
     device = _device_of(call, model, fast)
     with _as_before(model, fast):
         _warm_up(model, call, _WARMUP)
@@ -149,18 +152,8 @@ def compare(
         )
 
 
-def require_rounds(rounds: int) -> None:
-    """Raise InputError if so few rounds give no interval."""
-    _require_at_least(_FEWEST_ROUNDS, rounds=rounds)
-
-
-def _checked(example_inputs: ExampleInputs, *modules: nn.Module) -> Call:
-    for module in modules:
-        require_module(module)
-    return as_call(example_inputs)
-
-
-def _require_at_least(fewest: int, **counts: int) -> None:
+def require_at_least(fewest: int, **counts: int) -> None:
+    """Raise InputError if a count, by its name, is less."""
     for name, count in counts.items():
         if not isinstance(count, int) or count < fewest:
             raise InputError(f"{name} is {count!r}: pass a whole number of at least {fewest}.")

@@ -32,7 +32,7 @@ def first_divergent_node(
     with spec.surroundings():
         expected, actual = (values(each, as_call(inputs)) for each in graphs)
     found = first_divergence(expected, actual, exact=exact)
-    if found is not None:
-        return str(found)
+    if found:
+        return found
     alike = f"{len(expected.keys() & actual.keys())} of the {len(actual)} nodes"
     return f"none: {alike} stand for one of the model's, and agree with it here"

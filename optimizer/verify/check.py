@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +61,8 @@ def _first_divergence(model: nn.Module, fast: nn.Module, call: Call) -> str:
     if not isinstance(fast, fx.GraphModule):
         return ""
     try:
-        found = first_divergence(
-            values(capture(model, call.kwargs or call.args), call), values(fast, call)
-        )
+        expected = values(capture(model, call.kwargs or call.args), call)
+        found = first_divergence(expected, values(fast, call))
     except CaptureError:
         return ""
     return f"; the first value to differ is {found}" if found else ""
@@ -70,39 +70,16 @@ def _first_divergence(model: nn.Module, fast: nn.Module, call: Call) -> str:
 
 @dataclass(frozen=True)
 class Value:
-    """What a node gave; an error where it raised one."""
+    """What a node gave, an error where it raised one; and the node as text."""
 
     node: str
-    operation: str
     result: Any
-
-    def __str__(self) -> str:
-        return f"'{self.node}' ({self.operation})"
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first node of a graph whose value differs, and what it stands for in the original.
-
-    Attributes:
-        value: of the node.
-        original: what it stands for; None where it raised an error, and stands for none.
-        reason: how large the difference is.
-    """
-
-    value: Value
-    original: Value | None
-    reason: str
-
-    def __str__(self) -> str:
-        same = self.original is None or str(self.original) == str(self.value)
-        return f"{self.value}{'' if same else f' for {self.original}'}: {self.reason}"
 
 
 def first_divergence(
     expected: Mapping[str, Value], actual: Mapping[str, Value], *, exact: bool = False
-) -> Divergence | None:
-    """The first node that differs by more than rounding, of those that have a counterpart.
+) -> str:
+    """The first node that differs by more than rounding, what it stands for, and how; or empty.
 
     Args:
         expected: the `values` of the original graph.
@@ -111,14 +88,17 @@ def first_divergence(
     """
     for name, value in actual.items():
         old = expected.get(name)
+        told = (
+            value.node if old is None or old.node == value.node else f"{value.node} for {old.node}"
+        )
         if isinstance(value.result, Exception):
-            return Divergence(value, old, f"raised {value.result!r}")
+            return f"{told}: raised {value.result!r}"
         if old is None:
             continue
         found = difference(Answer(old.result, ()), Answer(value.result, ()), exact=exact)
         if found is not None:
-            return Divergence(value, old, found.reason)
-    return None
+            return f"{told}: {found.reason}"
+    return ""
 
 
 def values(module: fx.GraphModule, call: Call) -> dict[str, Value]:
@@ -127,11 +107,8 @@ def values(module: fx.GraphModule, call: Call) -> dict[str, Value]:
     The key is what a node stands for: the node of the original that it replaced, or its own name.
     """
     recorder = _Recorder(structural_copy(module), call.copied())
-    with torch.no_grad(), own_random_numbers():
-        try:
-            recorder.run()
-        except Exception as error:  # a broken graph may raise anything
-            recorder.keep(recorder.current, error)
+    with torch.no_grad(), own_random_numbers(), suppress(Exception):  # of a broken graph, any
+        recorder.run()
     return recorder.values
 
 
@@ -154,11 +131,14 @@ class _Recorder(NodeByNode):
         self.values: dict[str, Value] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        self.current = n
-        result = super().run_node(n)
-        self.keep(n, map_tensors(torch.clone, result))
+        kept: Any = None
+        try:
+            result = super().run_node(n)
+            kept = map_tensors(torch.clone, result)
+        except Exception as error:
+            kept = error
+            raise
+        finally:
+            meaning = n.meta.get("stands_for", n.name)
+            self.values[meaning] = Value(f"'{n.name}' ({describe(n)})", kept)
         return result
-
-    def keep(self, node: fx.Node, result: Any) -> None:
-        meaning = node.meta.get("stands_for", node.name)
-        self.values[meaning] = Value(node.name, describe(node), result)

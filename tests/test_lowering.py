@@ -29,6 +29,7 @@ from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES
 from optimizer.lowering.choose import Chooser, Times, varied
 from optimizer.lowering.engines import engines_here
 from optimizer.lowering.module import LoweredModule
+from optimizer.lowering.partition import name_of
 from optimizer.lowering.signature import Signature
 from optimizer.lowering.trace import NotStraightLineError, straight_line
 from optimizer.verify.equivalence import BOUNDS
@@ -587,20 +588,7 @@ class TestWhatIsNotLowered:
 
         with pytest.warns(UserWarning, match="training"):
             fast = lowered(model, image(), training=True)
-        assert any("writes an input or an attribute" in remark for remark in fast.report.remarks)
-
-    def test_an_output_that_is_a_view_of_another(self) -> None:
-        assert_refused(Head(lambda y, x: (y, y[:, 0])), image(), reason="shares memory")
-
-    def test_an_output_that_is_an_input(self) -> None:
-        assert_refused(Head(lambda y, x: (y, x)), image(), reason="shares memory")
-
-    def test_an_output_that_depends_on_no_input(self) -> None:
-        assert_refused(Head(lambda y, x: (y, torch.arange(3.0))), image(), reason="on no input")
-
-    def test_a_function_that_behaves_otherwise_under_a_mode(self) -> None:
-        pooled = Head(lambda y, x: F.max_pool1d(y.flatten(2), 2))
-        assert_refused(pooled, image(), reason="max_pool1d has other strides")
+        assert any("writes an attribute" in remark for remark in fast.report.remarks)
 
     def test_an_input_with_gaps(self) -> None:
         assert_refused(net(), image(2, 3, 12, 24)[..., ::2], reason="gaps")
@@ -633,7 +621,7 @@ class TestWhatIsNotLowered:
 
         fast = lowered(Trains(), image())
 
-        with pytest.raises(optimizer.InputError, match="writes an input or an attribute"):
+        with pytest.raises(optimizer.InputError, match="writes an attribute"):
             fast.lower(image(3, 3, 12, 12))
         assert not fast.mean.any()
 
@@ -919,7 +907,7 @@ class TestStraightLine:
 
         module, x = recorded(function, torch.ones(2, 3)), torch.randn(2, 3)
 
-        assert [node.target for node in module.graph.nodes if node.op.startswith("call")] == ["mul"]
+        assert [name_of(n) for n in module.graph.nodes if n.op.startswith("call")] == ["mul"]
         torch.testing.assert_close(module(x)[0], function(x))
 
     @pytest.mark.parametrize(
@@ -947,16 +935,11 @@ class TestStraightLine:
 
         assert torch.equal(first, function(x))
         assert torch.equal(module(x)[0], first)
-        assert not any(str(node.target).endswith("_") for node in module.graph.nodes)
+        assert not any(name_of(node).endswith("_") for node in module.graph.nodes)
 
     @pytest.mark.parametrize(
         ("function", "reason"),
         [
-            (lambda x: x.add_(1), "read elsewhere"),
-            (lambda x: _written_through_a_view(x), "by another name"),
-            (lambda x: _item_assigned(x), "by '__setitem__'"),
-            (lambda x: (x * 2).add_(x.double()), "another dtype"),
-            (lambda x: (x * 2).gt_(1), "another dtype"),
             (lambda x: x * x.sum().item(), "depends on values"),
             (lambda x: x if x.sum() > 0 else -x, "depends on values"),
             (lambda x: x * int(x.sum()), "depends on values"),
@@ -965,8 +948,6 @@ class TestStraightLine:
             (lambda x: x * x.nonzero().shape[0], "a size depends on values"),
             (lambda x: x * 2 if torch.equal(x, x) else x, "depends on values"),
             (lambda x: x + _HIDDEN, "cannot be followed"),
-            (lambda x: _constant_written_after_reading(x), "after reading it"),
-            (lambda x: x.data * 2, "reads .data"),
             (lambda x: Opaque(x * 2), "object of its own"),
         ],
     )
@@ -984,7 +965,7 @@ class TestStraightLine:
         layer = nn.MultiheadAttention(8, 2, batch_first=True).eval()
         x = torch.randn(1, 5, 8)
         module = recorded(lambda x: layer(x, x, x)[0], x, held=list(layer.parameters()))
-        called = {getattr(node.target, "__name__", node.target) for node in module.graph.nodes}
+        called = set(map(name_of, module.graph.nodes))
 
         assert {"linear", "scaled_dot_product_attention"} <= called or "bmm" in called
         torch.testing.assert_close(module(x)[0], layer(x, x, x)[0])
@@ -1016,46 +997,11 @@ def test_a_view_may_be_written_where_nothing_else_reads_its_memory(function: Any
     torch.testing.assert_close(*module(-x), function(-x))
 
 
-@pytest.mark.parametrize(
-    "read",
-    [lambda y, v: y, lambda y, v: y * 2, lambda y, v: y[:, 1:] + 1, lambda y, v: y.neg_()],
-    ids=["returned", "read", "cut again", "written"],
-)
-def test_what_was_written_through_a_view_is_not_read(read: Any) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = x + 1
-        view = y[:, :1]
-        view.relu_()
-        return read(y, view)  # type: ignore[no-any-return]
-
-    with pytest.raises(NotStraightLineError, match="written by another name"):
-        recorded(function, image())
-
-
 class Opaque:
     """An output that is no pytree."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-
-
-def _written_through_a_view(x: torch.Tensor) -> torch.Tensor:
-    y = x * 2
-    y[:1].add_(1)
-    return y
-
-
-def _item_assigned(x: torch.Tensor) -> torch.Tensor:
-    y = x * 2
-    y[0] = 1
-    return y
-
-
-def _constant_written_after_reading(x: torch.Tensor) -> torch.Tensor:
-    constant = torch.ones(3)
-    y = x * constant
-    constant.add_(1)
-    return y
 
 
 @pytest.mark.usefixtures("kernels")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -47,25 +47,30 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        self.counts |= torch.Tag.dynamic_output_shape in func.tags and not _is_by_number(func, args)
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        for argument in func._schema.arguments:
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            # native_batch_norm updates these in training mode, and its schema keeps quiet.
-            silent = argument.name in ("running_mean", "running_var") and given.get("training")
-            if written or silent:
-                self.writes |= storages_in(given.get(argument.name))
+        self.counts |= is_sized_by_values(func, args)
+        self.writes |= storages_in(written_by(func, args, kwargs))
         if not self.random:
             return func(*args, **kwargs)
         with own_random_numbers():  # on meta tensors too, where decompositions of torch's do it
             return func(*args, **kwargs)
 
 
-def _is_by_number(func: Any, args: Any) -> bool:
-    """Whether it is `v[i]` for numbers i, which yields as many elements as there are numbers."""
-    masks = (torch.bool, torch.uint8)
-    by_index = func is torch.ops.aten.index.Tensor
-    return by_index and not any(each is not None and each.dtype in masks for each in args[1])
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes."""
+    parameters = func._schema.arguments
+    given = {**dict(zip((each.name for each in parameters), args, strict=False)), **kwargs}
+    written = [each.name for each in parameters if each.alias_info and each.alias_info.is_write]
+    if given.get("training"):  # native_batch_norm updates these, and its schema keeps quiet
+        written += ["running_mean", "running_var"]
+    return [given[name] for name in written if name in given]
+
+
+def is_sized_by_values(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the size of what an operator returns depends on values."""
+    if func is torch.ops.aten.index.Tensor:  # v[i] has as many elements as there are numbers in i
+        masks = (torch.bool, torch.uint8)
+        return any(each is not None and each.dtype in masks for each in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def name_of_call(node: fx.Node) -> str:

@@ -270,23 +270,25 @@ def is_spare(value: object) -> bool:
 def obstacle(graph: fx.Graph) -> str:
     """Why a graph must run as it is; empty if it need not.
 
-    A value of the graph may be written, an input or an attribute may not.
+    A value of the graph or an input may be written, an attribute may not.
     """
     facts = facts_of(graph)
     if facts is None:
         return "nothing is known of the graph"
     calls = (n for n in graph.nodes if n.op.startswith("call") and n.target not in GUARDS)
-    return next(filter(None, (_obstacle(node, facts) for node in calls)), "")
+    inputs = [fact(node).storages for node in graph.find_nodes(op="placeholder")]
+    held = facts.external.difference(*inputs)
+    return next(filter(None, (_obstacle(node, held) for node in calls)), "")
 
 
-def _obstacle(node: fx.Node, facts: Facts) -> str:
+def _obstacle(node: fx.Node, held: set[int]) -> str:
     known: Fact | None = node.meta.get("fact")
     if known is None or known.error:
         return f"nothing is known of what '{node.name}' does"
     if known.random:
         return f"'{node.name}' draws random numbers"
-    if not facts.external.isdisjoint(known.writes):
-        return f"'{node.name}' writes an input or an attribute"
+    if not held.isdisjoint(known.writes):
+        return f"'{node.name}' writes an attribute"
     plain = node.op != "call_module" or all(map(is_plain, module_of(node).modules()))
     if plain and runs_known_code(node):
         return ""

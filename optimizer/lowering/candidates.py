@@ -17,11 +17,10 @@ from torch.backends.cpu import get_cpu_capability
 
 from optimizer.core.device import Cuda
 from optimizer.core.errors import InputError
-from optimizer.core.node import named_arguments
 from optimizer.lowering import packed as _packed
 from optimizer.lowering.cuda_graph import CudaGraph
 from optimizer.lowering.packed import packable_in, with_packed_weights
-from optimizer.lowering.partition import CONVOLUTION, convolutions_of, name_of
+from optimizer.lowering.partition import arguments_of, convolutions_of, name_of
 
 AS_IT_IS = "as it is"
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -46,8 +45,9 @@ def in_channels_last(
             if memory_format and all(name_of(user) != "linear" for user in node.users):
                 options: dict[str, Any] = {"memory_format": memory_format}
                 copies[node] = graph.call_method("contiguous", (copies[node],), options)
-        elif node.target == "view" and isinstance(node.args[-1], int | tuple | list):
-            copies[node].target = "reshape"  # a layout may not allow a view
+                copies[node].meta = dict(node.meta)
+        elif name_of(node) == "view" and isinstance(node.args[-1], int | tuple | list):
+            copies[node].target = torch.ops.aten.reshape.default  # a layout may not allow a view
         elif node.op == "get_attr" and weights:
             weight = getattr(region, str(node.target))
             if weight.dim() in _MEMORY_FORMATS:
@@ -124,7 +124,7 @@ def _settings_on_cuda() -> Hashable:
 
 
 def _is_dense(convolution: fx.Node) -> bool:
-    groups: int = named_arguments(convolution, CONVOLUTION)["groups"]
+    groups: int = arguments_of(convolution)["groups"]
     return groups == 1
 
 

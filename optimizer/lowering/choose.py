@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from optimizer.core.copy import on_storage
 from optimizer.core.device import device_of
 from optimizer.core.inputs import Call, require_seconds, tensors_in
 from optimizer.core.node import tensors_of
@@ -23,7 +22,7 @@ from optimizer.core.report import Choice
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, Maker, Program, policy_of
 from optimizer.lowering.engines import Compiled, engines_here
 from optimizer.lowering.partition import WEIGHTED, extract_layers, name_of
-from optimizer.lowering.trace import NotStraightLineError, require
+from optimizer.lowering.trace import NotStraightLineError, exact_copy, require
 from optimizer.verify.equivalence import Answer, compare_answers, difference
 
 _MOMENT = 1e-3  # seconds: shorter ones say more of the clock and the machine
@@ -216,10 +215,10 @@ def _verified(name: str, make: Maker, region: Program, times: Times, settled: bo
 
     One that is settled has to run: the answer of the whole call will tell.
     """
-    program = make(region, list(map(_copied, times.inputs)))
+    program = make(region, list(map(exact_copy, times.inputs)))
     if program is region:
         return program
-    given = list(map(_copied, times.inputs))
+    given = list(map(exact_copy, times.inputs))
     if settled:
         times.call(name, program, given)
     else:
@@ -241,17 +240,11 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {last[:200]}"
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the very strides, gaps included; what is to be negated in reading is by then."""
-    tensor = tensor.resolve_neg()
-    return on_storage(tensor, tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
-
-
 def varied(tensor: torch.Tensor) -> torch.Tensor:
     """Other values in a tensor that lies as this one; the same where they may be indices."""
     if not tensor.is_floating_point():
         return tensor
-    other = _copied(tensor)
+    other = exact_copy(tensor)
     held = torch.empty(0, dtype=other.dtype, device=other.device).set_(other.untyped_storage())
     held.copy_(held.roll(1) * 0.5 + 0.25)
     return other

@@ -115,16 +115,22 @@ class LoweredModule(Constants, OptimizedModule):
                 chosen = {choice.key: choice.chosen for choice in plan.choices}
                 self.meta["lowered"] = {**self.meta.get("lowered", {}), signature.key: chosen}
                 if known is None:
-                    times = Times((call,))
-                    answer = Answer(times.call("plan", self._run_lowered, (call,)), ())
-                    found = judge(plan.precision, answer)
-                    require(found is None, f"its answer differs ({found})")
-                    runs = {"plan": self._run_lowered, "portable": self._run_portable}
-                    plan.require_worth_it(runs, times, chooser)
+                    self._require_right_and_fast(plan, call.copied(), chooser, judge)
         except NotStraightLineError as error:
             self.forget(call)
             raise InputError(f"such a call is not lowered: {error}.") from error
         return plan
+
+    def _require_right_and_fast(
+        self, plan: Plan, call: Call, chooser: Chooser, judge: Judge
+    ) -> None:
+        """Compare a copy of the call, which it may write, and take the time of more such calls."""
+        times = Times((call,))
+        output = times.call("plan", self._run_lowered, (call,))
+        found = judge(plan.precision, Answer(output, tuple(call) if plan.is_open else ()))
+        require(found is None, f"its answer differs ({found})")
+        runs = {"plan": self._run_lowered, "portable": self._run_portable}
+        plan.require_worth_it(runs, times, chooser)
 
     def _run_lowered(self, call: Call) -> Any:
         return self.forward(*call.args, **call.kwargs)
@@ -146,7 +152,9 @@ class LoweredModule(Constants, OptimizedModule):
             return None
         if plan is None:
             plan = self._prepare_here(signature.key, Call(args, kwargs))
-        return None if plan is None else functools.partial(plan, signature.tensors)
+        if plan is None or not plan.takes(signature.tensors):
+            return None
+        return functools.partial(plan, signature.tensors)
 
     def _decisions(self, key: Key) -> Mapping[str, str] | None:
         found: Mapping[str, str] | None = self.meta.get("lowered", {}).get(key)

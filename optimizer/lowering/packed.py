@@ -14,17 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.passes.shape_prop import ShapeProp
 
-from optimizer.core.node import attribute_of, named_arguments
-from optimizer.lowering.partition import (
-    CONVOLUTION,
-    CONVOLUTIONS,
-    LINEAR,
-    constant_weight,
-    name_of,
-    per_dimension,
-)
+from optimizer.core.node import attribute_of
+from optimizer.lowering.partition import arguments_of, constant_weight, name_of
 
 _Activation = tuple[str, list[float], str]  # as the operator names it, its numbers, its algorithm
 _OPERATORS = (
@@ -34,9 +26,9 @@ _OPERATORS = (
 _NOTHING: _Activation = ("none", [], "")
 _ACTIVATIONS: dict[str, Callable[..., _Activation]] = {
     "gelu": lambda _, approximate="none": ("gelu", [], approximate),
-    "hardswish": lambda _, inplace=False: ("hardswish", [], ""),
+    "hardswish": lambda _: ("hardswish", [], ""),
     "sigmoid": lambda _: ("sigmoid", [], ""),
-    "silu": lambda _, inplace=False: ("swish", [], ""),
+    "silu": lambda _: ("swish", [], ""),
     "tanh": lambda _: ("tanh", [], ""),
 }
 
@@ -61,7 +53,6 @@ def with_packed_weights(
         RuntimeError: oneDNN has no such layer, of this dtype or on this processor.
     """
     module = fx.GraphModule(region, copy.deepcopy(region.graph))
-    _note_shapes(module, inputs)
     products = set[fx.Node]()
     for node in packable_in(module):
         if name_of(node) == "linear":
@@ -77,12 +68,6 @@ def with_packed_weights(
     return fx.GraphModule(module, module.graph)  # without the weights that were packed
 
 
-def _note_shapes(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
-    held = {name: tensor.to("meta") for name, tensor in module.named_buffers()}
-    ShapeProp(fx.GraphModule(held, module.graph)).propagate(*(each.to("meta") for each in inputs))
-    module.graph = module.graph  # its own again
-
-
 def _replaced(node: fx.Node, call: tuple[Any, tuple[Any, ...]]) -> fx.Node:
     with node.graph.inserting_before(node):
         made = node.graph.call_function(*call)
@@ -93,22 +78,18 @@ def _replaced(node: fx.Node, call: tuple[Any, tuple[Any, ...]]) -> fx.Node:
 
 
 def _linear(module: fx.GraphModule, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    value, read, bias = named_arguments(node, LINEAR).values()
+    value, read, bias = arguments_of(node).values()
     packed = _packed(module, read, torch.ops.mkldnn._reorder_linear_weight)
     return torch.ops.mkldnn._linear_pointwise.default, (value, packed, bias, *_NOTHING)
 
 
 def _convolution(module: fx.GraphModule, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    given = named_arguments(node, CONVOLUTION)
-    value, read, bias = (given[name] for name in ("input", "weight", "bias"))
-    geometry = [
-        per_dimension(given[name], CONVOLUTIONS[name_of(node)])
-        for name in ("padding", "stride", "dilation")
-    ]
-    size = list(value.meta["tensor_meta"].shape)
+    value, read, bias, stride, padding, dilation, groups = arguments_of(node).values()
+    geometry = (padding, stride, dilation)
+    size = list(value.meta["val"].shape)
     reorder = torch.ops.mkldnn._reorder_convolution_weight
-    packed = _packed(module, read, reorder, *geometry, given["groups"], size)
-    args = (value, packed, bias, *geometry, given["groups"], *_NOTHING)
+    packed = _packed(module, read, reorder, *geometry, groups, size)
+    args = (value, packed, bias, *geometry, groups, *_NOTHING)
     return torch.ops.mkldnn._convolution_pointwise.default, args
 
 

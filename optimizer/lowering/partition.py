@@ -7,70 +7,55 @@ harm where no NaN can arise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import getitem
 from typing import Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from optimizer.core.node import attribute_of, is_attribute, named_arguments
+from optimizer.core.node import attribute_of, is_attribute
 
 CONVOLUTIONS = {"conv2d": 2, "conv3d": 3}  # of so many dimensions, which channels_last is for
-CONVOLUTION = {"input": None, "weight": None, "bias": None} | {
-    "stride": 1, "padding": 0, "dilation": 1, "groups": 1
-}  # fmt: skip
-LINEAR = {"input": None, "weight": None, "bias": None}
-ATTENTION = {
-    "query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0,
-    "is_causal": False, "scale": None, "enable_gqa": False,
-}  # fmt: skip
 WEIGHTED = CONVOLUTIONS.keys() | {
     "conv1d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear",
-    "matmul", "__matmul__", "bmm", "scaled_dot_product_attention",
+    "matmul", "bmm", "scaled_dot_product_attention",
 }  # fmt: skip
 # Each element of the result is that of one or two values, or the largest of some of one.
 POINTWISE = frozenset((
-    "relu", "relu6", "hardtanh", "clamp", "hardswish", "hardsigmoid", "sigmoid", "silu", "gelu",
-    "tanh", "elu", "leaky_relu", "add", "__add__", "__radd__", "mul", "__mul__", "__rmul__",
-    "max_pool2d", "max_pool3d",
+    "relu", "hardtanh", "clamp", "hardswish", "hardsigmoid", "sigmoid", "silu", "gelu", "tanh",
+    "elu", "leaky_relu", "add", "mul", "max_pool2d", "max_pool3d",
 ))  # fmt: skip
 _COMPUTED = POINTWISE | {  # no group_norm: OpenVINO 2025.4.1 ends the process at a sum of one
-    "sub", "__sub__", "neg", "div", "__truediv__", "mish", "softmax",
-    "batch_norm", "layer_norm", "normalize",
+    "sub", "rsub", "neg", "div", "mish", "softmax", "batch_norm", "layer_norm",
+    "linalg_vector_norm", "clamp_min", "mean", "sum", "amax",
     "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
-    "mean", "sum", "amax",
 }  # fmt: skip
+_ENLARGED = frozenset((
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+    "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
+))  # fmt: skip
 MOVED = frozenset((
-    "cat", "chunk", "split", "getitem", "__getitem__", "reshape", "view", "flatten", "squeeze",
-    "unsqueeze", "transpose", "permute", "contiguous", "dropout", "getattr", "interpolate",
-    "swapaxes", "swapdims", "movedim", "channel_shuffle", "unbind",
+    "cat", "chunk", "clone", "contiguous", "expand", "flatten", "getitem", "index", "narrow",
+    "native_channel_shuffle", "permute", "reshape", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 ))  # fmt: skip
-_PLACED = frozenset((
-    "pad", "roll", "expand", "expand_as", "stack", "unflatten", "reshape_as", "view_as",
-))  # fmt: skip
-# How these work, of what every engine knows: an operator that one lacks would cost the region.
-_INTERPOLATE = {"input": None, "size": None, "scale_factor": None, "mode": "nearest"} | {
-    "align_corners": None, "recompute_scale_factor": None, "antialias": False,
-}  # fmt: skip
-_PAD = {"input": None, "pad": None, "mode": "constant", "value": None}
-_POOL = {"input": None, "kernel_size": None, "stride": None, "padding": 0} | {
-    "ceil_mode": False, "count_include_pad": True, "divisor_override": None,
-}  # fmt: skip
-_KNOWN_TO_ENGINES: dict[str, tuple[dict[str, Any], str, tuple[Any, ...]]] = {
-    "interpolate": (_INTERPOLATE, "mode", ("nearest", "linear", "bilinear", "trilinear")),
-    "pad": (_PAD, "mode", ("constant", "reflect")),
-    "avg_pool2d": (_POOL, "divisor_override", (None,)),
-    "avg_pool3d": (_POOL, "divisor_override", (None,)),
-}
+KNOWN = WEIGHTED | _COMPUTED | _ENLARGED | MOVED | {"pad", "roll", "stack"}
 LARGEST = 2.0**32  # of what is moderate
-_EPSILON = {"layer_norm": 4, "batch_norm": 7, "normalize": 3}  # its place
 _SMALLEST = 1e-12  # that keeps a norm of equal values from a division by zero
 
 
 def name_of(node: fx.Node) -> str:
-    """What a node calls, however it is spelled."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    """Return the name of the operator that a node calls, of whichever overload."""
+    target: Any = node.target
+    return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Return what an operator of ATen is called with, by name, with the defaults of its schema."""
+    target: Any = node.target
+    defaults = {each.name: each.default_value for each in target._schema.arguments}
+    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
 
 
 def constant_weight(node: fx.Node) -> fx.Node | None:
@@ -78,16 +63,10 @@ def constant_weight(node: fx.Node) -> fx.Node | None:
     dimensions = {"linear": 0, **CONVOLUTIONS}.get(name_of(node))
     if dimensions is None:
         return None
-    given = named_arguments(node, CONVOLUTION if dimensions else LINEAR)
+    given = arguments_of(node)
     read, padding = given["weight"], given.get("padding")
     constant = is_attribute(read) and attribute_of(read).dim() == dimensions + 2
     return read if constant and not isinstance(padding, str) else None
-
-
-def per_dimension(sizes: int | Sequence[int], dimensions: int) -> tuple[int, ...]:
-    """One size for each dimension of an image; a single one counts for all."""
-    several = (sizes,) if isinstance(sizes, int) else tuple(sizes)
-    return several * dimensions if len(several) == 1 else several
 
 
 def convolutions_of(module: fx.GraphModule) -> list[fx.Node]:
@@ -116,24 +95,34 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 def _is_moderate(node: fx.Node) -> bool:
     """Whether it makes finite numbers of all finite numbers that are not huge."""
     name = name_of(node)
-    if name not in WEIGHTED | _COMPUTED | MOVED | _PLACED:
+    if name not in KNOWN or node.meta["bound"]:
         return False
     numbers = [abs(each) for each in _numbers(node)]
     if not all(each <= LARGEST for each in numbers):  # nor NaN
         return False
-    if name in ("div", "__truediv__"):
-        return not node.kwargs and bool(numbers) and min(numbers) >= 1 / LARGEST
-    if name in _EPSILON:
-        given = node.kwargs.get("eps", (*node.args, *[1e-5] * 8)[_EPSILON[name]])
-        return isinstance(given, float) and given >= _SMALLEST
-    if name in _KNOWN_TO_ENGINES:
-        parameters, parameter, known = _KNOWN_TO_ENGINES[name]
-        given = named_arguments(node, parameters)
-        return given[parameter] in known and not given.get("antialias")
-    if name == "scaled_dot_product_attention":
-        mask = named_arguments(node, ATTENTION)["attn_mask"]
-        return mask is None or is_attribute(mask)
-    return True
+    return name not in _ONLY_WHERE or _ONLY_WHERE[name](arguments_of(node))
+
+
+def _keeps_from_zero(divisor: Any) -> bool:
+    """Whether a divisor is at least so large that no number becomes huge, or NaN."""
+    if not isinstance(divisor, fx.Node):
+        return bool(abs(divisor) >= 1 / LARGEST)
+    norm: Any = divisor.args[0] if name_of(divisor) == "expand" else divisor
+    return name_of(norm) == "clamp_min" and arguments_of(norm)["min"] >= _SMALLEST
+
+
+_ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "avg_pool2d": lambda given: given["divisor_override"] is None,  # which OpenVINO lacks
+    "avg_pool3d": lambda given: given["divisor_override"] is None,
+    "batch_norm": lambda given: given["eps"] >= _SMALLEST,
+    "div": lambda given: not given.get("rounding_mode") and _keeps_from_zero(given["other"]),
+    "index": lambda given: all(i is None or is_attribute(i) for i in given["indices"]),
+    "layer_norm": lambda given: given["eps"] >= _SMALLEST,
+    "pad": lambda given: given["mode"] in ("constant", "reflect"),
+    "scaled_dot_product_attention": lambda given: (
+        given["attn_mask"] is None or is_attribute(given["attn_mask"])
+    ),
+}
 
 
 def _numbers(node: fx.Node) -> list[float]:
@@ -157,6 +146,8 @@ def extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{place}") for place, node in enumerate(inputs)}
+    for node, copy in copies.items():
+        copy.meta = dict(node.meta)
     copies |= {node: graph.get_attr(str(node.target)) for node in constants}
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from optimizer.core.inputs import Call
+from optimizer.core.inputs import Call, storages_in
 from optimizer.lowering.candidates import AS_IT_IS
 from optimizer.lowering.choose import ByRegion, Chooser, Runs, Times, key_of, varied
 from optimizer.lowering.precision import Precision, in_precision
 from optimizer.lowering.program import LaidOut, as_function
-from optimizer.lowering.trace import StraightLine, require
+from optimizer.lowering.trace import StraightLine, exact_copy, require
 from optimizer.verify.equivalence import Answer, compare_answers, relative_error
 
 _FINDING = 1e-3  # seconds that it takes to find a plan, at most
@@ -35,39 +36,40 @@ class Plan:
         self, line: StraightLine, chooser: Chooser, precision: Precision | None = None
     ) -> None:
         self.rebuild, self.precision, self.error = line.rebuild, precision, 0.0
-        module, inputs, start = line.module, line.inputs, len(chooser.choices)
-        others = list(map(varied, inputs))
+        self.is_open, module, start = line.is_open, line.module, len(chooser.choices)
+        inputs, others = list(map(exact_copy, line.inputs)), list(map(varied, line.inputs))
         if precision:
+            require(not line.binds, "it writes what has other names")
             module = in_precision(module, (inputs, others), precision.dtype)
         with torch.no_grad():
             regions = ByRegion(module, chooser)
-            outputs = regions.run(*inputs)
+            outputs = tuple(regions.run(*inputs))
             laid_out = LaidOut(regions.module, line.outputs)
-            self.program = chooser.for_call(laid_out, module, inputs)
+            self.program: nn.Module = laid_out
+            if not line.is_open:
+                self.program = chooser.for_call(laid_out, module, inputs)
             self.run = as_function(self.program)
             if self.program is not laid_out:
                 outputs = self.program(*inputs)
-            self._require_same(line, inputs, line.outputs, outputs)
+            expected = Answer(line.outputs, (line.after, {}))
+            self._require_same(line, line.inputs, expected, Answer(outputs, (tuple(inputs), {})))
             if precision:
-                self._require_same(line, others, line.module(*others), self.program(*others))
+                before, after = (Answer(run(*others), ()) for run in (line.module, self.program))
+                self._require_same(line, others, before, after)
         self.choices = tuple(chooser.choices[start:])
 
     def _require_same(
-        self,
-        line: StraightLine,
-        inputs: Sequence[torch.Tensor],
-        expected: Sequence[torch.Tensor],
-        actual: Sequence[torch.Tensor],
+        self, line: StraightLine, inputs: Sequence[torch.Tensor], before: Answer, after: Answer
     ) -> None:
         if self.precision is None:
-            before, after = (Answer(tuple(each), ()) for each in (expected, actual))
             call = Call(tuple(inputs), {})
             found = compare_answers(line.module, call, before, after, exact=False)
-            require(found is None, f"its answer differs ({found})")
-            return
-        self.error = max(self.error, *map(relative_error, expected, actual))
+            return require(found is None, f"its answer differs ({found})")
+        self.error = max(self.error, *map(relative_error, before.output, after.output))
         bound = self.precision.budget
-        require(self.error <= bound, f"its answer is off by {self.error:.2g}, over {bound:.2g}")
+        return require(
+            self.error <= bound, f"its answer is off by {self.error:.2g}, over {bound:.2g}"
+        )
 
     def require_worth_it(self, runs: Runs, times: Times, chooser: Chooser) -> None:
         """Require that calls run faster by the plan; untimed, that something of it is lowered.
@@ -89,6 +91,10 @@ class Plan:
             slower = times.slower(runs, chooser.deadline)
             require(not slower, f"it is not faster so: {slower}")
         return None
+
+    def takes(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether it may run: where it writes inputs, no two of them may share memory."""
+        return not self.is_open or len(storages_in(tensors)) == len(tensors)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The output for the tensors of a call of this signature. It carries no gradient."""

@@ -62,10 +62,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 
 _PRODUCTS = frozenset((
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm",
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm",
     "scaled_dot_product_attention",
 ))  # fmt: skip
-_FOLLOWING = POINTWISE | MOVED - {"interpolate", "getattr"}
+_FOLLOWING = POINTWISE | MOVED
 
 
 def in_precision(
@@ -151,4 +151,6 @@ class _Writer:
             setattr(self.line, name, getattr(self.line, str(node.target)).to(self.low_dtype))
             return self.graph.get_attr(name)
         dtype = self.low_dtype if low else torch.float32
-        return self.graph.call_method("to", (self.copies[node, not low], dtype))
+        cast = self.graph.call_method("to", (self.copies[node, not low], dtype))
+        cast.meta = dict(node.meta)
+        return cast

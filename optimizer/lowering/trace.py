@@ -1,114 +1,48 @@
-"""One call as straight-line code: every torch function it makes, with sizes as numbers.
+"""One call as straight-line code: the operators of ATen that it runs, with sizes as numbers.
 
-What runs on one device for one set of sizes needs no size arithmetic and no Python. The call is
-made for real, under a function mode that writes down each torch function whose arguments depend
-on the inputs; whatever does not depend on them is a constant. An in-place function on a value that
-nobody else holds is written down as the function that returns a new tensor.
+The call is made for real, in inference mode, where a dispatch mode sees composite operators as
+they were called. What depends on no input is a constant. An operator that writes what nothing
+else reads is written down as the one that returns a new tensor. Any other write stays one, and all
+that lies in the memory that it writes, or that the caller gets by two names, is *bound*: it has to
+be computed by the very operators that were written down.
 """
 
 from __future__ import annotations
 
-import inspect
 import operator
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn import functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from optimizer.core.copy import is_ordinary
-from optimizer.core.guards import GUARDS
+from optimizer.core.copy import is_ordinary, on_storage
 from optimizer.core.inputs import Call, storages_in, tensors_in
-from optimizer.core.literals import literal
-from optimizer.core.node import named_arguments
-from optimizer.facts.effects import Effects
-from optimizer.lowering.partition import name_of
+from optimizer.core.ops import READS_DATA
+from optimizer.facts.effects import is_sized_by_values, written_by
+from optimizer.lowering.partition import KNOWN, arguments_of, name_of
 
-_IN_PLACE_OPERATORS = frozenset(
-    ("iadd", "isub", "imul", "itruediv", "idiv", "ipow", "iand", "ior", "ixor", "imod")
-)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written. Of one made in inference mode, nobody knows."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def written_tensor(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The tensor that a torch function writes, or None."""
-    name = getattr(func, "__name__", "")
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    in_place = name.endswith("_") and not name.endswith("__")
-    operator_form = name.startswith("__i") and name[2:-2] in _IN_PLACE_OPERATORS
-    if in_place or operator_form or name == "__setitem__":
-        return args[0]
-    return args[0] if any(_in_place_flags(func, args, kwargs)) else None
-
-
-def _in_place_flags(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[bool]:
-    yield bool(kwargs.get("inplace", False))
-    if inspect.isfunction(func) and func.__module__ == F.__name__:
-        names = list(inspect.signature(func).parameters)
-        yield any(bool(a) for n, a in zip(names, args, strict=False) if n == "inplace")
-
-
-def returning_new(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, Any, Any] | None:
-    """The call that returns what `func` writes, for a `func` that writes; None if there is none."""
-    name = getattr(func, "__name__", "")
-    if "out" in kwargs:
-        return func, args, {key: value for key, value in kwargs.items() if key != "out"}
-    if any(_in_place_flags(func, args, kwargs)):
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.arguments["inplace"] = False
-        return func, bound.args, bound.kwargs
-    pure = f"__{name[3:]}" if name.startswith("__i") else name[:-1]
-    owners = (torch.Tensor, torch, F)
-    found: Any = next((getattr(owner, pure) for owner in owners if hasattr(owner, pure)), None)
-    return None if found is None or name == "__setitem__" else (found, args, kwargs)
-
-
-def see_through(function: Any) -> Any:
-    """A function written in Python, so that a mode sees what it calls and not the function."""
-    names = {**function.__globals__, "has_torch_function": lambda _: False}
-    code, closure = function.__code__, function.__closure__
-    made = types.FunctionType(code, names, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
-_DROPOUT = {"input": None, "p": 0.5, "training": True}
-_PAD = {"input": None, "pad": None}
-
-
-def skip_idle(made: Mapping[fx.Node, set[int]], returned: set[int]) -> None:
-    """Let what reads an idle call read what that is given.
-
-    Not where a caller gets its memory, one of the storages `returned`: padding by nothing is a
-    copy, which may be written. `made` has the storages of each idle call's result.
-    """
-    for node, storages in made.items():
-        if storages.isdisjoint(returned):
-            node.replace_all_uses_with(node.all_input_nodes[0])
-
-
-def _is_idle(node: fx.Node) -> bool:
-    """Whether it is a dropout that drops nothing, or pads by nothing."""
-    if name_of(node) == "dropout":
-        return not named_arguments(node, _DROPOUT)["training"]
-    return name_of(node) == "pad" and not any(named_arguments(node, _PAD)["pad"])
+_WHOLE = KNOWN | {"group_norm", "gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
+_LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
+_SAME = frozenset(("alias", "detach", "lift_fresh"))  # as what they are given
+_PLACE = object()
 
 
 class NotStraightLineError(Exception):
-    """A call does something that no fixed sequence of torch functions repeats."""
+    """A call does something that no fixed sequence of operators repeats."""
+
+
+def require(condition: bool, reason: str) -> None:
+    """Raise a NotStraightLineError with the reason where a condition is false."""
+    if not condition:
+        raise NotStraightLineError(reason)
 
 
 @dataclass(frozen=True)
@@ -117,15 +51,21 @@ class StraightLine:
 
     Attributes:
         module: takes the call's tensors in order, returns the output's tensors as a tuple.
-        inputs: copies of the call's tensors.
+        inputs: copies of the call's tensors, as they were before it.
+        after: the same after it.
         outputs: what it returned for them.
         rebuild: makes the call's output of the tensors that `module` returns.
+        binds: whether some of the code is bound.
+        is_open: whether it writes an input, or returns memory that the caller knows already.
     """
 
     module: fx.GraphModule
     inputs: tuple[torch.Tensor, ...]
+    after: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     rebuild: Callable[[Sequence[torch.Tensor]], Any]
+    binds: bool
+    is_open: bool
 
 
 def straight_line(
@@ -140,15 +80,17 @@ def straight_line(
     inputs = tuple(tensors_in(own))
     dense = all(a.stride() == b.stride() for a, b in zip(tensors_in(call), inputs, strict=True))
     require(dense, "an input has gaps or overlaps in memory")
-    recorder, effects = _Recorder(inputs, held), Effects()
-    with torch.no_grad(), effects, recorder:
+    recorder = Recorder(inputs, held, _WHOLE)
+    with torch.inference_mode(), _Reads(), recorder:
         output = run(*own.args, **own.kwargs)
-    require(not effects.counts, "a size depends on values")
-    outputs = tensors_in(output)
+    outputs = tuple(tensors_in(output))
     require(all(map(is_ordinary, outputs)), "an output is more than its storage and shape")
-    _require_own_storages(outputs, inputs)
-    module = recorder.finished(outputs)
-    return StraightLine(module, inputs, tuple(outputs), _rebuild(output))
+    module, bound = recorder.finished(outputs), recorder.bound
+    known, returned = storages_in(inputs), storages_in(outputs)
+    is_open = not known.isdisjoint(bound | returned) or not returned.isdisjoint(bound)
+    before = tuple(tensors_in(call.copied())) if is_open else inputs
+    rebuild, binds = _rebuild(output), bool(bound)
+    return StraightLine(module, before, inputs, outputs, rebuild, binds, is_open)
 
 
 def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
@@ -167,157 +109,212 @@ def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
     return rebuild
 
 
-def _require_own_storages(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    storages = [storages_in(tensor) for tensor in (*inputs, *outputs)]
-    distinct = len(set[int]().union(*storages)) == len(storages)
-    require(distinct, "an output shares memory with an input or another output")
-
-
-class _Recorder(TorchFunctionMode):
-    def __init__(self, inputs: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.graph, self.root = fx.Graph(), nn.Module()
-        self.nodes = WeakIdKeyDictionary()
-        self.constants = WeakIdKeyDictionary()
-        self.used: list[tuple[torch.Tensor, int]] = []
-        self.made: dict[fx.Node, set[int]] = {}  # where the result of each that is idle lies
-        self.stale = WeakIdKeyDictionary()  # what was written by another name
-        self.inputs = storages_in(inputs)
-        for place, tensor in enumerate(inputs):
-            self.nodes[tensor] = self.graph.placeholder(f"input_{place}")
-        for tensor in held:
-            self.constants[tensor] = None
+class _Reads(TorchFunctionMode):
+    """Refuse what hands data to Python; a layer that sees a mode takes no fast path of its own."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        kinds: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        name, owner = getattr(func, "__name__", ""), str(getattr(func, "__module__", ""))
-        dependent = any(tensor in self.nodes for tensor in tensors_in((args, kwargs)))
-        if not dependent or name in _LIKE:
-            return self._constant(func(*args, **kwargs))
-        if func in GUARDS:
-            return func(*args, **kwargs)
-        if func is F.multi_head_attention_forward or owner.startswith("optimizer."):
+        name = getattr(func, "__name__", "")
+        require(name not in READS_DATA, f"what '{name}' returns depends on values")
+        return func(*args, **(kwargs or {}))
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Write down, as a graph, what is computed of some inputs while this mode is on.
+
+    Args:
+        inputs: the placeholders of the graph, in order.
+        held: tensors that may be read besides.
+        whole: composite operators that are written down as they are called, by name; others are
+            looked into.
+    """
+
+    def __init__(
+        self, inputs: Sequence[torch.Tensor], held: Iterable[torch.Tensor], whole: Set[str]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph, self.root, self.whole = fx.Graph(), nn.Module(), whole
+        self.nodes, self.constants = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self.memory: dict[fx.Node, set[int]] = {}  # where the result of each lies
+        self.lifetimes: dict[int, StorageWeakRef] = {}  # so that no address is given twice
+        self.bound = set[int]()
+        self.inputs, self.held = inputs, storages_in(held := list(held))
+        self.constants.update(dict.fromkeys(held))
+        for place, tensor in enumerate(inputs):
+            self._note(self.graph.placeholder(f"input_{place}"), tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, str(func._opname)
+        if name not in self.whole:
             with self:
-                return see_through(func)(*args, **kwargs)
-        if name == "__get__":
-            return self._attribute(func, args[0])
-        if name in _OF_GEOMETRY:
-            return func(*args, **kwargs)
-        target = written_tensor(func, args, kwargs)
-        if target is None:
-            return self._record(func, args, kwargs)
-        return self._write(func, args, kwargs, target)
-
-    def _constant(self, result: Any) -> Any:
-        for tensor in tensors_in(result):
-            if tensor not in self.nodes and tensor not in self.constants:
-                self.constants[tensor] = None
-        return result
-
-    def _attribute(self, func: Any, owner: torch.Tensor) -> Any:
-        value = func(owner)
-        if not isinstance(value, torch.Tensor):
-            return value
-        name = func.__self__.__name__
-        require(name in ("T", "mT", "H", "mH", "real", "imag"), f"it reads .{name} of a tensor")
-        self.nodes[value] = self.graph.call_function(getattr, (self._node(owner), name))
-        return value
-
-    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = getattr(func, "__name__", str(func))
-        require(name != "max_pool1d", "max_pool1d has other strides while it is written down")
-        read = [(tensor, version_of(tensor)) for tensor in tensors_in((args, kwargs))]
+                inside = func.decompose(*args, **kwargs)
+            if inside is not NotImplemented:
+                return inside
+        if name in _LIKE or not any(tensor in self.nodes for tensor in tensors_in((args, kwargs))):
+            return self._constant(func, args, kwargs)
+        if written := tensors_in(written_by(func, args, kwargs)):
+            return self._write(func, args, kwargs, written)
+        require(not is_sized_by_values(func, args), "a size depends on values")
         result = func(*args, **kwargs)
-        unchanged = all(version_of(tensor) == version for tensor, version in read)
-        require(unchanged, f"'{name}' writes a tensor")
-        tensors = [result] if isinstance(result, torch.Tensor) else result
-        sequence = isinstance(tensors, tuple | list) and tensors
-        require(bool(sequence), f"what '{name}' returns depends on values")
-        node, held = self._call(func, args, kwargs), storages_in(result)
-        new = held - storages_in((args, kwargs))  # it may lie where something lay that is gone
-        self.made = {idle: storages - new for idle, storages in self.made.items()}
-        if tensors[0] is result:
-            self.nodes[result] = node
-            self.made |= {node: held} if _is_idle(node) else {}
-            return result
-        for place, tensor in enumerate(tensors):
-            require(isinstance(tensor, torch.Tensor), f"'{name}' returns no tensors only")
-            self.nodes[tensor] = self.graph.call_function(operator.getitem, (node, place))
+        tensors = tensors_in(result)
+        require(bool(tensors), f"what '{name}' returns depends on values")
+        if name in _SAME:
+            self.nodes[result] = self._node(args[0])
+        elif tensors[0] not in self.nodes:  # else it returns what it is given
+            self._note(self._call(func, args, kwargs), result)
         return result
 
-    def _write(self, func: Any, args: Any, kwargs: Any, target: torch.Tensor) -> Any:
-        """Record the function that makes a new tensor; whoever reads `target` then reads that.
+    def _constant(self, func: Any, args: Any, kwargs: Any) -> Any:
+        written = storages_in(written_by(func, args, kwargs))
+        require(written.isdisjoint(self.held), "it writes a weight")
+        if func._opname not in (*_LIKE, *_SAME):  # numbers of Python's come by `lift_fresh`
+            self._require_known((args, kwargs))
+        result = func(*args, **kwargs)
+        made, known = tensors_in(result), self.constants if written else ()
+        made += [each for each in known if not written.isdisjoint(storages_in(each))]
+        self._keep(made)
+        self.constants.update(dict.fromkeys(made))  # those that are written are other ones
+        return result
 
-        What shares memory with it is not to be read again.
-        """
-        own = target in self.nodes and storages_in(target).isdisjoint(self.inputs)
-        require(own, "it writes a tensor that is read elsewhere")
-        found = returning_new(func, args, kwargs)
-        if found is None:
-            raise NotStraightLineError(f"it writes a tensor by '{getattr(func, '__name__', func)}'")
-        pure, given, options = found
-        made = pure(*given, **options)
-        same = made.dtype == target.dtype and made.shape == target.shape
-        require(same, "it writes a tensor of another dtype or shape")
-        node = self._call(pure, given, options)
-        storages = storages_in(target)
-        self.stale.update((o, None) for o in self.nodes if storages & storages_in(o))
-        func(*args, **kwargs)
-        del self.stale[target]
-        self.nodes[target] = node
-        return target
+    def _write(self, func: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
+        """Record a write: as what makes a new tensor where nothing else reads the memory."""
+        self._require_known((args, kwargs))
+        for tensor in written:
+            if tensor not in self.nodes:
+                self._thaw(tensor)
+        memory = storages_in(written)
+        readers = [each for each in self.nodes if not memory.isdisjoint(storages_in(each))]
+        alone = len(readers) == 1 and memory.isdisjoint(self.bound | storages_in(self.inputs))
+        new = self._as_new(func, args, kwargs) if alone else None
+        if new is None:
+            self.bound |= memory
+            self.memory[self._call(func, args, kwargs)] = memory
+        result = func(*args, **kwargs)
+        require(storages_in(written) == memory, "it gives a tensor other memory")
+        if new is not None:
+            self.memory[new] |= memory
+            self.nodes[written[0]] = new
+        return result
+
+    def _as_new(self, func: Any, args: Any, kwargs: Any) -> fx.Node | None:
+        """The call of the same operator that returns a tensor of its own, if that is alike."""
+        operators = getattr(torch.ops, func.namespace)
+        pure = getattr(operators, func._opname.removesuffix("_"), None)
+        if pure is None:
+            return None
+        target = kwargs.get("out", args[0])
+        with self:
+            made = pure(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+        alike = isinstance(made, torch.Tensor) and _geometry(made) == _geometry(target)
+        return self.nodes[made] if alike and made is not target else None
+
+    def _thaw(self, constant: torch.Tensor) -> None:
+        """Take a copy of a constant that is written, anew in each call."""
+        memory, storage = storages_in(constant), constant.untyped_storage()
+        require(memory.isdisjoint(self.held), "it writes a weight")
+        names = [each for each in self.constants if storages_in(each) == memory]
+        one = {each.dtype for each in names} == {constant.dtype}
+        require(one, "it writes a constant of two dtypes")
+        flat = torch.empty(0, dtype=constant.dtype, device=constant.device).set_(storage)
+        self.constants[flat] = None
+        copy = self._call(torch.ops.aten.clone.default, (flat,), {})
+        self.memory[copy] = memory
+        for each in names:
+            del self.constants[each]
+            place = (each.shape, each.stride(), each.storage_offset())
+            call = self.graph.call_function(torch.ops.aten.as_strided.default, (copy, *place))
+            self._note(call, each)
+        self.bound |= memory
+
+    def _note(self, node: fx.Node, result: Any) -> None:
+        """Remember what a node stands for, and its geometry under "val"."""
+        self.memory[node] = self._keep(result)
+        if isinstance(result, torch.Tensor):
+            node.meta["val"] = _without_data(result)
+            self.nodes[result] = node
+            return
+        for place, each in enumerate(result):
+            require(isinstance(each, torch.Tensor), f"'{node.name}' returns no tensors only")
+            self._note(self.graph.call_function(operator.getitem, (node, place)), each)
+
+    def _keep(self, value: Any) -> set[int]:
+        for tensor in tensors_in(value):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.lifetimes:
+                self.lifetimes[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return storages_in(value)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
         own = pytree.tree_map_only(torch.Tensor, self._node, (tuple(args), kwargs))
-        try:
-            own_args, own_kwargs = literal(own)
-        except TypeError as error:
-            raise NotStraightLineError(str(error)) from error
-        name = getattr(func, "__name__", "")
-        for method in (name, f"__{name}__"):  # `Tensor.__pow__` calls itself pow
-            if getattr(torch.Tensor, method, None) is func:
-                return self.graph.call_method(method, own_args, own_kwargs)
-        return self.graph.call_function(func, own_args, own_kwargs)
+        node = self.graph.call_function(func, *own)
+        self.memory[node] = set()
+        return node
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:
-        require(tensor not in self.stale, "it reads a tensor that was written by another name")
+        self._require_known(tensor)
         if tensor in self.nodes:
             return self.nodes[tensor]  # type: ignore[no-any-return]
-        require(tensor in self.constants, "a tensor comes from code that cannot be followed")
         if self.constants[tensor] is None:
-            name = f"constant_{len(self.used)}"
-            self.used.append((tensor, version_of(tensor)))
-            self.root.register_buffer(name, tensor.detach())
-            self.constants[tensor] = self.graph.get_attr(name)
+            name, held = f"constant_{len(self.root._buffers)}", storages_in(tensor) <= self.held
+            with torch.inference_mode(False), torch.no_grad():
+                kept = tensor.detach() if held else exact_copy(tensor)
+            self.root.register_buffer(name, kept)
+            node = self.constants[tensor] = self.graph.get_attr(name)
+            node.meta["val"], self.memory[node] = _without_data(kept), self._keep(tensor)
         return self.constants[tensor]  # type: ignore[no-any-return]
 
+    def _require_known(self, value: Any) -> None:
+        tensors = tensors_in(value)
+        known = all(each in self.nodes or each in self.constants for each in tensors)
+        require(known, "a tensor comes from code that cannot be followed")
+
     def finished(self, outputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-        """The graph that returns `outputs`."""
-        same = all(version_of(tensor) == version for tensor, version in self.used)
-        require(same, "it writes a constant after reading it")
-        # Else every call would return the very same tensor, and a caller may write it.
-        require(all(each in self.nodes for each in outputs), "an output depends on no input")
-        self.graph.output(tuple(map(self._node, outputs)))
-        skip_idle(self.made, storages_in(outputs))
+        """The graph that returns `outputs`; of those that are constants, each call's own copy."""
+        self._require_known(outputs)
+        for each in outputs:
+            if each not in self.nodes and storages_in(each).isdisjoint(self.held):
+                self._thaw(each)
+        copied = torch.ops.aten.clone.default  # of a weight
+        self.graph.output(
+            tuple(
+                self.nodes[each] if each in self.nodes else self._call(copied, (each,), {})
+                for each in outputs
+            )
+        )
+        distinct = {id(each): each for each in (*self.inputs, *outputs)}.values()
+        names = Counter(storage for each in distinct for storage in storages_in(each))
+        self.bound |= {storage for storage, count in names.items() if count > 1}
+        for node in self.graph.nodes:
+            memory = self.memory.get(node, set[int]())
+            node.meta["bound"] = not memory.isdisjoint(self.bound)
+            read = memory.union(*(self.memory[each] for each in node.all_input_nodes))
+            if _is_copy(node) and read.isdisjoint(self.bound | storages_in(outputs)):
+                node.replace_all_uses_with(node.args[0])
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.root, self.graph)
 
 
-def require(condition: bool, reason: str) -> None:
-    if not condition:
-        raise NotStraightLineError(reason)
+def _is_copy(node: fx.Node) -> bool:
+    """Whether a node returns values as it gets them, and as they lie."""
+    if name_of(node) not in ("clone", "pad") or any(arguments_of(node).get("pad", ())):
+        return False
+    read: Any = node.args[0]
+    return "val" in node.meta and _geometry(node.meta["val"]) == _geometry(read.meta["val"])
 
 
-_PLACE = object()
-_LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
-_OF_GEOMETRY = frozenset((
-    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous",
-    "is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "__len__",
-    "result_type", "is_tensor",
-))  # fmt: skip
+def exact_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the very strides, gaps included; what is to be negated in reading is by then."""
+    tensor = tensor.resolve_neg()
+    return on_storage(tensor, tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strides = [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
+    return tensor.shape, strides, tensor.dtype
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from optimizer.core.node import tensors_of
+from optimizer.core.node import attribute_of
 from optimizer.lowering.engines.aten import in_aten
-from optimizer.lowering.partition import LARGEST
+from optimizer.lowering.partition import LARGEST, name_of
 from optimizer.lowering.program import as_function
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -61,7 +61,9 @@ class Compiled(nn.Module):
         self, engine: Engine, region: fx.GraphModule, inputs: Sequence[torch.Tensor]
     ) -> None:
         super().__init__()
-        held = tensors_of(region)
+        read = region.graph.find_nodes(op="get_attr")
+        read = [node for node in read if any(name_of(user) != "index" for user in node.users)]
+        held = list(map(attribute_of, read))
         if not all(each.is_cpu and each.dtype == torch.float32 for each in (*inputs, *held)):
             raise ValueError("it is not in float32 on the CPU")
         if not all(map(_is_moderate, held)):

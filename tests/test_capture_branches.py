@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import optimizer
 from optimizer.core.guards import GUARDS
-from optimizer.frontend.type_tests import tests_for_none
+from optimizer.frontend.proxy import tests_for_none
 
 tests_for_none.__test__ = False  # type: ignore[attr-defined]
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer import toolkit
-from optimizer.core.literals import literal
 from optimizer.facts.facts import Refused
+from optimizer.frontend.names import literal
 from optimizer.rewrite.edit import insert_function
 
 

@@ -13,6 +13,7 @@ import inspect
 import logging
 import operator
 import re
+import sys
 from abc import ABCMeta
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,7 +44,6 @@ from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils._pytree import LeafSpec, TreeSpec
 
-from optimizer.core.literals import numbers_of_numpy
 from optimizer.core.node import NOT_USER_CODE, is_plain, is_user_code
 
 _INSTRUCTION = re.compile(
@@ -428,6 +428,12 @@ def _is_pure(function: Any) -> bool:
     home = homes[0] or homes[1] or getattr(owner, "__name__", "torch")
     listed = _package(str(home)) in _PURE and not str(home).startswith("numpy.random")
     return listed and not _asks(function)
+
+
+def numbers_of_numpy() -> tuple[Any, ...]:
+    """The class of numpy's numbers, where it is imported."""
+    numpy = sys.modules.get("numpy")
+    return (numpy.generic,) if numpy else ()
 
 
 def items(container: Any) -> list[Any]:

@@ -1,14 +1,18 @@
 """What a graph names, in code that fx prints: neither code nor module takes it for its own.
 
+fx prints arguments by their repr; that of a number of numpy's, or of an object, has names that the
+code does not know.
+
 The weights and layers of a model become attributes of the module that is made of its graph, which
 has a `report`, a `code` and a `graph` too; and code prints their names, also one that is a word of
-Python's. Numbers and defaults are printed by their repr, among the arguments of the forward, one
-of which may be called `nan`.
+Python's, or the `nan` of a repr.
 """
 
 from __future__ import annotations
 
 import ast
+import cmath
+import enum
 import keyword
 import re
 from collections import Counter
@@ -18,12 +22,65 @@ from itertools import count
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from optimizer.core.errors import require
-from optimizer.core.literals import is_literal
 from optimizer.core.node import attribute
 from optimizer.facts.effects import home_of
+from optimizer.frontend.known import numbers_of_numpy
+
+NUMBERS = (bool, int, float, complex, str)
+_PRINTED = (
+    *NUMBERS, type(None), type(...), range, torch.Size, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+
+
+def literal(value: Any) -> Any:
+    """Arguments of a call, with Python's real numbers in the place of numpy's.
+
+    torch takes both for the same: the dtype of `x * numpy.float64(2)` is that of `x * 2.0`.
+
+    Raises:
+        TypeError: an argument has no name that generated code could use.
+    """
+    return fx.node.map_aggregate(value, _literal)
+
+
+def _literal(value: Any) -> Any:
+    plain: Any = value.item() if isinstance(value, numbers_of_numpy()) else value
+    exact = type(plain) is not complex or (plain is value and _is_printed(plain))
+    enumerated = isinstance(plain, enum.Enum) and not isinstance(plain, enum.Flag)
+    if enumerated or isinstance(plain, fx.Node | torch._ops.OpOverload):
+        return plain
+    if type(plain) in _PRINTED and exact:
+        return plain
+    raise TypeError(f"code cannot name a {type(value).__name__}")
+
+
+def _is_printed(number: complex) -> bool:
+    """Whether the text of a number is that number; (-0+0j) is a sum, and lacks the sign."""
+    return cmath.isfinite(number) and repr(ast.literal_eval(repr(number))) == repr(number)
+
+
+def is_literal(value: Any, within: bool = False) -> bool:
+    """Whether generated code can write down the arguments of a node.
+
+    fx prints what is `within` a dict by the repr of that, without a look at its parts.
+    """
+    if isinstance(value, dict):
+        return all(is_literal(each, True) for pair in value.items() for each in pair)
+    if isinstance(value, slice):
+        return is_literal((value.start, value.stop, value.step), within)
+    if isinstance(value, list | tuple) and not (within and hasattr(value, "_fields")):
+        return all(is_literal(each, within) for each in value)
+    if isinstance(value, fx.Node):
+        return True
+    try:
+        return _literal(value) is value and (type(value) in _PRINTED or not within)
+    except TypeError:
+        return False
 
 
 def give_free_names(

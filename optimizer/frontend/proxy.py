@@ -1,21 +1,34 @@
-"""Traced values that record what `torch.fx` cannot, and are asked for their type in vain."""
+"""Traced values, which record what `torch.fx` cannot, and what code may ask of them.
+
+A traced value is no torch.Tensor, so `isinstance(x, torch.Tensor)` would trace a branch that
+eager never takes. A `__class__` that says otherwise is no way out: the argument parser of torch
+believes it and crashes. So the names are shadowed where the code looks them up.
+
+A traced value is never None. Where a forward asks `mask is None`, the branch that is recorded
+is right for what was given, and an argument that is None in a later call must not take it.
+"""
 
 from __future__ import annotations
 
 import dis
 import operator
 import sys
+from abc import ABCMeta
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, overrides
 
+from optimizer.core.errors import CaptureError
 from optimizer.core.node import is_user_code
 from optimizer.core.ops import INPLACE_OPERATORS
+from optimizer.frontend.known import Code, codes
 
 _OF_AUTOGRAD = ("grad", "grad_fn", "names")
+_A_TENSOR = torch.empty(0)
 
 
 class Value(fx.Proxy):
@@ -24,12 +37,7 @@ class Value(fx.Proxy):
     tracer: Any
     __array_priority__ = torch.Tensor.__array_priority__  # numpy's numbers leave products to it
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in ("node", "tracer"):
-            raise self.tracer.fail(f"it sets the attribute '{name}' of a tensor")
-        super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Member:  # type: ignore[override]
+    def __getattr__(self, name: str) -> Member:
         if name.startswith("_"):
             raise AttributeError(name)
         if name in _OF_AUTOGRAD or not hasattr(torch.Tensor, name):
@@ -83,27 +91,8 @@ for _function in INPLACE_OPERATORS:
     setattr(Value, f"__{_function.__name__}__", _record_operator(_function))
 
 
-class Member(Value):
+class Member(Value, fx.proxy.Attribute):
     """An attribute of a traced value: a method if it is called, else recorded when it is used."""
-
-    def __init__(self, holder: Value, name: str) -> None:
-        vars(self).update(tracer=holder.tracer, _holder=holder, _member=name, _recorded=None)
-
-    @property
-    def node(self) -> fx.Node:  # type: ignore[override]
-        """The node that reads the attribute, made on first use."""
-        if self._recorded is None or self._recorded._erased:
-            read = self.tracer.create_proxy(
-                "call_function", getattr, (self._holder, self._member), {}
-            )
-            vars(self).update(_recorded=read.node)
-        recorded: Any = self._recorded
-        return recorded  # type: ignore[no-any-return]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
-        given = (self._holder, *args)
-        proxy: fx.Proxy = self.tracer.create_proxy("call_method", self._member, given, kwargs)
-        return proxy
 
 
 class Attribute(Value):
@@ -111,23 +100,76 @@ class Attribute(Value):
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor) -> None:
         super().__init__(node, tracer)
-        object.__setattr__(self, "_tensor", tensor)
+        self.tensor, self.shape, self.ndim = tensor, tensor.shape, tensor.dim()
+        self.dim, self.size = tensor.dim, tensor.size
 
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The parameter or buffer itself."""
-        return self.__dict__["_tensor"]  # type: ignore[no-any-return]
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.tensor.shape
+def answer_for_traced(code: Code, is_tensor: Callable[[fx.Node], bool], patcher: Any) -> None:
+    """Let a patcher of fx answer isinstance() and torch.is_tensor() for traced values.
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
+    In the user's functions, as long as it patches; there getattr() finds no other code either.
+    """
+    answer = partial(_is_instance, is_tensor)
+    overrides._get_tensor_methods()  # torch keeps these lists: not with a shadow in them
+    shadows = {
+        "isinstance": answer, "getattr": partial(_get, code), "hasattr": _has, "type": _type,
+    }  # fmt: skip
+    for space in {id(each.__globals__): each.__globals__ for each in code.functions}.values():
+        for name in shadows.keys() - space.keys():
+            patcher.patch(space, name, shadows[name])
+    patcher.patch_method(torch, "is_tensor", lambda value: answer(value, torch.Tensor))
 
-    def dim(self) -> int:
-        return len(self.shape)
 
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
+def _is_instance(is_tensor: Callable[[fx.Node], bool], value: Any, kinds: Any) -> bool:
+    if not isinstance(value, fx.Proxy) or isinstance(value, kinds):
+        return isinstance(value, kinds)
+    if isinstance(value, Attribute):
+        return isinstance(value.tensor, kinds)
+    each = kinds if isinstance(kinds, tuple) else (kinds,)
+    if isinstance(value, Value) and is_tensor(value.node) and all(map(_is_clear, each)):
+        return isinstance(_A_TENSOR, kinds)
+    raise value.tracer.fail("it asks for the type of an intermediate value")  # type: ignore[attr-defined]
+
+
+def _is_clear(kind: Any) -> bool:
+    """Whether all tensors are of a kind, or none is: not of a subclass, or of one by dtype."""
+    plain = type(kind) in (type, ABCMeta) and not issubclass(kind, torch.Tensor)
+    return kind is torch.Tensor or plain
+
+
+def _has(owner: Any, name: str) -> bool:
+    if isinstance(owner, Value):
+        raise owner.tracer.fail("it asks what a value has")
+    return hasattr(owner, name)
+
+
+def _type(value: Any, *bases: Any) -> Any:
+    if isinstance(value, Value):
+        raise value.tracer.fail("it asks for the type of a value")
+    return type(value, *bases)
+
+
+def _get(code: Code, owner: Any, name: str, *default: Any) -> Any:
+    if isinstance(owner, Value) and (default or name.startswith("_")):
+        raise owner.tracer.fail("it asks what a value has")
+    found = getattr(owner, name, *default)
+    if not isinstance(found, fx.Proxy) and code.is_new(found, name):
+        raise CaptureError(f"it finds '{name}' by getattr()")
+    return found
+
+
+_TESTS = frozenset(
+    code
+    for name, code in dis.opmap.items()
+    if name == "IS_OP" or name.endswith(("_IF_NONE", "_IF_NOT_NONE"))
+)
+_ASK_FOR_A_TYPE = frozenset(("isinstance", "is_tensor"))
+
+
+def tests_for_none(code: Code) -> bool:
+    """Whether a function of the model asks such a thing."""
+    return any(
+        not _TESTS.isdisjoint(each.co_code[::2]) or not _ASK_FOR_A_TYPE.isdisjoint(each.co_names)
+        for function in code.functions
+        for each in codes(function.__code__)
+    )

@@ -17,14 +17,13 @@ from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, 
 from optimizer.core.node import clean, has_global_hooks, is_plain, reason_of, tensors_of
 from optimizer.facts.effects import runs_known_code
 from optimizer.facts.propagation import Fact, Facts
-from optimizer.frontend.arguments import sees_how_it_is_called
 from optimizer.frontend.aten import from_aten
 from optimizer.frontend.canonicalize import spell
 from optimizer.frontend.known import Code
 from optimizer.frontend.materialize import materialize
 from optimizer.frontend.names import give_free_names, require_written
 from optimizer.frontend.outside import kept
-from optimizer.frontend.tracer import ALONE, Tracer
+from optimizer.frontend.tracer import ALONE, Tracer, sees_how_it_is_called
 
 _LASTING = ("source", "tested", "is_wrapped")  # of the meta of a node, and facts of no other run
 

@@ -4,13 +4,17 @@
 recorded as `x = x + y`, a random tensor or a buffer's value at trace time is baked in as a
 constant, an optional argument is always taken to be given. This tracer records the first
 three as what they are and binds the last to the example's value, behind a guard.
+
+An ordinary forward cannot tell whether an argument is passed by name. One that can, as a decorator
+does, is not recorded so.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,8 +26,8 @@ from torch.overrides import TorchFunctionMode, _get_tensor_methods
 from torch.utils._pytree import tree_leaves
 
 from optimizer.core.errors import CaptureError
-from optimizer.core.inputs import Call
-from optimizer.core.literals import LiteralTracer
+from optimizer.core.guards import chooses_a_branch, expect_value
+from optimizer.core.inputs import Call, opened
 from optimizer.core.node import is_plain, overrides_call, user_line
 from optimizer.core.ops import (
     CHANGES_SHAPE,
@@ -33,10 +37,18 @@ from optimizer.core.ops import (
     READS_DATA,
     RETURN_A_TENSOR,
 )
-from optimizer.frontend.arguments import Arguments
-from optimizer.frontend.known import Code
-from optimizer.frontend.proxy import Attribute, Value
-from optimizer.frontend.type_tests import answer_for_traced, tests_for_none
+from optimizer.frontend.known import Code, numbers_of_numpy
+from optimizer.frontend.names import NUMBERS, is_literal, literal
+from optimizer.frontend.proxy import Attribute, Value, answer_for_traced, tests_for_none
+
+_STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def sees_how_it_is_called(forward: Callable[..., Any]) -> bool:
+    """Whether a forward can tell what is passed by name: one with `*args, **kwargs` can."""
+    own, wrapped = inspect.signature(forward, follow_wrapped=False), inspect.signature(forward)
+    stars = any(parameter.kind in _STARS for parameter in own.parameters.values())
+    return stars or list(own.parameters) != list(wrapped.parameters)
 
 
 class RecordConstants(TorchFunctionMode):
@@ -56,7 +68,7 @@ class RecordConstants(TorchFunctionMode):
         traced = any(isinstance(leaf, fx.Proxy) for leaf in leaves)
         constant = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if func in FACTORIES:
-            constant, traced = traced or self.tracer.records(func), False
+            constant, traced = traced or self.tracer.record_factories or func in RANDOM, False
         constant |= isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
         of_another_kind = isinstance(func, torch._C.ScriptMethod | torch._ops.HigherOrderOperator)
         if of_another_kind or not (traced or (constant and name not in METADATA)):
@@ -71,7 +83,7 @@ class RecordConstants(TorchFunctionMode):
 ALONE = threading.RLock()  # two at once would undo each other's patches in the wrong order
 
 
-class Tracer(Arguments, LiteralTracer):
+class Tracer(fx.Tracer):
     """Trace a module whose code may be recorded.
 
     Args:
@@ -88,18 +100,16 @@ class Tracer(Arguments, LiteralTracer):
         self, call: Call | None = None, code: Code | None = None, *, record_factories: bool = True
     ) -> None:
         super().__init__(autowrap_functions=tuple(FACTORIES))
-        self.call, self.code = call, code
+        self.call, self.code = call or Call((), {}), code
         self.record_factories = record_factories
         self.failure: CaptureError | None = None
         self._thread = threading.get_ident()
         self._attributes: dict[int, fx.Proxy] = {}
-        self._names: dict[int, str] = {}
         self._tensors: set[fx.Node] = set()
-        self._modes: tuple[bool, ...] = ()
         self.tests_for_none = code is not None and tests_for_none(code)
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        self._names = {
+        self._names: dict[int, str] = {
             id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]
         }
         self._modes = _modes()
@@ -125,10 +135,6 @@ class Tracer(Arguments, LiteralTracer):
 
     def keys(self, obj: fx.Proxy) -> Any:
         raise self.fail("it asks a traced value for its keys")
-
-    def records(self, factory: Callable[..., Any]) -> bool:
-        """Whether a factory is recorded although all its arguments are constants."""
-        return self.record_factories or factory in RANDOM
 
     def is_foreign_thread(self) -> bool:
         """Tracing patches nn.Module for the whole process; other threads must not notice."""
@@ -162,17 +168,21 @@ class Tracer(Arguments, LiteralTracer):
                 raise self.fail(f"it makes a {type(a).__name__}, which a graph cannot hold")
             items = [(key, self.create_arg(value)) for key, value in a.items()]
             return self.create_node("call_function", type(a), (items,), {})
-        return super().create_arg(a)
+        if not (isinstance(a, NUMBERS) or type(a).__module__ == "numpy"):
+            return super().create_arg(a)
+        try:
+            return literal(a)
+        except TypeError as error:
+            raise self.fail(str(error)) from error
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
         name = self._names.get(id(attr_val)) if isinstance(attr_val, torch.Tensor) else None
         if name is None or self.is_foreign_thread():
             return attr_val
-        known = self._attributes.get(id(attr_val))
-        if known is None or known.node._erased:
+        if id(attr_val) not in self._attributes:
             node = self.create_node("get_attr", name, (), {})
-            known = self._attributes[id(attr_val)] = Attribute(node, self, attr_val)
-        return known
+            self._attributes[id(attr_val)] = Attribute(node, self, attr_val)
+        return self._attributes[id(attr_val)]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         ours = type(m).__module__.startswith("optimizer.passes.")
@@ -192,8 +202,42 @@ class Tracer(Arguments, LiteralTracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        called, args = super().create_args_for_root(root_fn, is_module, concrete_args)
-        return partial(self._called, called), args
+        positional: list[Any] = [self.root]
+        keyword: dict[str, Any] = {}
+        signature = inspect.signature(root_fn)
+        args, kwargs = self.call
+        given = signature.bind_partial(self.root, *args, **kwargs).arguments
+        for parameter in list(signature.parameters.values())[1:]:
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                keyword[parameter.name] = self._argument(parameter, given)
+            else:
+                positional.append(self._argument(parameter, given))
+        return partial(self._called, partial(root_fn, **keyword)), positional
+
+    def _argument(self, parameter: inspect.Parameter, given: Mapping[str, Any]) -> Any:
+        name, default = parameter.name, parameter.default
+        optional = default is not parameter.empty
+        bound = optional and not is_literal(default)
+        if bound and (name in given or isinstance(default, torch.Tensor)):
+            raise self.fail(f"the default of '{name}' has no literal")
+        written: Any = ... if bound else default
+        node = self.create_node("placeholder", name, (written,) if optional else (), {})
+        if bound:  # as it is, in a call that gives no other
+            self.create_proxy("call_function", expect_value, (self.proxy(node), ..., name), {})
+            return default
+        return self._input(node, given.get(name, default))
+
+    def _input(self, node: fx.Node, value: Any) -> Any:
+        proxy, name = self.proxy(node), str(node.target)
+        if chooses_a_branch(value):
+            self.create_proxy("call_function", expect_value, (proxy, value, name), {})
+            return value
+        node.meta["tested"] = self.tests_for_none
+        if isinstance(value, torch.Tensor):
+            self._tensors.add(node)
+        elif any(map(chooses_a_branch, tree_leaves(value))):
+            raise self.fail(f"'{name}' holds what may choose a branch")
+        return proxy
 
     def _called(self, called: Callable[..., Any], *args: Any) -> Any:
         patcher: Any = fx_tracing.CURRENT_PATCHER
@@ -201,7 +245,11 @@ class Tracer(Arguments, LiteralTracer):
             patcher.patch(vars(torch), each.__name__, fx_tracing._create_wrapped_func(each))
         if self.code:
             answer_for_traced(self.code, self.is_tensor, patcher)
-        return called(*args)
+        returned = called(*args)
+        for leaf in tree_leaves(opened(returned)):
+            if isinstance(leaf, numbers_of_numpy()):
+                raise self.fail(f"it returns a {type(leaf).__name__}, which code cannot name")
+        return returned
 
 
 def _modes() -> tuple[bool, ...]:

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
-from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._pytree import tree_leaves
 
 from optimizer.core.errors import InputError
-
-Expected = ParamSpec("Expected")
-Found = TypeVar("Found")
+from optimizer.core.ops import Parameters, Result, recordable
 
 
 def key_of(value: Any) -> Any:
@@ -39,22 +35,8 @@ def key_of(value: Any) -> Any:
     return type(value), value
 
 
-def _guard(
-    check: Callable[Concatenate[Any, Expected], Found],
-) -> Callable[Concatenate[Any, Expected], Found]:
-    """The same function, which tracers and modes see a call of as they do of torch's own.
-
-    Only what is checked is asked whether it is traced: to ask a dtype takes half a microsecond.
-    """
-
-    @wraps(check)
-    def apply(value: Any, /, *args: Expected.args, **kwargs: Expected.kwargs) -> Found:
-        if has_torch_function_unary(value):
-            found: Found = handle_torch_function(apply, (value,), value, *args, **kwargs)
-            return found
-        return check(value, *args, **kwargs)
-
-    return apply
+def _guard(check: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    return recordable(check, operands=1)
 
 
 def _unfit(made_for: str, remedy: str) -> InputError:
@@ -63,11 +45,7 @@ def _unfit(made_for: str, remedy: str) -> InputError:
 
 @_guard
 def expect_value(value: Any, expected: object, name: str) -> None:
-    """Require the argument that the model's branches were chosen by.
-
-    Raises:
-        InputError: `value` is not what the model was optimized with.
-    """
+    """Raise an InputError where `value` is not what the model's branches were chosen by."""
     if value is not expected and key_of(value) != key_of(expected):
         raise _unfit(f"{name}={expected!r}", f"with example inputs that pass the {name} you need")
 
@@ -76,11 +54,7 @@ def expect_value(value: Any, expected: object, name: str) -> None:
 def expect_tensor(
     value: torch.Tensor, rank: int | None, dtype: torch.dtype | None, name: str
 ) -> None:
-    """Require a tensor, with the rank and dtype that rewrites were proved for, if any.
-
-    Raises:
-        InputError: `value` is something else.
-    """
+    """Raise an InputError for all but a tensor of the rank and dtype, if any, of the proofs."""
     if not isinstance(value, torch.Tensor):
         raise _unfit(f"a tensor {name} and got {value!r}", "with example inputs of that type")
     if rank is not None and value.dim() != rank:
@@ -93,11 +67,7 @@ def expect_tensor(
 
 @_guard
 def expect_given(value: Any, name: str) -> None:
-    """Require that nothing in an argument chooses another branch than a tensor does.
-
-    Raises:
-        InputError: there is a None, a flag or a string in `value`.
-    """
+    """Raise an InputError where a None, a flag or a string in `value` may choose a branch."""
     if any(chooses_a_branch(leaf) for leaf in tree_leaves(value)):
         told = f"an argument {name} that holds no None, flag or string"
         raise _unfit(told, "with example inputs that do")
@@ -105,11 +75,7 @@ def expect_given(value: Any, name: str) -> None:
 
 @_guard
 def expect_autocast(value: Any, dtypes: Autocast) -> None:
-    """Require the autocast that the model's code met; `value` is any argument of the call.
-
-    Raises:
-        InputError: another one is on.
-    """
+    """Raise an InputError under another autocast than recorded; `value` is any argument."""
     if (found := autocast()) != dtypes:
         told = f"calls under autocast to {dtypes} (cpu, cuda, mps) and got {found}"
         raise _unfit(told, "under the autocast you need")

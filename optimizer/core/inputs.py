@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils._pytree import tree_leaves
 
 from optimizer.core.errors import InputError
 
@@ -38,11 +37,6 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return function(value)
     mapped = pytree.tree_map_only(torch.Tensor, function, value)
     return pytree.tree_map_only(_is_record, lambda each: _mapped_record(function, each), mapped)
-
-
-def copies_of(value: Any) -> Any:
-    """The same tree with copies of its tensors, and of the objects that may hide some."""
-    return pytree.tree_map_only(hides_tensors, _copy_of, map_tensors(torch.clone, value))
 
 
 def storages_in(value: Any) -> set[int]:
@@ -91,13 +85,11 @@ class Call(NamedTuple):
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         """The same call with every tensor in it replaced by `function(tensor)`."""
-        args, kwargs = map_tensors(function, (self.args, self.kwargs))
-        return Call(args, kwargs)
+        return Call(*map_tensors(function, self))
 
     def copied(self) -> Call:
-        """The same call with copies of what a forward may write."""
-        args, kwargs = copies_of((self.args, self.kwargs))
-        return Call(args, kwargs)
+        """The same call with copies of its tensors, and of the objects that may hide some."""
+        return Call(*pytree.tree_map_only(hides_tensors, _copy_of, self.map(torch.clone)))
 
 
 def as_call(example_inputs: ExampleInputs) -> Call:
@@ -124,17 +116,13 @@ def _with_data(call: Call) -> Call:
         raise InputError(
             "an example input is on the meta device and holds no data: pass a tensor that does."
         )
-    if any(isinstance(leaf, Iterator) for leaf in tree_leaves((call.args, call.kwargs))):
+    if any(isinstance(leaf, Iterator) for leaf in pytree.tree_leaves(call)):
         raise InputError("an example input is an iterator, to be read once only: pass a list.")
     return call
 
 
 def require_module(model: object) -> nn.Module:
-    """`model`, if it is a module whose parameters and buffers hold data.
-
-    Raises:
-        InputError: it is no module, or a parameter or buffer is on the meta device.
-    """
+    """`model`, or an InputError unless it is a module whose parameters and buffers hold data."""
     if not isinstance(model, nn.Module):
         raise InputError(
             f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module itself,"
@@ -150,33 +138,21 @@ def require_module(model: object) -> nn.Module:
 
 
 def require_flags(**flags: object) -> None:
-    """Require arguments that are True or False, by name: a text such as "no" would count as True.
-
-    Raises:
-        InputError: one is neither.
-    """
+    """Raise an InputError unless all are True or False: a text such as "no" would count as True."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise InputError(f"{name} is {flag!r}: pass True or False.")
 
 
 def require_seconds(seconds: object) -> float:
-    """`tune_seconds`, if it is a time.
-
-    Raises:
-        InputError: it is none.
-    """
+    """`tune_seconds`, or an InputError where it is no time."""
     if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
         raise InputError(f"tune_seconds is {seconds!r}: pass a number of seconds, or 0.")
     return float(seconds)
 
 
 def require_writable(name: str, path: str | os.PathLike[str]) -> Path:
-    """The path of a file that can be written, which is tried; what is there stays as it is.
-
-    Raises:
-        InputError: it cannot; the message calls the argument `name`.
-    """
+    """The path of a file that can be written, or an InputError; what is there stays as it is."""
     try:
         file = Path(path)
         new = not file.exists()
@@ -189,11 +165,7 @@ def require_writable(name: str, path: str | os.PathLike[str]) -> Path:
 
 
 def require_graph(module: object) -> fx.Graph:
-    """The graph of a module that was captured.
-
-    Raises:
-        InputError: it is no GraphModule.
-    """
+    """The graph of a module that was captured, or an InputError."""
     if not isinstance(module, fx.GraphModule):
         raise InputError(
             f"module is of type {type(module).__name__}, no graph: pass optimizer.capture(model)."

@@ -9,6 +9,7 @@ import traceback
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,7 @@ def owner(node: fx.Node) -> fx.GraphModule:
 
 def attribute(root: nn.Module, path: str) -> Any:
     """What the dotted `path` names in `root`."""
-    value: Any = root
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+    return attrgetter(path)(root)
 
 
 def attribute_of(node: Any) -> Any:

@@ -26,10 +26,10 @@ from optimizer.facts.effects import (
     Effect,
     Effects,
     devices_named_by,
+    known_outcome,
     name_of_call,
     runs_known_code,
 )
-from optimizer.facts.known_results import known_outcome
 
 
 @dataclass(frozen=True)

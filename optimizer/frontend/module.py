@@ -41,15 +41,6 @@ class Blank:
     meta: torch.Tensor
     device: torch.device
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Blank:
-        """What there is to know of a tensor besides its values."""
-        return cls(on_storage(tensor, _storage_like(tensor, _META)), tensor.device)
-
-    def zeros(self) -> torch.Tensor:
-        """A tensor like it, of zeros."""
-        return on_storage(self.meta, _storage_like(self.meta, self.device))
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -81,7 +72,9 @@ class Recipe:
         try:
             devices = {name: tensor.device for name, tensor in _checkpoint(model).items()}
             hollow = _copy_on(model, dict.fromkeys(devices, _META))
-            blank = pytree.tree_map_only(torch.Tensor, Blank.of, call)
+            blank = pytree.tree_map_only(
+                torch.Tensor, lambda each: Blank(_like(each, _META), each.device), call
+            )
         except Exception:  # a state_dict or a kind of tensor that a user wrote
             return None
         return cls(hollow, devices, blank, options, optimize)
@@ -98,7 +91,9 @@ class Recipe:
         """Inputs as the model was optimized for, with zeros for values; None if there were none."""
         if self.call is None:
             return None
-        args, kwargs = pytree.tree_map_only(Blank, Blank.zeros, self.call)
+        args, kwargs = pytree.tree_map_only(
+            Blank, lambda each: _like(each.meta, each.device), self.call
+        )
         return kwargs or args
 
     def __deepcopy__(self, memo: Any) -> Recipe:
@@ -169,6 +164,10 @@ def _copy_on(model: nn.Module, devices: Mapping[str, torch.device]) -> nn.Module
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return on_storage(tensor, _storage_like(tensor, device))
 
 
 def _storage_like(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage:

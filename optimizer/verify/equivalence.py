@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer.core.context import own_random_numbers
 from optimizer.core.copy import is_ordinary, structural_copy
 from optimizer.core.errors import CaptureError, DeviceError, InputError
-from optimizer.core.inputs import Call
+from optimizer.core.inputs import Call, tensors_in
 from optimizer.frontend.outside import Outside, kept
-from optimizer.verify.choices import Choices
 from optimizer.verify.leaves import leaves_of, says_nothing
+
+Function: TypeAlias = Callable[[torch.Tensor], Any]
 
 # Largest difference, relative to the largest value of the output, that passes without a
 # second look. Rounding in a deep network stays a hundredfold below; a wrong formula does not.
@@ -67,12 +69,7 @@ class Twice(nn.Module):
 
 
 def answer(
-    module: nn.Module,
-    call: Call,
-    *,
-    share: bool = False,
-    draws: bool = True,
-    itself: bool = False,
+    module: nn.Module, call: Call, *, share: bool = False, draws: bool = True, itself: bool = False
 ) -> Answer:
     """Call a copy of a module on copies of its inputs; neither is changed.
 
@@ -90,21 +87,15 @@ def answer(
 
 
 def reference(model: nn.Module, call: Call, **options: bool) -> Answer:
-    """The original's answer, as `answer` has it.
-
-    Raises:
-        InputError: the model itself rejects the inputs.
-    """
+    """The original's answer, as `answer` has it; an `InputError` where it rejects the inputs."""
     try:
         return answer(model, call, **options)
     except (CaptureError, DeviceError):
         raise
     except Exception as error:  # whatever a user's forward raises
-        reason = str(error).strip().split("\n")[0]
-        raise InputError(
-            f"the model itself rejects these example inputs ({type(error).__name__}: {reason}):"
-            " pass inputs that it can be called with."
-        ) from error
+        reason = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
+        told = f"the model itself rejects these example inputs ({reason})"
+        raise InputError(f"{told}: pass inputs that it can be called with.") from error
 
 
 def difference(expected: Answer, actual: Answer, *, exact: bool = False) -> Difference | None:
@@ -268,15 +259,15 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int)
 
 
-def _choices(model: nn.Module, call: Call, expected: Answer) -> Choices:
+def _choices(model: nn.Module, call: Call, expected: Answer) -> _Choices:
     """What the model chooses in this call, of values that rounding moves."""
-    choices = Choices(BOUNDS)
+    choices = _Choices()
     with suppress(Exception), choices:  # a mode may be more than a user's code allows
         answer(model, call, draws=expected.drawn)
     return choices
 
 
-def _allowed(choices: Choices, found: Difference) -> bool:
+def _allowed(choices: _Choices, found: Difference) -> bool:
     with suppress(Exception):  # of another shape than what was chosen, or no number
         return found.place.startswith("output") and choices.allow(found.old, found.new)
     return False
@@ -303,9 +294,116 @@ def _worse(
 def _as_good(found: Difference, truth: Mapping[str, Any]) -> bool:
     """Of integers and flags, by how many differ: by how much says little."""
     true = torch.as_tensor(truth[found.place.removeprefix("output")])
-    measure = _count_of_others if _is_whole(found.old) else relative_error
-    return measure(true, found.new) <= _WORSE_THAN_EAGER * measure(true, found.old) < math.inf
+    if _is_whole(found.old):
+        own, other = (float((true != each).sum()) for each in (found.old, found.new))
+    else:
+        own, other = (relative_error(true, each) for each in (found.old, found.new))
+    return other <= _WORSE_THAN_EAGER * own < math.inf
 
 
-def _count_of_others(expected: Any, actual: Any) -> float:
-    return float((torch.as_tensor(expected) != torch.as_tensor(actual)).sum())
+aten = torch.ops.aten
+_STEPS = frozenset((
+    aten.gt, aten.ge, aten.lt, aten.le, aten.round, aten.floor, aten.ceil, aten.trunc, aten.sign,
+    aten.bucketize, aten.quantize_per_tensor,
+))  # fmt: skip
+_SLOPES = frozenset((aten.clamp, aten.clamp_min, aten.clamp_max, aten._to_copy))
+
+
+class _Choice(NamedTuple):
+    """What was chosen of a source, and which others may be when that moves by some room."""
+
+    result: torch.Tensor
+    source: torch.Tensor
+    allows: Callable[[torch.Tensor, float], bool]
+
+
+class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keep what the calls in a block choose by values that rounding moves.
+
+    An `argmax` over a million values, a mask `x > 0` or an image in bytes is another one at a place
+    or two when its input moves by rounding. What an index points at must then be as large, and what
+    follows its input upwards or downwards must lie between what the input gives when it moves.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._choices: list[_Choice] = []
+        # What grows, or falls, with a source, and whether in steps; by the identity of the result,
+        # which is kept as long as its identity is.
+        self._followed: dict[int, tuple[torch.Tensor, torch.Tensor, Function, bool]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch imports it first, which takes a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if args and isinstance(args[0], torch.Tensor):
+            if func.overloadpacket in _STEPS | _SLOPES:
+                self._follow(func, args, kwargs or {}, result)
+            elif args[0].is_floating_point():
+                self._point(func, args, kwargs or {}, result)
+        return result
+
+    def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: torch.Tensor) -> None:
+        start = args[0], args[0].clone(), lambda value: value, False
+        _, source, inner, in_steps = self._followed.get(id(args[0]), start)
+        if not source.is_floating_point():
+            return
+
+        def function(value: torch.Tensor) -> Any:
+            return func(inner(value), *args[1:], **kwargs)
+
+        in_steps |= func.overloadpacket in _STEPS or not result.is_floating_point()
+        self._followed[id(result)] = result, source, function, in_steps
+        if in_steps:
+            self._choices.append(_Choice(result, source, partial(_follows, source, function)))
+
+    def _point(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        given = {each.name: each.default_value for each in func._schema.arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
+        for index in tensors_in(result):
+            if index.dtype is torch.int64 and "dim" in given:
+                source = args[0].clone()
+                allows = partial(_points_alike, source, given["dim"], index)
+                self._choices.append(_Choice(index, source, allows))
+
+    def allow(self, chosen: Any, other: Any) -> bool:
+        """Return whether `other` may stand for an integer, a flag or a tensor that was chosen."""
+        old, new = _as_numbers(chosen).flatten(), _as_numbers(other)
+        return any(
+            torch.equal(_as_numbers(each.result).flatten(), old)
+            and each.allows(new.reshape(each.result.shape), _room(each.source))
+            for each in self._choices
+        )
+
+
+def _room(source: torch.Tensor) -> float:
+    """How far rounding moves a value."""
+    finite = source[source.isfinite()].abs()
+    return BOUNDS.get(source.dtype, 0.0) * (finite.max().item() if finite.numel() else 0.0)
+
+
+def _follows(source: torch.Tensor, function: Function, other: torch.Tensor, room: float) -> bool:
+    """Whether `other` lies between what the source gives when it moves by `room`."""
+    ends = [_as_numbers(function(source + move)) for move in (-room, room)]
+    return bool(((torch.minimum(*ends) <= other) & (other <= torch.maximum(*ends))).all())
+
+
+def _points_alike(
+    source: torch.Tensor, dim: int | None, index: torch.Tensor, other: torch.Tensor, room: float
+) -> bool:
+    """Whether `other` points at values as large, along a dimension or in the whole."""
+    if dim is None:
+        source, index, other, dim = source.flatten(), index.flatten(), other.flatten(), 0
+    if not ((other >= 0) & (other < source.shape[dim])).all():
+        return False
+    if index.dim() < source.dim():
+        index, other = index.unsqueeze(dim), other.unsqueeze(dim)
+    moved = source.gather(dim, other.long()) - source.gather(dim, index)
+    return bool((moved.abs() <= room).all())
+
+
+def _as_numbers(value: Any) -> torch.Tensor:
+    tensor = torch.as_tensor(value)
+    return tensor.dequantize() if tensor.is_quantized else tensor.to(torch.float64)

@@ -58,16 +58,13 @@ def says_nothing(leaf: Any) -> bool:
 
 
 def _opened(value: Any, around: tuple[int, ...]) -> Any:
-    return pytree.tree_map(lambda leaf: _opened_leaf(leaf, around), value)
+    def opened(leaf: Any) -> Any:
+        if id(leaf) in around:
+            return f"what holds it, {len(around) - around.index(id(leaf))} up"
+        parts = _parts(leaf)
+        return leaf if parts is None else {type(leaf).__name__: _opened(parts, (*around, id(leaf)))}
 
-
-def _opened_leaf(leaf: Any, around: tuple[int, ...]) -> Any:
-    if id(leaf) in around:
-        return f"what holds it, {len(around) - around.index(id(leaf))} up"
-    parts = _parts(leaf)
-    if parts is None:
-        return leaf
-    return {type(leaf).__name__: _opened(parts, (*around, id(leaf)))}
+    return pytree.tree_map(opened, value)
 
 
 def _parts(leaf: Any) -> dict[str, Any] | None:

@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _progress() as options.tell, warnings.catch_warnings():
             warnings.showwarning = _warned
             text, figures = options.run(options)
-        print(_json(figures) if options.json else text, flush=True)
+        if options.json:  # which knows neither NaN nor infinity: they become text
+            text = json.dumps(json.loads(json.dumps(figures), parse_constant=str), indent=2)
+        print(text, flush=True)
     except BrokenPipeError:  # of `| head`, which has read enough; Python would flush once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
@@ -81,19 +83,13 @@ def _progress() -> Iterator[Callable[[str], object]]:
         yield lambda stage: shown.update(task, description=stage, visible=True, refresh=True)
 
 
-def _json(figures: Any) -> str:
-    """JSON knows neither NaN nor infinity, which become text."""
-    return json.dumps(json.loads(json.dumps(figures), parse_constant=str), indent=2)
-
-
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="optimizer", description=optimizer.__doc__, **_BELOW)
     parser.add_argument("--version", action="version", version=f"%(prog)s {optimizer.__version__}")
     commands = parser.add_subparsers(required=True, dest="command")
-    _add(commands, "passes", _passes, "list every pass")
-    explain = _add(commands, "explain", _explain, "what a pass does and why that is safe")
-    explain.add_argument("name", help="a pass")
     for name, run, text in (
+        ("passes", _passes, "list every pass"),
+        ("explain", _explain, "what a pass does and why that is safe"),
         ("optimize", _optimize, "optimize a model, time it against the model, print the report"),
         ("check", _check, "check that the optimized model gives the model's answers"),
         ("bisect", _bisect, "find the single rewrite that changes the answer"),
@@ -101,19 +97,17 @@ def _parser() -> ArgumentParser:
         ("cost", _cost, "what each node computes, moves and launches, and the time that takes"),
         ("memory", _memory, "what is alive at each node, and the peak that was measured"),
     ):
-        _add_model(_add(commands, name, run, text))
-        if name != "bisect":  # which looks for a rewrite
-            _add_tuning(commands.choices[name])
+        command = commands.add_parser(name, help=text, description=text, **_BELOW)
+        command.set_defaults(run=run)
+        command.add_argument("--json", action="store_true", help="print JSON")
+        if name not in ("passes", "explain"):
+            _add_model(command)
+        if name not in ("passes", "explain", "bisect"):  # which looks for a rewrite
+            _add_tuning(command)
+    commands.choices["explain"].add_argument("name", help="a pass")
     commands.choices["optimize"].add_argument("--html", help="a file to write the report to")
     rounds = "how many ratios are taken, at least 6 (default: 20); more tell a smaller difference"
     commands.choices["compare"].add_argument("--rounds", type=int, default=20, help=rounds)
-    return parser
-
-
-def _add(commands: Any, name: str, run: Any, text: str) -> ArgumentParser:
-    parser: ArgumentParser = commands.add_parser(name, help=text, description=text, **_BELOW)
-    parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

@@ -3,16 +3,8 @@
 Nothing of this runs inside `optimize`. It imports `core`, `facts`, `frontend` and `verify`.
 """
 
-from optimizer.analysis.cost import (
-    Ceilings,
-    Cost,
-    Live,
-    Memory,
-    Roofline,
-    ceilings,
-    measured,
-    memory,
-    roofline,
+from optimizer.analysis.cost import (  # isort: skip
+    Ceilings, Cost, Live, Memory, Roofline, ceilings, measured, memory, roofline,
 )  # fmt: skip
 
 __all__ = [

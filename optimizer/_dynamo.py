@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,12 +15,10 @@ from optimizer.core.errors import InputError, OptimizerWarning
 from optimizer.core.inputs import Call, require_flags
 from optimizer.frontend.dynamo import DynamoGraph
 from optimizer.passes import select
-from optimizer.rewrite.contract import REDUCED, Pass
+from optimizer.rewrite.contract import REDUCED
 
 log = logging.getLogger("optimizer")
-_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {"level": 1, "check": "final", "only": None, "disable": (), "freeze": False}
-)
+_DEFAULTS = {"level": 1, "check": "final", "only": None, "disable": (), "freeze": False}
 
 
 def backend(
@@ -43,8 +40,16 @@ def backend(
         InputError: there is no such option, or it has no such value. Dynamo wraps it in an error
             of its own.
     """
-    given = {**_DEFAULTS, **(options or {})}
-    passes = _passes(given)
+    given: dict[str, Any] = {**_DEFAULTS, **(options or {})}
+    if unknown := given.keys() - _DEFAULTS.keys():
+        raise InputError(f"no option {sorted(map(str, unknown))}: there are {sorted(_DEFAULTS)}.")
+    level, check, only, disable, freeze = given.values()
+    require_flags(freeze=freeze)
+    if check not in ("final", "each", None):
+        raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
+    told = {"level": level, "check": check, "only": select(level, only, disable), "engines": ()}
+    if level == REDUCED:
+        raise InputError("level 3 takes a precision, which is no option here: use 0, 1 or 2.")
     tensors = [each for each in example_inputs if isinstance(each, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         graph = "a graph of torch.compile(backend='optimizer')"
@@ -54,24 +59,9 @@ def backend(
     if any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors):
         return module.forward
 
-    def optimize(graph: fx.GraphModule, call: Call, capture: Any) -> nn.Module:
-        told = {"level": given["level"], "check": given["check"], "only": passes, "engines": ()}
-        fast = optimize_graph(graph, call, capture, **told)
+    def optimize(graph: fx.GraphModule, call: Call) -> nn.Module:
+        fast = optimize_graph(graph, call, **told)
         log.info("%s", fast.report)
         return fast
 
-    return DynamoGraph(module, example_inputs, optimize, frozen=given["freeze"])
-
-
-def _passes(options: dict[str, Any]) -> tuple[Pass, ...]:
-    """The passes that options ask for, which are all options that there are."""
-    if unknown := set(options) - set(_DEFAULTS):
-        raise InputError(f"no option {sorted(map(str, unknown))}: there are {sorted(_DEFAULTS)}.")
-    level, check, only, disable, freeze = (options[name] for name in _DEFAULTS)
-    require_flags(freeze=freeze)
-    if check not in ("final", "each", None):
-        raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
-    passes = select(level, only, disable)
-    if level == REDUCED:
-        raise InputError("level 3 takes a precision, which is no option here: use 0, 1 or 2.")
-    return passes
+    return DynamoGraph(module, example_inputs, optimize, frozen=freeze)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeAlias
@@ -20,13 +21,12 @@ from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
 from optimizer.core.report import Line, Report, Size, listing
 from optimizer.facts.effects import called_as_they_are
 from optimizer.facts.facts import obstacle
-from optimizer.frontend.dynamo import DYNAMO, GuardedModule
+from optimizer.frontend.dynamo import DYNAMO, GuardedModule, capture_graph
 from optimizer.frontend.module import OptimizedModule, Recipe, Unchanged
 from optimizer.frontend.outside import Outside, kept, lasts
 from optimizer.frontend.symbolic import (
     capture_call,
     has_unknown_facts,
-    leaves_nothing_behind,
     may_draw,
     writes_nothing_lasting,
 )
@@ -48,7 +48,6 @@ from optimizer.verify.equivalence import (
 )
 from optimizer.verify.leaves import incomparable, leaves_of
 
-Capture: TypeAlias = Callable[[Any, Any], fx.GraphModule]
 SYMBOLIC = "symbolic"
 Check: TypeAlias = Literal["final", "each"] | None
 
@@ -111,9 +110,8 @@ def optimize(
     call = None if example_inputs is None else as_call(example_inputs)
     model, call = _opened(model, call)
     check = check if call else None
-    run = (require_module(model), call, SYMBOLIC, capture_call, level, check, passes, tuning)
     with undisturbed():
-        return Run(*run).result()
+        return Run(require_module(model), call, SYMBOLIC, level, check, passes, tuning).result()
 
 
 def _opened(model: Any, call: Call | None) -> tuple[Any, Call | None]:
@@ -130,7 +128,6 @@ def _opened(model: Any, call: Call | None) -> tuple[Any, Call | None]:
 def optimize_graph(
     graph: fx.GraphModule,
     call: Call,
-    capture: Capture,
     *,
     level: int,
     check: Check,
@@ -138,37 +135,31 @@ def optimize_graph(
     **tuning: Any,
 ) -> OptimizedModule | GuardedModule | Unchanged:
     """One graph that Dynamo recorded, optimized as `optimize` was told to."""
-    tuned = Tuning.of(level, **tuning)
+    passes, tuned = select(level, only, ()), Tuning.of(level, **tuning)
     with undisturbed():
-        passes = select(level, only, ())
-        return Run(graph, call, DYNAMO, capture, level, check, passes, tuned).result()
+        return Run(graph, call, DYNAMO, level, check, passes, tuned).result()
 
 
+@dataclass
 class Run:
     """One call of `optimize`: tries again without a pass that turned out to be at fault."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        call: Call | None,
-        front_end: str,
-        capture: Capture,
-        level: int,
-        check: Check,
-        passes: Sequence[Pass],
-        tuning: Tuning | None = None,
-    ) -> None:
+    original: nn.Module
+    call: Call | None
+    front_end: str
+    level: int
+    check: Check
+    passes: Sequence[Pass]
+    tuning: Tuning
+
+    def __post_init__(self) -> None:
         self.started = time.perf_counter()
-        self.tuning = tuning or Tuning()
-        self.original = model
-        self.model, self.is_snapshot = snapshot(model)
-        self.call, self.level, self.check = call, level, check
-        self.passes = list(passes)
-        self.front_end, self.capture = front_end, capture
-        self.remarks = list(_remarks(model, call))
+        self.model, self.is_snapshot = snapshot(self.original)
+        self.remarks = list(_remarks(self.original, self.call))
         self.expected: Answer | None = None
-        self.share, self.draws, self.itself, self.is_copy = False, True, False, False
-        self.graph: tuple[Line, ...] = ()
+        self.way = {"share": False, "draws": True}  # in which a copy is to be called
+        self.itself = self.is_copy = False
+        self.before, self.graph = Size(), tuple[Line, ...]()
         self.left: list[str] = []  # what is called as it is
         self.materialized: list[str] = []
 
@@ -178,12 +169,19 @@ class Run:
             try:
                 return self._or_by_dynamo(self._attempt())
             except FaultyPassError as failure:
-                self._do_without(failure)
+                self.passes = [each for each in self.passes if each.name != failure.name]
+                self.remarks.append(str(failure))
+                remark = f"{failure}. Please report it with this model."
+                warnings.warn(remark, OptimizerWarning, stacklevel=3)
             except CaptureError as error:
                 if self.call is not None and self.expected is None:
                     self.expected = self._reference()  # was it the inputs?
                 found = self._by_dynamo(str(error))
-                return self._left_as_it_is(found) if isinstance(found, str) else found
+                if not isinstance(found, str):
+                    return found
+                self.remarks.append(f"left as it is: {found}")
+                self.front_end = ""
+                return Unchanged(self.model, self._report(), owns=self.is_snapshot)
 
     def _or_by_dynamo(self, optimized: OptimizedModule) -> OptimizedModule | GuardedModule:
         """The same, or the graphs that Dynamo finds where they alone can be lowered."""
@@ -192,35 +190,26 @@ class Run:
         found = self._by_dynamo("; ".join(self.left))
         return optimized if isinstance(found, str) or not found.report.choices else found
 
-    def _left_as_it_is(self, reason: str) -> Unchanged:
-        self.remarks.append(f"left as it is: {reason}")
-        self.front_end = ""
-        return Unchanged(self.model, self._report(Size()), owns=self.is_snapshot)
-
     def _by_dynamo(self, reason: str) -> GuardedModule | str:
         """The graphs that Dynamo finds, or why they are not to be had."""
-        if not (self.is_snapshot and self.expected and self.front_end == SYMBOLIC):
+        if not (self.call and self.is_snapshot and self.expected and self.front_end == SYMBOLIC):
             return reason
         tried, _ = snapshot(self.model)
-        guarded = self._guarded(tried, reason)
+        options = self._options() | {"check": self.check, "seconds": self.tuning.seconds}
+        remarks = (*self.remarks, f"recorded by Dynamo: {reason}")
+        about = replace(self._report(), remarks=remarks, front_end=DYNAMO)
+        guarded = GuardedModule(tried, partial(optimize_graph, **options), about)
         outside = Outside(tried)
         with kept(outside):
-            why_not = self._why_not(guarded)
+            why_not = self._why_not(guarded, self.call)
         if why_not:
             return f"{reason}; by Dynamo: {why_not}"
         guarded.about = replace(guarded.about, seconds=time.perf_counter() - self.started)
         written = difference(_weights(tried), _weights(self.model), exact=True)
         return guarded.on(self.model) if written or lasts(outside) else guarded
 
-    def _guarded(self, model: nn.Module, reason: str) -> GuardedModule:
-        options = self._options() | {"check": self.check, "seconds": self.tuning.seconds}
-        remarks = (*self.remarks, f"recorded by Dynamo: {reason}")
-        about = replace(self._report(Size()), remarks=remarks, front_end=DYNAMO)
-        return GuardedModule(model, partial(optimize_graph, **options), about)
-
-    def _why_not(self, guarded: GuardedModule) -> str:
+    def _why_not(self, guarded: GuardedModule, call: Call) -> str:
         """Why a model is better left than run by the graphs that Dynamo finds, if anything."""
-        assert self.call is not None
         if self.expected and self.expected.drawn:  # Dynamo draws in another order
             return "it draws random numbers"
         if found := self._difference(guarded, twice=True):
@@ -231,18 +220,19 @@ class Run:
             return ""
         both = {"portable": guarded.model, "plan": guarded}
         runs = {name: lambda c, m=m: m(*c.args, **c.kwargs) for name, m in both.items()}
-        times = Times((self.call.copied(),))
         with own_random_numbers():
-            slower = times.slower(runs, time.perf_counter() + self.tuning.seconds)
+            deadline = time.perf_counter() + self.tuning.seconds
+            slower = Times((call.copied(),)).slower(runs, deadline)
         return f"it is not faster in graphs: {slower}" if slower else ""
 
     def _attempt(self) -> OptimizedModule:
-        module = self.capture(self.model, self.call)
-        self.share, self.draws = writes_nothing_lasting(module), may_draw(module)
-        self.itself = leaves_nothing_behind(module)
+        capture: Any = capture_call if self.front_end == SYMBOLIC else capture_graph
+        module: fx.GraphModule = capture(self.model, self.call)
+        self.way = {"share": writes_nothing_lasting(module), "draws": may_draw(module)}
+        self.itself = self.way["share"] and not self.way["draws"]
         if self.call and self.expected is None and (self.check or has_unknown_facts(module)):
             self.expected = self._reference()  # facts are unknown also where inputs are wrong
-        before, self.graph = Size.of(module), listing(module)
+        self.before, self.graph = Size.of(module), listing(module)
         self.left = called_as_they_are(module)
         self.materialized = module.meta.pop("materialized", [])
         if self.check == "each":
@@ -256,7 +246,7 @@ class Run:
         recipe = Recipe.of(self.model, self.call, self._options(), optimize) if known else None
         kind = LoweredModule if self.level >= LOWERED else OptimizedModule
         reason = obstacle(module.graph) if self.level >= LOWERED else ""  # the facts stay behind
-        optimized = kind.of(module, self._report(before, pipeline), recipe)
+        optimized = kind.of(module, self._report(pipeline), recipe)
         if found := self._difference(optimized):
             if self.check == "each":
                 raise CaptureError(f"the optimized model gives another answer ({found})")
@@ -294,25 +284,17 @@ class Run:
     def _reference(self) -> Answer | None:
         """The model's own answer; None where it cannot be copied, and so not be asked."""
         assert self.call is not None
-        try:
-            model = self.original if self.itself else self.model
-            options = {"share": self.share, "draws": self.draws, "itself": self.itself}
-            return reference(model, self.call, **options)
-        except CaptureError:
-            return None
+        model = self.original if self.itself else self.model
+        with suppress(CaptureError):
+            return reference(model, self.call, itself=self.itself, **self.way)
+        return None
 
-    def _require_a_copy(self) -> None:
-        """Let the answer of the snapshot count where the model has other weights by now.
-
-        Raises:
-            CaptureError: it has the same, and yet answers otherwise: its copies are none.
-        """
-        assert self.call is not None
-        assert self.expected is not None
-        of_the_copy = reference(self.model, self.call, share=self.share, draws=False)
+    def _require_a_copy(self, call: Call, expected: Answer) -> None:
+        """Let the snapshot's answer count where the model has other weights by now, or give up."""
+        of_the_copy = reference(self.model, call, share=self.way["share"], draws=False)
         if difference(_weights(self.model), _weights(self.original), exact=True):
             self.expected = of_the_copy
-        elif difference(self.expected, of_the_copy):
+        elif difference(expected, of_the_copy):
             self.model, self.is_snapshot = self.original, False
             raise CaptureError("a copy of the model gives another answer than the model itself")
 
@@ -321,45 +303,38 @@ class Run:
         if expected is None or self.call is None or not (self.check or twice):
             return None
         exact = all(each.numerics == "exact" for each in self.passes)
-        options: dict[str, Any] = {"share": self.share, "draws": self.draws}
         try:
             if twice:
                 model, module = Twice(model), Twice(module)
-                expected = answer(model, self.call, **options)
-            actual = answer(module, self.call, itself=twice, **options)
+                expected = answer(model, self.call, **self.way)
+            actual = answer(module, self.call, itself=twice, **self.way)
         except Exception as error:  # a broken graph may raise anything
             reason = f"raised {type(error).__name__}: {error}".split("\n")[0]
             return Difference("output", float("inf"), reason)
         found = compare_answers(model, self.call, expected, actual, exact=exact)
         if found and self.itself and not (self.is_copy or twice):
-            self._require_a_copy()
+            self._require_a_copy(self.call, expected)
             self.is_copy = True
             return self._difference(module)
         return found
 
-    def _do_without(self, failure: FaultyPassError) -> None:
-        self.passes = [each for each in self.passes if each.name != failure.name]
-        self.remarks.append(str(failure))
-        remark = f"{failure}. Please report it with this model."
-        warnings.warn(remark, OptimizerWarning, stacklevel=4)
-
-    def _report(self, before: Size, pipeline: Pipeline | None = None) -> Report:
+    def _report(self, pipeline: Pipeline | None = None) -> Report:
         compared = self.expected if self.check and self.front_end else None
         hidden = [*incomparable(compared.output)] if compared else []
         seen = compared and len(hidden) < max(1, len(leaves_of(compared.output)[0]))
         unseen = (f"not checked: output{each}" for each in hidden)
-        return Report(
+        report = Report(
             model=type(self.model).__name__,
             level=self.level,
-            fired=tuple(pipeline.fired) if pipeline else (),
-            refused=tuple(pipeline.refused) if pipeline else (),
             remarks=(*self.remarks, *(self.left + self.materialized) * bool(pipeline), *unseen),
-            before=before,
-            graph_before=self.graph if pipeline else (),
             checked=self.check if seen and self.check else "",
             front_end=self.front_end,
             seconds=time.perf_counter() - self.started,
         )
+        if pipeline is None:
+            return report
+        done: dict[str, Any] = {"fired": tuple(pipeline.fired), "refused": tuple(pipeline.refused)}
+        return replace(report, before=self.before, graph_before=self.graph, **done)
 
 
 def _weights(model: nn.Module) -> Answer:
@@ -373,5 +348,5 @@ def _remarks(model: nn.Module, call: Call | None) -> Iterator[str]:
         yield "no example inputs: rewrites that need a shape were refused, and nothing was checked"
     if model.training:
         remark = "the model is in training mode: what depends on it is left alone; call .eval()"
-        warnings.warn(remark, OptimizerWarning, stacklevel=4)
+        warnings.warn(remark, OptimizerWarning, stacklevel=5)
         yield remark

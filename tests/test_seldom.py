@@ -20,8 +20,7 @@ from optimizer._dynamo import backend
 from optimizer._optimize import Run
 from optimizer.analysis import roofline
 from optimizer.core.inputs import as_call
-from optimizer.frontend.aten import from_aten
-from optimizer.frontend.canonicalize import affine_as_module
+from optimizer.frontend.canonicalize import affine_as_module, from_aten
 from optimizer.lowering.choose import varied
 from optimizer.lowering.module import _judged
 from optimizer.lowering.signature import Signature

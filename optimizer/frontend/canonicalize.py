@@ -3,7 +3,8 @@
 Affine and norm layers become calls of plain `torch.nn` modules, also where a forward calls
 `F.linear`, `F.conv2d` or `F.batch_norm` on the model's own tensors. ReLU, the Dropouts and
 the transposes become calls of one function each, with every argument positional; sums and
-products become operators. No value changes, so each node keeps the facts of the one it replaces.
+products become operators. ATen overloads, as `torch.export` records them, become the functions
+that they are where a pattern names those. No value changes, so a node keeps the facts it has.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.overrides import get_testing_overrides
 
 from optimizer.core.node import (
     attribute_of,
@@ -30,6 +33,7 @@ from optimizer.core.node import (
 from optimizer.facts.facts import Refused, is_read_only, rank, rely_on_asked
 from optimizer.frontend.known import is_of_torch
 
+aten = torch.ops.aten
 Function: TypeAlias = Callable[..., Any]
 
 _CONVS: dict[Function, type[nn.Module]] = {
@@ -62,12 +66,10 @@ def _affine_module(function: Function, settings: list[Any], weight: fx.Node) -> 
     rows, columns, *kernel = attribute_of(weight).shape
     if function is F.linear:
         return nn.Linear(columns, rows, device="meta")
-    if len(settings) == 4:
-        wide = columns * settings[-1]
-        return _CONVS[function](wide, rows, kernel, *settings, device="meta")
-    *settings, groups, dilation = settings  # a transposed one takes and names one more
-    sizes, others = (rows, columns * groups, kernel), {"dilation": dilation, "device": "meta"}
-    return _CONVS[function](*sizes, *settings, groups, **others)
+    kind, named = _CONVS[function], dict(zip([*_parameters(function)][3:], settings, strict=True))
+    wide = columns * named["groups"]
+    sizes = (rows, wide) if issubclass(kind, _ConvTransposeNd) else (wide, rows)
+    return kind(*sizes, kernel, **named, device="meta")
 
 
 def norm_as_module(node: fx.Node) -> None:
@@ -100,36 +102,32 @@ def _call_module(node: fx.Node, module: nn.Module, source: Any, **tensors: Any) 
     """Turn a node, in place, into a call of `module` holding the given attributes."""
     root = owner(node)
     for name, value in tensors.items():
-        held = None if value is None else attribute_of(value)
-        if name in module._buffers:
-            module._buffers[name] = held
-        elif held is None or isinstance(held, nn.Parameter):
-            module._parameters[name] = held
-        else:
-            module._parameters[name] = nn.Parameter(held, requires_grad=False)
-    path = str(tensors["weight"].target) if tensors["weight"] else node.name
-    stem = path.rpartition(".")[0] or node.name
-    name = fresh_name(root, stem)
+        held: Any = None if value is None else attribute_of(value)
+        table: Any = module._buffers if name in module._buffers else module._parameters
+        known = table is module._buffers or held is None or isinstance(held, nn.Parameter)
+        table[name] = held if known else nn.Parameter(held, requires_grad=False)
+    path = str(tensors["weight"].target) if tensors["weight"] else ""
+    name = fresh_name(root, path.rpartition(".")[0] or node.name)
     root.add_submodule(name, module)
     node.op, node.target, node.args, node.kwargs = "call_module", name, (source,), {}
 
 
+_ALIASES = {"swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim"}
 _METHODS: dict[str, Function] = {
-    "relu": torch.relu, "relu_": torch.relu_, "transpose": torch.transpose,
-    "swapaxes": torch.transpose, "swapdims": torch.transpose, "permute": torch.permute,
-    "movedim": torch.movedim, "moveaxis": torch.movedim, "t": torch.t,
-    "matmul": torch.matmul, "mm": torch.mm, "addmm": torch.addmm,
-    "flatten": torch.flatten,
+    name: getattr(torch, _ALIASES.get(name, name))
+    for name in (*_ALIASES, "relu", "relu_", "transpose", "permute", "movedim", "t", "matmul", "mm",
+                 "addmm", "flatten")
 }  # fmt: skip
 _FUNCTIONS: dict[Function, Function] = {
-    torch.swapaxes: torch.transpose, torch.swapdims: torch.transpose,
-    torch.moveaxis: torch.movedim, torch.dropout: F.dropout,
-    torch.alpha_dropout: F.alpha_dropout, torch.feature_alpha_dropout: F.feature_alpha_dropout,
+    **{getattr(torch, alias): getattr(torch, name) for alias, name in _ALIASES.items()},
+    torch.dropout: F.dropout, torch.alpha_dropout: F.alpha_dropout,
+    torch.feature_alpha_dropout: F.feature_alpha_dropout,
 }  # fmt: skip
-_ARITHMETIC: dict[Function | str, Function] = {
-    torch.add: operator.add, torch.sub: operator.sub, torch.mul: operator.mul,
-    torch.div: operator.truediv, "add": operator.add, "sub": operator.sub, "mul": operator.mul,
-    "div": operator.truediv,
+_OPERATORS: dict[str, Function] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+}  # fmt: skip
+_ARITHMETIC: dict[Any, Function] = {
+    **_OPERATORS, **{getattr(torch, name): function for name, function in _OPERATORS.items()},
 }  # fmt: skip
 _OPERANDS = {"input", "other"}
 _RELUS: dict[Function, bool] = {torch.relu: False, torch.relu_: True}
@@ -138,29 +136,19 @@ _DROPOUTS: dict[type, Function] = {
     nn.Dropout3d: F.dropout3d, nn.AlphaDropout: F.alpha_dropout,
     nn.FeatureAlphaDropout: F.feature_alpha_dropout,
 }  # fmt: skip
-# Builtins have no signature that Python could read; the first names are required.
-_CONV = {"input": ..., "weight": ..., "bias": None, "stride": 1, "padding": 0, "dilation": 1,
-         "groups": 1}  # fmt: skip
-_CONV_TRANSPOSE = {"input": ..., "weight": ..., "bias": None, "stride": 1, "padding": 0,
-                   "output_padding": 0, "groups": 1, "dilation": 1}  # fmt: skip
-_BUILTINS: dict[Function, dict[str, Any]] = {
-    torch.relu: {"input": ...}, torch.relu_: {"input": ...}, torch.t: {"input": ...},
-    torch.transpose: {"input": ..., "dim0": ..., "dim1": ...},
-    torch.permute: {"input": ..., "dims": ...},
-    torch.movedim: {"input": ..., "source": ..., "destination": ...},
-    F.linear: {"input": ..., "weight": ..., "bias": None},
-    F.conv1d: _CONV, F.conv2d: _CONV, F.conv3d: _CONV, F.conv_transpose1d: _CONV_TRANSPOSE,
-    F.conv_transpose2d: _CONV_TRANSPOSE, F.conv_transpose3d: _CONV_TRANSPOSE,
-    torch.flatten: {"input": ..., "start_dim": 0, "end_dim": -1},
+# Builtins have no signature that Python could read: of most, torch knows one for their overrides.
+_BUILTINS = {
+    F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d,
+    F.conv_transpose3d, torch.flatten, torch.movedim, torch.t, torch.transpose,
 }  # fmt: skip
-_ALIASES = {"axis0": "dim0", "axis1": "dim1", "train": "training"}  # of swapaxes, torch.dropout
+_KEYWORDS = {"axis0": "dim0", "axis1": "dim1", "train": "training"}  # of swapaxes, torch.dropout
 
 
 def spell(module: fx.GraphModule) -> None:
     """Bring every node of a captured graph to its one spelling."""
     rules = (
-        _method, _arithmetic, _module, _positional, _relu, _permute, _stochastic_depth,
-        affine_as_module, norm_as_module,
+        _method, _arithmetic, _module, _positional, _permute, _stochastic_depth, affine_as_module,
+        norm_as_module,
     )  # fmt: skip
     for node in list(module.graph.nodes):
         for rule in rules:
@@ -190,7 +178,9 @@ def _method(node: fx.Node) -> None:
         node.op, node.target = "call_function", _METHODS[str(node.target)]
     if node.op == "call_function" and node.target in _FUNCTIONS:
         node.target = _FUNCTIONS[node.target]
-    if callee(node) is getattr and node.args[1] == "mT":
+    if (function := callee(node)) in _RELUS:
+        _call(node, F.relu, *node.args, *node.kwargs.values(), _RELUS[function])
+    elif callee(node) is getattr and node.args[1] == "mT":
         _call(node, torch.transpose, node.args[0], -2, -1)
     elif callee(node) is getattr and node.args[1] == "T" and _is_tensor(node.args[0], 2):
         _call(node, torch.t, node.args[0])  # the same at every rank that .T is meant for
@@ -227,9 +217,8 @@ def _module(node: fx.Node) -> None:
 @cache
 def _parameters(function: Function) -> dict[str, Any]:
     """The names of a function's parameters and their defaults, `...` where there is none."""
-    if function in _BUILTINS:
-        return _BUILTINS[function]
-    parameters = inspect.signature(function).parameters.values()
+    known = get_testing_overrides() if function in _BUILTINS else {}
+    parameters = inspect.signature(known.get(function, function)).parameters.values()
     return {p.name: ... if p.default is p.empty else p.default for p in parameters}
 
 
@@ -239,38 +228,26 @@ _POSITIONAL = {*_BUILTINS, *_DROPOUTS.values(), F.relu, F.batch_norm}
 def _positional(node: fx.Node) -> None:
     if node.op != "call_function" or node.target not in _POSITIONAL:
         return
-    if node.target is torch.permute and "dims" not in node.kwargs:
-        return
     parameters = _parameters(node.target)
     given = dict(zip(parameters, node.args, strict=False))
-    given |= {_ALIASES.get(name, name): value for name, value in node.kwargs.items()}
+    given |= {_KEYWORDS.get(name, name): value for name, value in node.kwargs.items()}
     complete = parameters | given
     if len(complete) == len(parameters) and ... not in complete.values():
         _call(node, node.target, *complete.values())
 
 
-def _relu(node: fx.Node) -> None:
-    inplace = _RELUS.get(callee(node))
-    if inplace is not None:
-        _call(node, F.relu, *node.args, inplace)
-
-
 def _permute(node: fx.Node) -> None:
     if callee(node) is not torch.permute:
         return
-    source, *order = node.args
+    given: list[Any] = [*node.args]
+    given += [node.kwargs[name] for name in ("input", "dims") if name in node.kwargs]
+    source, *order = given
     if len(order) == 1 and isinstance(order[0], list | tuple):
         order = list(order[0])
     if len(order) == 1 and isinstance(order[0], fx.Node):
         return  # a list of axes that is computed, or one axis: torch.permute takes both
-    axes = [axis for axis in order if isinstance(axis, int)]
-    constant = len(axes) == len(order)
-    _call(
-        node,
-        torch.permute,
-        source,
-        tuple(axis % len(axes) for axis in axes) if constant else tuple(order),
-    )
+    axes = (axis % len(order) if isinstance(axis, int) else axis for axis in order)
+    _call(node, torch.permute, source, tuple(axes))
 
 
 def _stochastic_depth(node: fx.Node) -> None:
@@ -281,3 +258,94 @@ def _stochastic_depth(node: fx.Node) -> None:
     given = named_arguments(node, ("input", "p", "mode", "training"))
     if given.get("training") is False:
         _call(node, F.dropout, given["input"], given["p"], False, False)
+
+
+def from_aten(graph: fx.Graph) -> None:
+    """Replace, in place, each overload that stands for a function of torch by that function."""
+    for node in list(graph.nodes):
+        if node.target in _REWRITES:
+            _REWRITES[node.target](node)
+
+
+def _overload(node: fx.Node) -> None:
+    function = _OVERLOADS[node.target]
+    if not (node.kwargs and function.__module__ == "_operator"):  # x.add_(y, alpha=2) is no +=
+        node.target = function
+
+
+def _dropout(node: fx.Node) -> None:
+    if node.args[2] is False:
+        _call(node, F.dropout, *node.args[:2], False, False)
+
+
+def _batch_norm(node: fx.Node) -> None:
+    source, weight, bias, mean, variance, *settings = node.args
+    _call(node, F.batch_norm, source, mean, variance, weight, bias, *settings[:3])
+
+
+def _batch_norm_no_training(node: fx.Node) -> None:
+    """It returns statistics as well, of which an inference graph reads none."""
+    results = list(node.users)
+    if any(result.target is not operator.getitem or result.args[1] != 0 for result in results):
+        return
+    node.args = (*node.args[:5], False, *node.args[5:])
+    _batch_norm(node)
+    for result in results:
+        result.replace_all_uses_with(node)
+        node.graph.erase_node(result)
+
+
+def _convolution(node: fx.Node) -> None:
+    source, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
+    if transposed is False and isinstance(stride, list | tuple) and 0 < len(stride) < 4:
+        function = getattr(F, f"conv{len(stride)}d")
+        _call(node, function, source, weight, bias, stride, padding, dilation, groups)
+
+
+def _index_put(node: fx.Node) -> None:
+    """y.index_put_([mask], number) is y[mask] = number; who reads the result reads y."""
+    target, index, value, *accumulate = node.args
+    number = _number(value)
+    if len(index) != 1 or index[0] is None or number is None or any(accumulate):  # type: ignore[arg-type, index]
+        return
+    node.replace_all_uses_with(target)  # type: ignore[arg-type]
+    _call(node, operator.setitem, target, index[0], number)  # type: ignore[index]
+
+
+def _number(value: Any) -> Any:
+    """What a scalar that the model's code wrote out holds; None if this is another value."""
+    if getattr(value, "target", None) is not aten.lift_fresh_copy.default:
+        return None
+    constant = value.args[0]
+    tensor = attribute_of(constant) if is_attribute(constant) else None
+    return tensor.item() if tensor is not None and tensor.dim() == 0 else None
+
+
+# Each takes the positional arguments of the function of its name, in the same order.
+_OF_ONE_NAME = """
+    add.Tensor addmm.default cat.default clone.default conv1d.default conv1d.padding conv2d.default
+    conv2d.padding conv3d.default conv3d.padding div.Tensor flatten.using_ints matmul.default
+    mm.default movedim.int movedim.intlist mul.Tensor permute.default relu.default relu_.default
+    softmax.int sub.Tensor swapaxes.default t.default transpose.int where.self
+"""
+_OVERLOADS: dict[Any, Function] = {
+    **{operator.attrgetter(name)(aten): getattr(torch, name.partition(".")[0])
+       for name in _OF_ONE_NAME.split()},
+    aten.linear.default: F.linear, aten.add_.Tensor: operator.iadd, aten.sub_.Tensor: operator.isub,
+    aten.mul_.Tensor: operator.imul, aten.div_.Tensor: operator.itruediv,
+}  # fmt: skip
+_OF_DROPOUT = [
+    getattr(aten, f"{kind}dropout{end}").default
+    for kind in ("", "feature_", "alpha_", "feature_alpha_")
+    for end in ("", "_")
+]
+_REWRITES: dict[Any, Callable[[fx.Node], None]] = {
+    **dict.fromkeys(_OVERLOADS, _overload),
+    **dict.fromkeys(_OF_DROPOUT, _dropout),
+    aten.batch_norm.default: _batch_norm,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm_no_training,
+    aten.convolution.default: _convolution,
+    aten.index_put_.default: _index_put,
+    # of values whose dtype and device are guarded
+    aten._assert_tensor_metadata.default: lambda node: node.graph.erase_node(node),
+}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
@@ -28,7 +28,7 @@ from optimizer.core.report import Choice, Report
 from optimizer.facts.propagation import Facts
 from optimizer.frontend.module import Constants, OptimizedModule, loaded
 from optimizer.frontend.outside import Outside, kept
-from optimizer.frontend.symbolic import adopt, observe
+from optimizer.frontend.symbolic import finished, observe
 
 _torch: Any = torch._C  # whose stubs lack what tells of copies on write
 DYNAMO = "dynamo"
@@ -36,8 +36,8 @@ _MOST = 32  # times that one graph is optimized: then its other weights are run 
 # Dynamo records one forward so many times for each result: then other calls are run as they are.
 _RECORDINGS: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 8}
 
-# Optimizes a graph that holds its weights, for a call; the last records it.
-Optimize: TypeAlias = Callable[[fx.GraphModule, Call, Callable[..., fx.GraphModule]], nn.Module]
+# Optimizes a graph that holds its weights, for a call.
+Optimize: TypeAlias = Callable[[fx.GraphModule, Call], nn.Module]
 
 
 class _Variant(NamedTuple):
@@ -47,11 +47,6 @@ class _Variant(NamedTuple):
     addresses: list[int]
     snapshot: nn.Module
     run: Callable[..., Any]
-
-    def fits(self, weights: list[torch.Tensor], frozen: bool) -> bool:
-        """Whether it was made for these weights, as they are now unless those are `frozen`."""
-        same = all(known() is each for known, each in zip(self.weights, weights, strict=True))
-        return same and (frozen or self.addresses == _addresses(weights))
 
 
 class DynamoGraph:
@@ -79,7 +74,11 @@ class DynamoGraph:
     def _known(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         weights = [args[i] for i in self.held]
         known = self.variants.get(tuple(map(id, weights)))
-        return known.run if known and known.fits(weights, self.frozen) else None
+        if known is None:
+            return None
+        same = all(was() is each for was, each in zip(known.weights, weights, strict=True))
+        fits = same and (self.frozen or known.addresses == _addresses(weights))
+        return known.run if fits else None
 
     def _made(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         if self.made == _MOST:
@@ -87,21 +86,18 @@ class DynamoGraph:
         if not self.made:
             self.held = self._unwritten(args)
         self.made += 1
-        return self._optimized(args).run
+        snapshot = self._snapshot(args)
+        weights = [args[i] for i in self.held]
+        run = self._run(self._bound(snapshot), args)
+        variant = _Variant(list(map(weakref.ref, weights)), _addresses(weights), snapshot, run)
+        self.variants[tuple(map(id, weights))] = variant
+        return run
 
     def _unwritten(self, args: tuple[Any, ...]) -> list[int]:
         graph = _copied(self.module, {})
         facts: Facts = observe(fx.GraphModule(self.module, graph), Call(args, {}))
         stored = [node.meta["fact"].storages for node in graph.find_nodes(op="placeholder")]
         return [i for i in self.held if not facts.any_written(stored[i])]
-
-    def _optimized(self, args: tuple[Any, ...]) -> _Variant:
-        snapshot = self._snapshot(args)
-        weights = [args[i] for i in self.held]
-        run = self._run(self._bound(snapshot), args)
-        variant = _Variant(list(map(weakref.ref, weights)), _addresses(weights), snapshot, run)
-        self.variants[tuple(map(id, weights))] = variant
-        return variant
 
     def _snapshot(self, args: tuple[Any, ...]) -> nn.Module:
         """The weights whose changes will be seen, or do not count; by their places."""
@@ -115,23 +111,20 @@ class DynamoGraph:
 
     def _run(self, bound: fx.GraphModule, args: tuple[Any, ...]) -> Callable[..., Any]:
         free = [i for i in range(len(args)) if i not in self.held]
-        fast = self.optimize(bound, Call(tuple(args[i] for i in free), {}), _capture)
+        fast = self.optimize(bound, Call(tuple(args[i] for i in free), {}))
         if not isinstance(fast, OptimizedModule):
             return self.module.forward
         return lambda *args: fast(*[args[i] for i in free])
 
     def _bound(self, snapshot: nn.Module) -> fx.GraphModule:
         """The graph with its weights as attributes instead of arguments."""
-        root = nn.Module()
-        for name, child in self.module.named_children():
-            root.add_module(name, child)
-        for name, tensor in (*self.module._parameters.items(), *self.module._buffers.items()):
-            hold(root, name, tensor)
         nodes = self.module.graph.find_nodes(op="placeholder")
         weights = {nodes[i]: snapshot.get_parameter(str(i)) for i in self.held}
-        for node, weight in weights.items():
-            hold(root, node.name, weight)
-        module = fx.GraphModule(root, _copied(self.module, weights), "Dynamo")
+        root, recorded = nn.Module(), self.module
+        held = dict(recorded.named_children()) | recorded._parameters | recorded._buffers
+        for name, each in (held | {node.name: each for node, each in weights.items()}).items():
+            hold(root, name, each)
+        module = fx.GraphModule(root, _copied(recorded, weights), "Dynamo")
         module.training = False  # what depends on it is in the graph already
         return module
 
@@ -162,13 +155,18 @@ def _copied(module: fx.GraphModule, weights: Any) -> fx.Graph:
     return graph
 
 
-def _capture(model: fx.GraphModule, call: Call) -> fx.GraphModule:
+def capture_graph(model: fx.GraphModule, call: Call) -> fx.GraphModule:
+    """Bring a graph that Dynamo recorded to the form of one that is captured."""
     graph = _copied(model, {})
     for node in reversed(graph.nodes):
         if _changes_nothing(node):
             graph.erase_node(node)
-    require(not any(map(_changes_a_mode, graph.nodes)), "it enters a mode")
-    return adopt(fx.GraphModule(model, graph, "Dynamo"), call)
+    # They take no value and make no tensor: set_grad_enabled, enter_autocast.
+    alone = (n for n in graph.nodes if n.op == "call_function" and not n.all_input_nodes)
+    require(all(node.target in FACTORIES for node in alone), "it enters a mode")
+    module = fx.GraphModule(model, graph, "Dynamo")
+    observe(module, call)
+    return finished(module)
 
 
 def _changes_nothing(node: fx.Node) -> bool:
@@ -182,22 +180,12 @@ def _changes_nothing(node: fx.Node) -> bool:
     return node.target is _torch._log_api_usage_once
 
 
-def _changes_a_mode(node: fx.Node) -> bool:
-    """Whether a call takes no value and makes no tensor: set_grad_enabled, enter_autocast."""
-    called = node.op == "call_function" and not node.all_input_nodes
-    return called and node.target not in FACTORIES
-
-
 def capture_by_dynamo(model: nn.Module, call: Call) -> tuple[fx.GraphModule, Call]:
-    """The one graph that Dynamo finds in a model, and what it is called with.
-
-    Raises:
-        CaptureError: there is none, or more than one.
-    """
+    """The graph that Dynamo finds, and what it is called with; a `CaptureError` if not just one."""
     found: list[tuple[fx.GraphModule, Call]] = []
 
-    def keep(graph: fx.GraphModule, call: Call, capture: Any) -> nn.Module:
-        found.append((capture(graph, call), call))
+    def keep(graph: fx.GraphModule, call: Call) -> nn.Module:
+        found.append((capture_graph(graph, call), call))
         return graph
 
     backend = partial(DynamoGraph, optimize=keep, frozen=True)
@@ -248,18 +236,14 @@ class GuardedModule(Constants):
         with torch.no_grad():
             return self._recorded(*args, **kwargs)
 
-    @property
+    @cached_property
     def _recorded(self) -> Callable[..., Any]:
-        """What Dynamo made of the model: not a submodule."""
-        made: Callable[..., Any] | None = self.__dict__.get("_compiled")
-        return self.__dict__.setdefault("_compiled", self._compile()) if made is None else made
-
-    def _compile(self) -> Callable[..., Any]:
+        """What Dynamo makes of the model: not a submodule."""
         # Dynamo keeps what it recorded as long as the code of the model's class.
         this, optimize, reports = weakref.ref(self), self._optimize, list[Report]()
 
-        def told(graph: fx.GraphModule, call: Call, capture: Any) -> Any:
-            fast: Any = optimize(graph, call, capture)
+        def told(graph: fx.GraphModule, call: Call) -> Any:
+            fast: Any = optimize(graph, call)
             reports.append(fast.report)
             if (module := this()) is not None:
                 module._reports = reports
@@ -268,7 +252,8 @@ class GuardedModule(Constants):
         # Where no write to a weight can be seen, only this module's methods may change them.
         frozen = any(tensor.device.type != "cpu" for tensor in self.model.parameters())
         backend = partial(DynamoGraph, optimize=told, frozen=frozen)
-        return torch.compile(self.model, backend=backend, **_RECORDINGS)
+        recorded: Callable[..., Any] = torch.compile(self.model, backend=backend, **_RECORDINGS)
+        return recorded
 
     def lower(self, example_inputs: ExampleInputs) -> tuple[Choice, ...]:
         """Record and prepare calls like this one; return what was chosen for each new region.
@@ -311,7 +296,7 @@ class GuardedModule(Constants):
             return super().train(mode)
 
     def _forget(self) -> None:
-        self.__dict__.pop("_compiled", None)
+        self.__dict__.pop("_recorded", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: each for name, each in vars(self).items() if name != "_compiled"}
+        return {name: each for name, each in vars(self).items() if name != "_recorded"}

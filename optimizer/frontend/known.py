@@ -14,28 +14,14 @@ import logging
 import operator
 import re
 import sys
+import types
 from abc import ABCMeta
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from functools import lru_cache, partial
-from itertools import pairwise
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    ClassMethodDescriptorType,
-    CodeType,
-    EllipsisType,
-    FunctionType,
-    GetSetDescriptorType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodDescriptorType,
-    MethodType,
-    ModuleType,
-    NotImplementedType,
-    WrapperDescriptorType,
-)
+from itertools import zip_longest
+from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 from weakref import ReferenceType
 
@@ -79,6 +65,7 @@ _PURE = frozenset((
 _CATCHES = ("PUSH_EXC_INFO", "CHECK_EXC_MATCH")
 _ASK_FOR_AUTOCAST = ("AttributeError", "TypeError", "amp", "torch")
 _OF_CLASSES = frozenset(("__class__", "__init__", "__module__", "__name__", "__qualname__"))
+_NOT_IMPLICIT = ("__init__", "__repr__", "__setstate__")  # what Python does not call in a forward
 _OPERATORS = vars(operator).keys() - {"__call__"}
 # Of torch's: what asks the process or changes it. A guard holds calls to the autocast of a model.
 _ASKS_THE_PROCESS = re.compile(
@@ -87,9 +74,10 @@ _ASKS_THE_PROCESS = re.compile(
     r"|(load|save)(txt|z)?$|fromfile|memmap|geterr|seterr|errstate|.*filter(s|warnings)?$|catch_"
 )
 _IMMUTABLE = (
-    int, float, complex, bool, str, bytes, type(None), range, slice, EllipsisType,
-    NotImplementedType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
-    GetSetDescriptorType, MemberDescriptorType, ReferenceType, TreeSpec, LeafSpec,
+    int, float, complex, bool, str, bytes, type(None), range, slice, types.EllipsisType,
+    types.NotImplementedType, torch.dtype, torch.device, torch.Size, torch.layout,
+    torch.memory_format, types.GetSetDescriptorType, types.MemberDescriptorType, ReferenceType,
+    TreeSpec, LeafSpec,
     type(vars(namedtuple("_", "a"))["a"]),
 )  # fmt: skip
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -106,8 +94,8 @@ _CONTAINERS = (*MUTABLE, tuple, frozenset, MappingProxyType, immutable_dict, imm
 _OF_PYTHON = frozenset(("abc", "builtins", "collections", "enum", "optimizer"))
 _OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _OF_C = (
-    BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType,
-    *_OPERATIONS,
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType, *_OPERATIONS,
 )  # fmt: skip
 MISSING = object()
 _MOST = 1000  # values that are looked at in one container
@@ -128,28 +116,22 @@ def codes(code: CodeType) -> Iterator[CodeType]:
             yield from codes(constant)
 
 
-def _asks_for_autocast(code: CodeType) -> bool:
-    """Whether a code does nothing but that: no value of a tensor causes an error there."""
-    return all("autocast" in name or name in _ASK_FOR_AUTOCAST for name in code.co_names)
-
-
-def _last() -> None:
-    """Its code follows the last instruction of another."""
-
-
 @lru_cache(maxsize=4096)
 def _scan(code: CodeType) -> tuple[str, frozenset[tuple[str, ...]], frozenset[str]]:
     """What is not listed, if anything; the chains `a.b.c` that begin outside; all attributes."""
     chains, names, unlisted = set[tuple[str, ...]](), set[str](), ""
     chain: tuple[str, ...] = ()
     before = ""
-    for each, following in pairwise((*dis.get_instructions(code), *dis.get_instructions(_last))):
+    # A code that does nothing but ask for autocast may catch: no value of a tensor raises there.
+    asks = all("autocast" in name or name in _ASK_FOR_AUTOCAST for name in code.co_names)
+    instructions = [*dis.get_instructions(code)]
+    for each, following in zip_longest(instructions, instructions[1:], fillvalue=instructions[0]):
         outer = each.opname == "STORE_DEREF" and each.argval not in code.co_cellvars
         within = each.opname == "PUSH_EXC_INFO" and (
             following.opname == "WITH_EXCEPT_START" or following.argval == "AttributeError"
         )
         within |= each.opname == "CHECK_EXC_MATCH" and before == "AttributeError"
-        within |= each.opname in _CATCHES and _asks_for_autocast(code)
+        within |= each.opname in _CATCHES and asks
         before = each.argval
         if outer or not (within or _INSTRUCTION.fullmatch(each.opname)):
             told = _TOLD.get(each.opname, f"its code has {each.opname}").format(each.argval)
@@ -161,9 +143,9 @@ def _scan(code: CodeType) -> tuple[str, frozenset[tuple[str, ...]], frozenset[st
         names |= {attribute} - {""}  # of a chain too: what it begins with may be chosen by a jump
         if attribute and chain:
             chain = (*chain, attribute)
-            continue
-        chains.add(chain)
-        chain = (each.argval,) if each.opname in _BEGIN else ()
+        else:
+            chains.add(chain)
+            chain = (each.argval,) if each.opname in _BEGIN else ()
     written = (each for each in chains if each and not each[0].startswith("@"))  # not by pytest
     return unlisted, frozenset(written), frozenset(names)
 
@@ -189,12 +171,8 @@ class Code:
         self._classes: set[type] = set()
         self._pending: list[FunctionType] = []
 
-    def obstacle(self) -> str:
-        """Why it may not be recorded with stand-ins; empty if it may."""
-        return next(self.obstacles(), "")
-
     def obstacles(self) -> Iterator[str]:
-        """What is not listed; nothing, if a recording holds for all calls."""
+        """Why it may not be recorded with stand-ins: what is not listed."""
         for module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -202,7 +180,8 @@ class Code:
                 for name in vars(module).keys() - OF_EVERY_MODULE - {"forward"}:
                     yield from self._visit(vars(module)[name], name)
                 continue
-            yield from self._add_space(module)
+            self._spaces.append(module)
+            yield from self._look_up([module], self.names)
             yield from self._visit_class(type(module))
             if is_plain(module):  # others are called as they are
                 yield from self._visit(type(module).forward, "forward")
@@ -234,7 +213,9 @@ class Code:
             for first, *rest in chains:
                 place = within.get(first, (function.__globals__, first))
                 found += self._resolve(place, first, rest)
-            found += self._add_names(names)
+            new = names - self.names
+            self.names |= new
+            found += self._look_up(self._spaces, new)
             file, line = code.co_filename.rpartition("/")[2], code.co_firstlineno
             yield from (f"{each} ({file}:{line})" for each in found)
 
@@ -243,9 +224,12 @@ class Code:
         value = self._found(*place)
         if value is MISSING:
             builtin = getattr(builtins, path, None)
-            if builtin is not None and path not in _BUILTINS and not _is_error(builtin):
+            error = isinstance(builtin, type) and issubclass(builtin, BaseException)
+            if builtin is not None and path not in _BUILTINS and not error:
                 yield f"it uses {path}()"
-        while rest and _holds(value, rest[0]):
+        while (
+            rest and isinstance(value, ModuleType | type) and member(value, rest[0]) is not MISSING
+        ):
             if _is_of_the_process(value):
                 yield f"it asks the process for {path}"
             if isinstance(value, type):
@@ -271,9 +255,10 @@ class Code:
             yield from self._visit_object(value, name)
 
     def _visit_object(self, value: Any, name: str) -> Iterator[str]:
+        held: list[Any] = []
         if type(value) in (property, staticmethod, classmethod, partial, MethodType):
-            for part in ("fget", "__func__", "__self__", "func", "args", "keywords"):
-                yield from self._visit(getattr(value, part, None), name)
+            parts = "fget", "__func__", "__self__", "func", "args", "keywords"
+            held = [getattr(value, part, None) for part in parts]
         elif isinstance(value, nn.Module):
             if id(value) not in self._members:
                 yield f"it reaches a module outside the model, {name}"
@@ -281,16 +266,13 @@ class Code:
         elif not _is_known(value):
             yield f"it reaches {name}, a {type(value).__name__}"
             yield from self._look_into(value, name)
-        else:
-            yield from self._visit_known(value, name)
-
-    def _visit_known(self, value: Any, name: str) -> Iterator[str]:
-        if isinstance(value, type):
+        elif isinstance(value, type):
             yield from self._visit_class(value)
         elif isinstance(value, tuple | enum.Enum | torch.Tensor):
-            held = value if isinstance(value, tuple) else attributes(value).values()
-            for each in (type(value), *held):
-                yield from self._visit(each, name)
+            inside = value if isinstance(value, tuple) else attributes(value).values()
+            held = [type(value), *inside]
+        for each in held:
+            yield from self._visit(each, name)
 
     def _visit_function(self, function: FunctionType) -> Iterator[str]:
         home = str(function.__globals__.get("__name__"))  # a decorator names itself otherwise
@@ -300,10 +282,9 @@ class Code:
             if _package(home) not in _PURE | _OF_PYTHON:
                 self._pending.append(function)
             return
-        inside = filter(
-            _is_of_a_user, (member(cell, "cell_contents") for cell in function.__closure__ or ())
-        )
-        yield from (f"{each.__name__}() is decorated by {function.__name__}()" for each in inside)
+        for inside in (member(cell, "cell_contents") for cell in function.__closure__ or ()):
+            if _is_of_a_user(inside):
+                yield f"{inside.__name__}() is decorated by {function.__name__}()"
 
     def _look_into(self, value: Any, name: str) -> Iterator[str]:
         """What is not known may be changed, and lead to what may be."""
@@ -328,27 +309,19 @@ class Code:
             self._classes.add(base)
             if type(base) not in (type, ABCMeta, enum.EnumMeta):
                 yield f"{base.__name__} has a metaclass"
-            yield from self._add_space(base)
+            self._spaces.append(base)
+            yield from self._look_up([base], self.names)
             for name, method in vars(base).items():
-                if isinstance(method, FunctionType) and _is_implicit(name):
+                implicit = name[:2] == "__" == name[-2:] and name not in _NOT_IMPLICIT
+                if isinstance(method, FunctionType) and implicit:
                     yield from self._visit(method, name)
 
-    def _add_space(self, space: Any) -> Iterator[str]:
-        self._spaces.append(space)
-        for name in self.names & vars(space).keys():
-            yield from self._look_up(space, name)
-
-    def _add_names(self, names: Iterable[str]) -> Iterator[str]:
-        new = set(names) - self.names
-        self.names |= new
-        for space in self._spaces:
-            for name in new & vars(space).keys():
-                yield from self._look_up(space, name)
-
-    def _look_up(self, space: Any, name: str) -> Iterator[str]:
-        if name not in OF_EVERY_MODULE:
+    def _look_up(self, spaces: list[Any], names: Set[str]) -> Iterator[str]:
+        for space in spaces:
             own = isinstance(space, nn.Module)
-            yield from self._visit(vars(space)[name] if own else self._found(space, name), name)
+            for name in names & (vars(space).keys() - OF_EVERY_MODULE):
+                value = vars(space)[name] if own else self._found(space, name)
+                yield from self._visit(value, name)
 
 
 def is_immutable(value: Any) -> bool:
@@ -379,11 +352,6 @@ def member(space: Any, name: str) -> Any:
         return getattr(space, name, MISSING) if known else MISSING
     except (ValueError, RuntimeError):  # an empty cell; a name of torch.classes that is not there
         return MISSING
-
-
-def _holds(space: Any, name: str) -> bool:
-    """Whether a module or a class has something under a name."""
-    return isinstance(space, ModuleType | type) and member(space, name) is not MISSING
 
 
 def _is_listed(value: Any) -> bool:
@@ -445,18 +413,9 @@ def _asks(function: Any) -> bool:
     return bool(_ASKS_THE_PROCESS.match(getattr(function, "__name__", "")))
 
 
-def _is_error(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, BaseException)
-
-
 def _is_of_a_user(value: Any) -> bool:
     function = getattr(value, "__func__", value)
     return isinstance(function, FunctionType) and is_user_code(function.__code__.co_filename)
-
-
-def _is_implicit(name: str) -> bool:
-    """Whether Python calls a method of this name, of modules that a forward works with."""
-    return name[:2] == "__" == name[-2:] and name not in ("__init__", "__repr__", "__setstate__")
 
 
 def _package(name: str | None) -> str:

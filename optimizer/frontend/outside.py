@@ -42,10 +42,6 @@ def kept(code: Code) -> Iterator[list[Any]]:
                 changed += [step] * bool(step())
 
 
-_NOT_WATCHED = (torch.jit.ScriptModule, Constants)
-_TABLES = ("_parameters", "_buffers", "_modules")
-
-
 def lasts(code: Code) -> bool:
     """Whether something that a code may change cannot be put back."""
     try:
@@ -59,13 +55,13 @@ class Outside(Code):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        held = [each for each in self.modules if not isinstance(each, _NOT_WATCHED)]
+        unwatched = torch.jit.ScriptModule, Constants
+        held = [each for each in self.modules if not isinstance(each, unwatched)]
         self.modules = [each for each in held if not _is_installed(type(each).forward)]
-        for table in (t for each in held for t in (vars(each), *map(vars(each).get, _TABLES))):
-            self.objects.append(table)
-        for each in held:
-            own = [v for k, v in vars(each).items() if k not in OF_EVERY_MODULE]
-            hooks = [hook for table in HOOKS for hook in vars(each)[table].values()]
+        for table in map(vars, held):
+            self.objects += table, table["_parameters"], table["_buffers"], table["_modules"]
+            own = [value for name, value in table.items() if name not in OF_EVERY_MODULE]
+            hooks = [hook for name in HOOKS for hook in table[name].values()]
             list(self._visit([*own, *hooks], ""))
         list(self.obstacles())
 

@@ -17,8 +17,7 @@ from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, 
 from optimizer.core.node import clean, has_global_hooks, is_plain, reason_of, tensors_of
 from optimizer.facts.effects import runs_known_code
 from optimizer.facts.propagation import Fact, Facts
-from optimizer.frontend.aten import from_aten
-from optimizer.frontend.canonicalize import spell
+from optimizer.frontend.canonicalize import from_aten, spell
 from optimizer.frontend.known import Code
 from optimizer.frontend.materialize import materialize
 from optimizer.frontend.names import give_free_names, require_written
@@ -56,11 +55,16 @@ def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
             module = _captured(model, call, record_factories=True)
         require(not _writes_a_constant(module), "it writes a tensor that it makes itself")
         part(tensor for _, tensor in _constants(module))
-        spell(module)
-        require_written(module.graph)
-        module.graph.lint()
+        return finished(module)
     except Exception as error:  # whatever a user's forward does with traced values
         raise CaptureError(reason_of(error)) from error
+
+
+def finished(module: fx.GraphModule) -> fx.GraphModule:
+    """Bring a graph that was recorded, and observed, to the form of a captured one."""
+    spell(module)
+    require_written(module.graph)
+    module.graph.lint()
     return module
 
 
@@ -77,23 +81,27 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
     for name, tensor in _constants(module):  # a global's tensor is an object of the caller's
         setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
     if call is not None:
-        observe(module, call)
+        facts = observe(module, call)
         nodes: list[fx.Node] = list(module.graph.nodes)
         hidden = tests_for_none and any(map(_hides_none, nodes))
         require(not hidden, "it may test a value inside it that is None")
         changed = next(filter(_changes_a_container, nodes), None)
         require(changed is None, f"it changes a container ('{changed}')")
-        _own_what_is_written(module)
+        held = tensors_of(module)  # what is written is not the caller's, but is shared as before
+        part(each for each in held if facts.any_written(storages_in(facts.to_meta(each))))
     return module
 
 
 def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tuple[fx.Graph, bool]:
     """The graph of a forward that does the same in every call; does it ask what is None?"""
     if isinstance(model, fx.GraphModule) and issubclass(model._tracer_cls or object, Tracer):
-        return _recorded_before(model), False
+        for node in model.graph.nodes:  # it was captured: its nodes keep their names
+            node.meta = {key: node.meta[key] for key in _LASTING if key in node.meta}
+        return model.graph, False
     require(is_plain(model), "the model itself has hooks, parametrizations or a __call__")
     code = Code(model)
-    require(not (found := code.obstacle()), found)
+    obstacle = next(code.obstacles(), "")
+    require(not obstacle, obstacle)
     tells = sees_how_it_is_called(type(model).forward)
     require(not tells, "its forward can tell how its arguments are passed")
     tracer = Tracer(call, code, record_factories=record_factories)
@@ -105,15 +113,11 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
     same = len(before) == len(after) and all(map(operator.is_, before, after))
     require(same, "its forward changes a module")
     if code.asks_for_autocast():
-        _expect_this_autocast(graph)
+        inputs = graph.find_nodes(op="placeholder")
+        require(bool(inputs), "it takes no argument and asks for autocast")
+        with graph.inserting_after(inputs[-1]):
+            graph.call_function(expect_autocast, (inputs[0], autocast()))
     return graph, tracer.tests_for_none
-
-
-def _expect_this_autocast(graph: fx.Graph) -> None:
-    inputs = graph.find_nodes(op="placeholder")
-    require(bool(inputs), "it takes no argument and asks for autocast")
-    with graph.inserting_after(inputs[-1]):
-        graph.call_function(expect_autocast, (inputs[0], autocast()))
 
 
 def _held(model: nn.Module) -> list[Any]:
@@ -126,22 +130,6 @@ def _held(model: nn.Module) -> list[Any]:
         for name, value in table.items()
         if not name.startswith("_tensor_constant")
     ]
-
-
-def _recorded_before(module: fx.GraphModule) -> fx.Graph:
-    """The graph of a module that was captured, under the names that its nodes have."""
-    for node in module.graph.nodes:
-        node.meta = {key: node.meta[key] for key in _LASTING if key in node.meta}
-    return module.graph
-
-
-def adopt(module: fx.GraphModule, call: Call) -> fx.GraphModule:
-    """Bring a graph that was recorded elsewhere to the form of a captured one."""
-    observe(module, call)
-    spell(module)
-    require_written(module.graph)
-    module.graph.lint()
-    return module
 
 
 def _writes_a_constant(module: fx.GraphModule) -> bool:
@@ -176,13 +164,6 @@ def _changes_a_container(node: fx.Node) -> bool:
     """Whether a call writes into a list or a dict, which no fact would tell of."""
     held = node.args[0] if node.target in _CHANGES else None
     return isinstance(held, fx.Node) and isinstance(held.meta["fact"].value, list | dict)
-
-
-def _own_what_is_written(module: fx.GraphModule) -> None:
-    """What the forward writes is not shared with the caller's model, but among its own tensors."""
-    facts: Facts = module.meta["facts"]
-    held = tensors_of(module)
-    part(each for each in held if facts.any_written(storages_in(facts.to_meta(each))))
 
 
 def _constants(module: fx.GraphModule) -> list[tuple[str, torch.Tensor]]:

@@ -444,9 +444,7 @@ def test_another_wrong_value_of_an_old_commit_is_a_failure(monkeypatch):
 
 
 def test_an_engine_that_an_old_commit_or_this_machine_lacks_is_not_available(monkeypatch):
-    monkeypatch.setattr(
-        "optimizer.lowering.engines.choice.obstacle", lambda engine: "is not installed"
-    )
+    monkeypatch.setattr("optimizer.lowering.engines.obstacle", lambda engine: "is not installed")
     with pytest.raises(NotImplementedError, match="openvino"):
         SUBJECTS.rewriter("optimized-2-openvino")(torch.nn.ReLU(), torch.ones(2))
     monkeypatch.setattr(optimizer, "optimize", _only_level_1)

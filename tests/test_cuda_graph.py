@@ -22,8 +22,8 @@ import optimizer
 from optimizer.core import device as _device
 from optimizer.core.device import Cuda
 from optimizer.core.inputs import storages_in, tensors_in
+from optimizer.lowering import candidates as _cuda_graph
 from optimizer.lowering import choose as _times
-from optimizer.lowering import cuda_graph as _cuda_graph
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, POLICIES
 from optimizer.lowering.choose import Times
 from optimizer.lowering.module import LoweredModule

@@ -22,7 +22,6 @@ from optimizer.lowering import engines
 from optimizer.lowering.candidates import AS_IT_IS
 from optimizer.lowering.choose import Times
 from optimizer.lowering.engines import Compiled, engines_here, engines_named
-from optimizer.lowering.engines import choice as _choice
 from optimizer.lowering.module import LoweredModule
 from optimizer.lowering.partition import name_of
 
@@ -127,11 +126,18 @@ def test_what_is_not_finite_is_not_lost(engine: str, value: float) -> None:
         lambda y: F.scaled_dot_product_attention(y, y, y, y),
         lambda y: F.scaled_dot_product_attention(y, y, y, attn_mask=y > 0),
         lambda y: y.masked_fill(y > 0, -math.inf),
+        lambda y: y.rsqrt(),
+        lambda y: y.pow(-1),
+        lambda y: (y + 1e-6).rsqrt(),
+        lambda y: torch.add(y.pow(2), 1e-6, alpha=-1).sqrt(),
+        lambda y: y / (y.pow(2).mean(-1, keepdim=True) + 1e-30),
+        lambda y: y / (y.mean(-1, keepdim=True) + 1e-6),
     ],
     ids=[
         "division", "by zero", "by nearly zero", "huge", "nan", "logarithm", "no eps",
         "no eps by position", "infinity",
         "added", "hidden", "filled",
+        "root", "power", "root of a sum", "root of a difference", "by hardly more", "by a mean",
     ],
 )  # fmt: skip
 def test_what_makes_nan_of_numbers_is_no_part_of_a_region(function: Callable[..., Any]) -> None:
@@ -142,7 +148,7 @@ def test_what_makes_nan_of_numbers_is_no_part_of_a_region(function: Callable[...
 
     called = {name_of(node) for node in part.region.graph.nodes if node.op[:4] == "call"}
     assert "conv2d" in called
-    assert called <= {"conv2d", "relu"}
+    assert called <= {"conv2d", "relu", "add", "mean", "pow"}
     with torch.no_grad():
         model.layer.weight.zero_()
         model.layer.bias.zero_()
@@ -158,9 +164,16 @@ def test_what_makes_nan_of_numbers_is_no_part_of_a_region(function: Callable[...
         lambda y: F.layer_norm(y, (6,), eps=1e-6),
         lambda y: F.scaled_dot_product_attention(y, y, y),
         lambda y: F.softmax(y, -1),
+        lambda y: y * (y.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
+        lambda y: y / (y.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt(),
+        lambda y: y * y.norm(2, (2, 3), keepdim=True) / (y.norm(2, (1, 2, 3), True) + 1e-6),
+        lambda y: torch.cat([y[:, :, ::2], y[:, :, 1::2]], 1),
     ],
-    ids=["halved", "norm", "norm by name", "attention", "softmax"],
-)
+    ids=[
+        "halved", "norm", "norm by name", "attention", "softmax", "root mean square", "by a root",
+        "of all channels", "each second",
+    ],
+)  # fmt: skip
 def test_what_makes_numbers_of_numbers_is_part_of_it(function: Callable[..., Any]) -> None:
     model, x = Then(lambda y: F.relu(function(y) + 1)), image()
     [part] = compiled(lowered(model, x, "openvino"), x)
@@ -207,7 +220,7 @@ def test_an_engine_that_cannot_is_rejected_with_the_reason(
     def compile_nothing(*args: Any) -> Any:
         raise NotImplementedError("no such operator")
 
-    monkeypatch.setattr(_choice.ENGINES[engine], "compile", compile_nothing)
+    monkeypatch.setattr(engines.ENGINES[engine], "compile", compile_nothing)
     fast = lowered(Then(F.relu), image(), engine)
 
     assert "NotImplementedError: no such operator" in str(fast.report)
@@ -218,7 +231,7 @@ def test_an_engine_that_is_wrong_is_rejected_with_the_error(
     monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     monkeypatch.setattr(
-        _choice.ENGINES[engine], "compile", lambda *args: lambda given: [torch.zeros(2, 4, 6, 6)]
+        engines.ENGINES[engine], "compile", lambda *args: lambda given: [torch.zeros(2, 4, 6, 6)]
     )
     fast = lowered(Then(F.relu), image(), engine)
 
@@ -306,7 +319,7 @@ def test_an_input_that_requires_a_gradient_where_none_is_recorded(engine: str) -
 
 def test_it_has_the_callers_number_of_threads(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     seen: list[int] = []
-    kept = _choice.ENGINES[engine]
+    kept = engines.ENGINES[engine]
     compile_it = kept.compile
     monkeypatch.setattr(kept, "compile", lambda *args: seen.append(args[-1]) or compile_it(*args))
     model, x = Then(F.relu), image()
@@ -328,7 +341,7 @@ def test_an_engine_reads_the_weights_of_the_result_where_they_are(
     from tests.conftest import address
 
     seen: list[torch.Tensor] = []
-    kept = _choice.ENGINES[engine]
+    kept = engines.ENGINES[engine]
     compile_it = kept.compile
 
     def compiling(graph: fx.GraphModule, *rest: Any) -> Any:
@@ -349,7 +362,7 @@ def test_a_pickle_where_the_engine_is_not_installed(
 
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), image()
     data = pickle.dumps(lowered(model, x, engine))
-    monkeypatch.setattr(_choice, "obstacle", lambda each: "is not installed")
+    monkeypatch.setattr(engines, "obstacle", lambda each: "is not installed")
     loaded = pickle.loads(data)
 
     torch.testing.assert_close(loaded(x), model(x))
@@ -366,7 +379,7 @@ def test_a_decision_without_an_engine_does_not_bind_one_with_it(engine: str) -> 
 class TestWhichAreOffered:
     def test_by_itself_what_is_installed_and_quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert engines_named("auto") == ("openvino",)
-        monkeypatch.setattr(_choice, "obstacle", lambda each: "is not installed")
+        monkeypatch.setattr(engines, "obstacle", lambda each: "is not installed")
         assert engines_named("auto") == ()
 
     def test_none(self) -> None:
@@ -389,7 +402,7 @@ class TestWhichAreOffered:
             optimizer.optimize(Then(F.relu), image(), engines=names)
 
     def test_what_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_choice, "obstacle", lambda each: "is not installed")
+        monkeypatch.setattr(engines, "obstacle", lambda each: "is not installed")
 
         with pytest.raises(InputError, match=r"pip install '.\[openvino\]'"):
             optimizer.optimize(Then(F.relu), image(), engines="openvino")
@@ -521,6 +534,10 @@ class Unbound(nn.Module):
         return one.exp() * other / last.exp()
 
 
+def _grouped(query: torch.Tensor, key: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.scaled_dot_product_attention(query, key, key + 1, enable_gqa=True, **options)
+
+
 def test_parts_that_are_read_outside_the_region(engine: str) -> None:
     model, x = Unbound(), image(4, 8)
     fast = lowered(model, x, engine)
@@ -548,9 +565,14 @@ def test_a_residual_of_two_layers(engine: str, rows: int) -> None:
         lambda y: F.interpolate(y, scale_factor=2.0, mode="bilinear", align_corners=True),
         lambda y: F.interpolate(y, scale_factor=2.0),
         lambda y: F.batch_norm(y, y.new_zeros(4), y.new_ones(4)),
+        lambda y: _grouped(y, y[:, :2], scale=0.1),
+        lambda y: _grouped(y, y[:, :1], is_causal=True),
     ],
-    ids=["split", "chunk", "average", "enlarged", "by a factor", "nearest", "norm"],
-)
+    ids=[
+        "split", "chunk", "average", "enlarged", "by a factor", "nearest", "norm",
+        "two heads a key", "one key",
+    ],
+)  # fmt: skip
 def test_functions_that_openvino_knows_by_other_names(function: Callable[..., Any]) -> None:
     model, x = Then(function), image()
     fast = lowered(model, x, "openvino", only=())

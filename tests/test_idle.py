@@ -22,6 +22,8 @@ IDLE: dict[str, Callable[[Any], Any]] = {
     "padding by keyword": lambda x: F.pad(input=x.relu(), pad=[0, 0]).exp(),
     "padding of what is given": lambda x: F.pad(x, (0, 0)).exp(),
     "one after another": lambda x: F.pad(F.dropout(x, training=False), (0, 0)).exp(),
+    "growing from nothing": lambda x: torch.cat([torch.tensor([]), x.relu()], -1).exp(),
+    "growing by nothing": lambda x: torch.cat([x, x[:, :0]], -1).exp(),
     "a view of it": lambda x: F.pad(x.relu(), (0, 0)).view(3, 2).exp(),
 }
 AT_WORK: dict[str, Callable[[Any], Any]] = {
@@ -32,11 +34,14 @@ AT_WORK: dict[str, Callable[[Any], Any]] = {
     "a copy that is returned": lambda x: x.clone(),
     "padding that is returned": lambda x: F.pad(x, (0, 0)),
     "a view that is returned": lambda x: F.pad(x, (0, 0)).view(3, 2),
+    "growing": lambda x: torch.cat([x, x[:, :1]], -1).exp(),
+    "growing by itself": lambda x: torch.cat([x, x]).exp(),
+    "another dtype": lambda x: torch.cat([x, x.double()[:0]]).exp(),
     "both are returned": lambda x: (y := x.relu(), F.pad(y, (0, 0))),
 }
 
 
-_COPIES = ("pad", "clone", "contiguous")
+_COPIES = ("pad", "cat", "clone", "contiguous")
 
 
 def line_of(run: Callable[..., Any]) -> fx.GraphModule:

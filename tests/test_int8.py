@@ -15,9 +15,9 @@ from torch.nn import functional as F
 import optimizer
 from optimizer.core.inputs import Call
 from optimizer.lowering import choose as _choose
-from optimizer.lowering.int8 import in_int8
 from optimizer.lowering.module import LoweredModule
 from optimizer.lowering.partition import name_of
+from optimizer.lowering.precision import in_int8
 from optimizer.lowering.trace import NotStraightLineError, straight_line
 from optimizer.verify.equivalence import relative_error
 

@@ -15,10 +15,9 @@ import torch
 from torch import fx, nn
 from torch.backends.cpu import get_cpu_capability
 
-from optimizer.core.device import Cuda
+from optimizer.core.device import Cuda, device_of
 from optimizer.core.errors import InputError
 from optimizer.lowering import packed as _packed
-from optimizer.lowering.cuda_graph import CudaGraph
 from optimizer.lowering.packed import packable_in, with_packed_weights
 from optimizer.lowering.partition import arguments_of, convolutions_of, name_of
 
@@ -54,6 +53,35 @@ def in_channels_last(
                 laid_out = weight.clone(memory_format=_MEMORY_FORMATS[weight.dim()])
                 setattr(module, str(node.target), laid_out)
     return fx.GraphModule(module, graph)
+
+
+class CudaGraph(nn.Module):
+    """A program as one CUDA graph: all of its kernels in one launch, on memory of their own.
+
+    A graph reads and writes the same memory in every replay. So the inputs of a call, which have
+    the sizes, strides and dtypes of the given ones, are copied to where it reads them, and its
+    outputs from where it writes them. Calls take turns, also those of several threads or streams.
+
+    It holds what one forward needs at its peak, its inputs and outputs, for as long as it lives.
+
+    Raises:
+        RuntimeError: the program does something that cannot be recorded, such as to wait.
+    """
+
+    def __init__(self, program: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        device = device_of(inputs)
+        if not isinstance(device, Cuda):
+            raise TypeError(f"{device.name} has no CUDA graphs")
+        self.turn = device.turns()
+        self.replay, self.own, self.outputs = device.record(program, inputs)
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The outputs for some inputs, which are left as they are."""
+        with self.turn():
+            torch._foreach_copy_(self.own, inputs)
+            self.replay()
+            return tuple(output.clone() for output in self.outputs)
 
 
 Program = nn.Module  # from the tensors of a region to a tuple of those that it returns

@@ -29,6 +29,7 @@ _MOMENT = 1e-3  # seconds: shorter ones say more of the clock and the machine
 SHORT = 0.05  # seconds that a race may take in any case, and takes before it is clear
 BRIEF = 0.02  # the same for one region of several
 _CLEARLY = 0.9  # of the time of any other, at most
+_BY_FAR = 0.75  # the same, where nothing else needs to be tried
 WORTH_IT = 0.98  # of the time of what is as it is, at most
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 7
 Runs = Mapping[str, Callable[..., Any]]  # what is timed, by name
@@ -82,11 +83,11 @@ class Times:
         ratio = seconds["plan"] / seconds["portable"]
         return f"{ratio:.2f} of the time" if ratio > WORTH_IT else ""
 
-    def is_clearly_faster(self, name: str, others: Iterable[str]) -> bool:
+    def is_clearly_faster(self, name: str, others: Iterable[str], share: float = _CLEARLY) -> bool:
         """Whether no time of the one comes near to any of another, of at least two each."""
         own, rest = self.seconds[name], [self.seconds[each] for each in others if each != name]
         several = all(len(each) > 1 for each in (own, *rest))
-        return several and all(max(own) <= _CLEARLY * min(each) for each in rest)
+        return several and all(max(own) <= share * min(each) for each in rest)
 
 
 def key_of(
@@ -150,14 +151,15 @@ class Chooser:
         Settled, and not timed, is what was decided for the key before, and where nothing is timed,
         what is `untimed`: the first of it that can be made. A decision for what has no maker, of
         another version maybe, counts for nothing. A maker is told whether it is settled, and
-        raises what is wrong. After an engine that is clearly faster, nothing but engines is tried.
+        raises what is wrong. After an engine that is faster by far, nothing but engines is tried.
         """
         decided = [self.known[key]] if self.known.get(key) in makers else []
         settled = bool(decided) or not self.tunes
         names = [*decided, *untimed, AS_IT_IS] if settled else [AS_IT_IS, *offered]
         good, rejected, spent = dict[str, Made](), dict[str, str](), dict[str, float]()
         for name in dict.fromkeys(names):
-            fast = [n for n in good if n in self.engines and times.is_clearly_faster(n, [AS_IT_IS])]
+            far = [n for n in good if times.is_clearly_faster(n, [AS_IT_IS], _BY_FAR)]
+            fast = self.engines.keys() & far
             if (good and settled) or (fast and name not in self.engines):
                 break
             start = time.perf_counter()

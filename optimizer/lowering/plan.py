@@ -11,8 +11,8 @@ from torch import nn
 from optimizer.core.inputs import Call, storages_in
 from optimizer.lowering.candidates import AS_IT_IS
 from optimizer.lowering.choose import ByRegion, Chooser, Runs, Times, key_of, varied
+from optimizer.lowering.partition import as_function
 from optimizer.lowering.precision import Precision, in_precision
-from optimizer.lowering.program import LaidOut, as_function
 from optimizer.lowering.trace import StraightLine, exact_copy, require
 from optimizer.verify.equivalence import Answer, compare_answers, relative_error
 
@@ -117,3 +117,24 @@ def make_plan(line: StraightLine, chooser: Chooser, precision: Precision | None)
     found = chooser.choose("its precision", key, plans, [name], [name], times)
     found.choices = (chooser.choices[-1], *found.choices)
     return found
+
+
+class LaidOut(nn.Module):
+    """A program whose outputs get the strides that they have in eager."""
+
+    def __init__(self, program: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.program, self.run = program, as_function(program)
+        self.strides = [tensor.stride() for tensor in outputs]
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(map(_laid_out, self.run(*inputs), self.strides))
+
+
+def _laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The same values with these strides; where one is 0, elements are read again and again."""
+    if tensor.stride() == strides:
+        return tensor
+    held = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
+    made = torch.empty_strided(held.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(held).expand(tensor.shape)

@@ -248,6 +248,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storages_in(value)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
+        if func is torch.ops.aten.cat.default:
+            args = (_filled(args[0]), *args[1:])
         own = pytree.tree_map_only(torch.Tensor, self._node, (tuple(args), kwargs))
         node = self.graph.call_function(func, *own)
         self.memory[node] = set()
@@ -292,17 +294,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             node.meta["bound"] = not memory.isdisjoint(self.bound)
             read = memory.union(*(self.memory[each] for each in node.all_input_nodes))
             if _is_copy(node) and read.isdisjoint(self.bound | storages_in(outputs)):
-                node.replace_all_uses_with(node.args[0])
+                node.replace_all_uses_with(node.all_input_nodes[0])
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.root, self.graph)
 
 
+def _filled(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The tensors that have elements, where the others, as of a new cache, change nothing."""
+    filled = [each for each in tensors if each.numel()]
+    return filled if filled and len({each.dtype for each in tensors}) == 1 else tensors
+
+
 def _is_copy(node: fx.Node) -> bool:
     """Whether a node returns values as it gets them, and as they lie."""
-    if name_of(node) not in ("clone", "pad") or any(arguments_of(node).get("pad", ())):
+    if name_of(node) not in ("cat", "clone", "pad") or len(node.all_input_nodes) > 1:
         return False
-    read: Any = node.args[0]
-    return "val" in node.meta and _geometry(node.meta["val"]) == _geometry(read.meta["val"])
+    same = not any(arguments_of(node).get("pad", ())) and "val" in node.meta
+    read = node.all_input_nodes[0].meta["val"]
+    return same and _geometry(node.meta["val"]) == _geometry(read)
 
 
 def exact_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphM
         ValueError: a value is empty.
     """
     recorder = _Recorder(inputs, region.buffers(), frozenset())
-    with torch.no_grad(), recorder:
+    with torch.inference_mode(), recorder:
         outputs = region(*inputs)
     made = recorder.finished(outputs)
     if not all(node.meta["val"].numel() for node in made.graph.nodes if "val" in node.meta):
@@ -36,6 +36,9 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.split.Tensor:
             with self:
                 return _slices(*args)
+        if func is torch.ops.aten.scaled_dot_product_attention.default:
+            with self:
+                args, kwargs = _ungrouped(args, kwargs)
         if func is torch.ops.aten.as_strided_.default and _lies_as_before(*args):
             return func(*args)
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -44,6 +47,16 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.upsample_bilinear2d.default:  # OpenVINO wants the size alone
             return super()._call(func.overloadpacket.vec, (*args[:3], None), {})
         return super()._call(func, args, kwargs)
+
+
+def _ungrouped(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], Any]:
+    """Attention whose every head has a key and a value of its own, as OpenVINO knows it."""
+    query, key, value, *rest = args
+    if not (kwargs or {}).get("enable_gqa"):
+        return args, kwargs
+    times = query.shape[-3] // key.shape[-3]
+    own = [each.repeat_interleave(times, -3) for each in (key, value)]
+    return (query, *own, *rest), {**kwargs, "enable_gqa": False}
 
 
 def _slices(tensor: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]:

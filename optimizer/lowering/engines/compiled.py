@@ -11,8 +11,7 @@ from torch import fx, nn
 
 from optimizer.core.node import attribute_of
 from optimizer.lowering.engines.aten import in_aten
-from optimizer.lowering.partition import LARGEST, name_of
-from optimizer.lowering.program import as_function
+from optimizer.lowering.partition import LARGEST, as_function, name_of
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 

@@ -14,6 +14,7 @@ import optimizer
 from optimizer.facts import effects as _known_results
 from optimizer.facts.propagation import Facts
 from optimizer.passes.fuse import LinearReLU
+from optimizer.rewrite.affine import layer_like
 
 ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh,
@@ -26,7 +27,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "LayerNorm without weights": lambda: nn.LayerNorm(4, elementwise_affine=False),
     "LayerNorm in float64": lambda: nn.LayerNorm(4).double(),
     "Linear": lambda: nn.Linear(4, 5),
-    "LinearReLU": lambda: LinearReLU.of(nn.Linear(4, 5)),
+    "LinearReLU": lambda: layer_like(nn.Linear(4, 5), LinearReLU),
     "Linear in float64": lambda: nn.Linear(4, 5).double(),
     "Conv1d": lambda: nn.Conv1d(3, 5, 2),
     "Conv2d": lambda: nn.Conv2d(3, 6, (3, 1), stride=2, padding=(1, 0), dilation=(1, 2), groups=3),

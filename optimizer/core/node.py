@@ -76,6 +76,14 @@ def callee(node: fx.Node) -> Any:
     return type(module) if is_plain(module) else None
 
 
+def name_of_call(node: fx.Node) -> str:
+    """The name of a function, an overload, a method or, in small letters, a module's class."""
+    if node.op == "call_module":
+        return type(module_of(node)).__name__.lower()
+    target: Any = node.target
+    return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
+
+
 def called_on(node: fx.Node, module: Any, args: Any, kwargs: Any) -> Any:
     """What a node yields of some arguments, where `module` stands for the one that it calls."""
     if node.op == "call_method":

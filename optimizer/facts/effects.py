@@ -78,14 +78,6 @@ def is_sized_by_values(func: Any, args: Sequence[Any]) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags
 
 
-def name_of_call(node: fx.Node) -> str:
-    """The name of a function, an overload, a method or, in small letters, a module's class."""
-    if node.op == "call_module":
-        return type(module_of(node)).__name__.lower()
-    target: Any = node.target
-    return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
-
-
 _KNOWN = frozenset(("torch", "torchvision", "_operator", "math", "collections", "optimizer"))
 _KNOWN_BUILTINS = (abs, bool, divmod, float, getattr, int, len, max, min, pow, round, sum)
 

@@ -18,7 +18,14 @@ from torch import fx, nn
 from optimizer.core.copy import on_storage
 from optimizer.core.errors import require
 from optimizer.core.inputs import hides_tensors, map_tensors, storages_in
-from optimizer.core.node import attribute_of, called_on, is_plain, module_of, tensors_of
+from optimizer.core.node import (
+    attribute_of,
+    called_on,
+    is_plain,
+    module_of,
+    name_of_call,
+    tensors_of,
+)
 from optimizer.core.ops import MAY_COPY
 from optimizer.facts.effects import (
     EVERY_MASK_IS_FULL,
@@ -27,7 +34,6 @@ from optimizer.facts.effects import (
     Effects,
     devices_named_by,
     known_outcome,
-    name_of_call,
     runs_known_code,
 )
 

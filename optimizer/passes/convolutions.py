@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
+from torch.nn.modules.utils import _reverse_repeat_tuple
 
 from optimizer.core.node import arg, callee, has_plain_tensors, module_of, named_arguments
 from optimizer.core.ops import CONVOLUTIONS
 from optimizer.facts.facts import is_unchanged, is_written, tensor
-from optimizer.rewrite.affine import as_parameter, may_keep_odd_strides, require_only_reader
+from optimizer.rewrite.affine import layer_like, may_keep_odd_strides, require_only_reader
 from optimizer.rewrite.contract import call, require, rewrite
 from optimizer.rewrite.edit import insert_copy, insert_module
 
@@ -80,16 +81,13 @@ def _zeros(pad: fx.Node) -> tuple[int, ...]:
     return tuple(sizes) if known else ()
 
 
-def _padding(layer: Any, zeros: tuple[int, ...]) -> nn.Module:
+def _padding(layer: Any, zeros: tuple[int, ...]) -> Any:
     """A convolution with the layer's weights that pads its last dimensions by some zeros more."""
-    kernel = layer.kernel_size
-    own = (0,) * len(kernel) if layer.padding == "valid" else layer.padding
-    more = (0,) * (len(kernel) - len(zeros)) + zeros
+    own = (0,) * len(layer.kernel_size) if layer.padding == "valid" else layer.padding
+    more = (0,) * (len(own) - len(zeros)) + zeros
     padding = tuple(map(sum, zip(own, more, strict=True)))
-    settings = (layer.stride, padding, layer.dilation, layer.groups)
-    wide = type(layer)(layer.in_channels, layer.out_channels, kernel, *settings, device="meta")
-    wide.weight, wide.bias = as_parameter(layer.weight), as_parameter(layer.bias)
-    return wide.train(layer.training)  # type: ignore[no-any-return]
+    twice = _reverse_repeat_tuple(padding, 2)  # type: ignore[no-untyped-call]
+    return layer_like(layer, padding=padding, _reversed_padding_repeated_twice=twice)
 
 
 @rewrite(

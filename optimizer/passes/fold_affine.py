@@ -193,13 +193,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _affine_over(node: fx.Node, layer: Layer, channels: int) -> Affine:
-    """What an affine node with an `_operand` does to the channels that a layer writes or reads.
-
-    They are dimension `1 - layer.weight.ndim` of its value, in the layer's dtype.
-
-    Raises:
-        Refused: it does something else, or may do so in another call.
-    """
+    """What an affine node does to the channels of a layer: dimension `1 - layer.weight.ndim`."""
     if node.op == "call_module":
         return _of_batchnorm(node, layer, channels)
     comes_first = _is_constant(node.args[0])
@@ -263,11 +257,8 @@ def _call_folded(
     absorb: Callable[[Layer, Affine], Layer],
     transform: Affine,
 ) -> fx.Node:
-    """Call `absorb(layer, transform)` before a node; a pair of calls is folded only once.
-
-    The pair is the call of the layer and the call that computes `transform`.
-    """
-    layer, absorbed = pair
+    """Call `absorb(layer, transform)` before a node; a pair of calls is folded only once."""
+    layer, absorbed = pair  # the latter computes `transform`
     done: dict[Any, str] = owner(layer).meta.setdefault("folded_pairs", {})
     mapped = _operand(absorbed)
     named = ("" if n is mapped else str(getattr(n, "target", n)) for n in absorbed.args)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from optimizer.core.node import arg, callee, has_plain_tensors, module_of
 from optimizer.core.ops import add_over, alike, mul_over
 from optimizer.facts.facts import fact, is_read_only, is_spare, tensor
-from optimizer.rewrite.affine import as_parameter
+from optimizer.rewrite.affine import layer_like
 from optimizer.rewrite.contract import call, require, rewrite
 from optimizer.rewrite.edit import insert_function, insert_module
 
@@ -37,15 +37,6 @@ class LinearReLU(nn.Linear):
     Shapes: `(*, in_features) -> (*, out_features)`. It shares the weight and bias of the
     Linear it is made of.
     """
-
-    @classmethod
-    def of(cls, linear: nn.Linear) -> LinearReLU:
-        """The fused module over the parameters of `linear`."""
-        fused = cls.__new__(cls)
-        nn.Module.__init__(fused)
-        fused.in_features, fused.out_features = linear.in_features, linear.out_features
-        fused.weight, fused.bias = as_parameter(linear.weight), as_parameter(linear.bias)
-        return fused.train(linear.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear has it
         """Apply the layer; the in-place relu writes only the tensor that it just made."""
@@ -69,7 +60,7 @@ def fuse_linear_relu(linear: fx.Node, relu: fx.Node) -> fx.Node:
     layer = module_of(linear)
     require(not has_plain_tensors(layer), "the layer has tensors that no cast of it reaches")
 
-    fused = LinearReLU.of(layer)
+    fused = layer_like(layer, LinearReLU)
     return insert_module(linear, fused, linear.args, f"{linear.target}_relu")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer.core.node import arg, callee
+from optimizer.core.node import arg, callee, name_of_call
 from optimizer.core.ops import LAYOUTS
 from optimizer.facts.facts import Refused, aliases, is_pure, rank, tensor
 from optimizer.rewrite.contract import call, called, require, rewrite
@@ -38,9 +38,9 @@ def compose_transposes(outer: fx.Node) -> fx.Node | None:
     inner[outer[i]] of the source. All of them are views of one storage: whatever writes one
     is seen through the others, and replacing one view by an equal one changes nothing.
     """
-    inner = arg(outer, 0)
+    inner: fx.Node = arg(outer, 0)
     if _swap(outer) is not None and callee(inner) in LAYOUTS and _swap(inner) == _swap(outer):
-        return _source(inner)
+        return inner.all_input_nodes[0]
     if callee(inner) not in LAYOUTS:
         return _without_identity(outer)
     require(_has_constant_axes(inner) and _has_constant_axes(outer), "its axes are computed")
@@ -48,8 +48,8 @@ def compose_transposes(outer: fx.Node) -> fx.Node | None:
     dimensions = written[0] if written else rank(outer)
     order = _permuted(outer, _permuted(inner, tuple(range(dimensions))))
     if order == tuple(sorted(order)):
-        return _source(inner)
-    return insert_function(outer, torch.permute, (_source(inner), order))
+        return inner.all_input_nodes[0]
+    return insert_function(outer, torch.permute, (inner.all_input_nodes[0], order))
 
 
 def _permuted(node: fx.Node, axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -66,20 +66,15 @@ def _swap(node: fx.Node) -> frozenset[int] | None:
 def _without_identity(node: fx.Node) -> fx.Node | None:
     swap = _swap(node)
     if swap is not None:
-        return _source(node) if len(swap) == 1 else None
+        return node.all_input_nodes[0] if len(swap) == 1 else None
     if node.target is not torch.permute or not _has_constant_axes(node):
         return None
     identity = tuple(range(len(arg(node, 1))))
-    return _source(node) if _permuted(node, identity) == identity else None
+    return node.all_input_nodes[0] if _permuted(node, identity) == identity else None
 
 
 def _has_constant_axes(node: fx.Node) -> bool:
     return node.all_input_nodes == [arg(node, 0)]
-
-
-def _source(node: fx.Node) -> fx.Node:
-    source: fx.Node = arg(node, 0)
-    return source
 
 
 @rewrite(call(*LAYOUTS, name="outer"), numerics="exact", phase="simplify")
@@ -108,8 +103,8 @@ def sink_transposes(outer: fx.Node) -> fx.Node | None:
     require(alike, "the operands are transposed differently")
     shapes = {tensor(node).shape for node in inners if rank(node)}
     require(len(shapes) == 1, "the operands differ in shape")
-    views = {view for node in inners for view in aliases(node)}
-    require(not any(map(_repeats, views)), "what is transposed may be repeated in memory")
+    views = {name_of_call(view) for node in inners for view in aliases(node)}
+    require(REPEATING.isdisjoint(views), "what is transposed may be repeated in memory")
 
     source = {each: arg(each, 0) for each in inners}
     for node in between:
@@ -136,8 +131,3 @@ def _sandwich(outer: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
             between.add(node)
             pending += node.all_input_nodes
     return sorted(between), sorted(inners)
-
-
-def _repeats(view: fx.Node) -> bool:
-    name = getattr(view.target, "__name__", view.target)
-    return str(name).partition(".")[0] in REPEATING

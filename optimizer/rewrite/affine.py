@@ -30,11 +30,7 @@ class Affine(NamedTuple):
 
 @torch.no_grad()
 def absorbed_after(layer: Layer, affine: Affine) -> Layer:
-    """A new layer that computes `affine(layer(x))`; the one that is given stays as it is.
-
-    Raises:
-        Refused: the new weights are beyond the layer's dtype.
-    """
+    """A new layer that computes `affine(layer(x))`, refused if its weights are beyond its dtype."""
     bias = affine.shift
     if layer.bias is not None:
         bias = affine.scale * wide(layer.bias) + bias
@@ -44,11 +40,7 @@ def absorbed_after(layer: Layer, affine: Affine) -> Layer:
 
 @torch.no_grad()
 def absorbed_before(layer: Layer, affine: Affine) -> Layer:
-    """A new layer that computes `layer(affine(x))`; the one that is given stays as it is.
-
-    Raises:
-        Refused: the new weights are beyond the layer's dtype.
-    """
+    """A new layer that computes `layer(affine(x))`, refused if its weights are beyond its dtype."""
     bias = None if layer.bias is None else wide(layer.bias)
     if affine.shift.any():
         shift = _by_group(layer, affine.shift, over_outputs=False)
@@ -68,14 +60,9 @@ def channels(layer: Layer) -> tuple[int, int]:
 def _with_tensors(
     layer: Layer, affine: Affine, bias: torch.Tensor | None, *, over_outputs: bool
 ) -> Layer:
-    """A module with the layer's settings and other tensors."""
-    kind: Any = type(layer)
-    folded = kind.__new__(kind)
-    nn.Module.__init__(folded)
-    settings = {k: v for k, v in vars(layer).items() if k not in vars(folded)}
-    vars(folded).update(settings, training=layer.training)
-    folded.weight = as_parameter(layer.weight)
-    folded.register_parameter("bias", None)
+    """A layer like another whose weight `affine` scales, with another bias."""
+    folded = layer_like(layer)
+    folded.bias = None
     factor = _by_group(layer, affine.scale, over_outputs=over_outputs)
     if not (factor == 1).all():
         scaled = _scaled(layer.weight, factor)
@@ -155,11 +142,18 @@ def _parameter_like(weight: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(value.to(weight.device, weight.dtype), weight.requires_grad)
 
 
-def as_parameter(tensor: torch.Tensor | None) -> Any:
-    """A layer's tensor where a new layer has a parameter: of the original, it may be a buffer."""
-    if tensor is None or isinstance(tensor, nn.Parameter):
-        return tensor
-    return nn.Parameter(tensor, requires_grad=False)
+def layer_like(layer: Layer, kind: Any = None, **settings: Any) -> Layer:
+    """A new layer with the tensors of another one, and with its settings but for those given."""
+    kind = kind or type(layer)
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    own = {name: value for name, value in vars(layer).items() if name not in vars(made)}
+    vars(made).update(own, training=layer.training, **settings)
+    for name in ("weight", "bias"):
+        held = getattr(layer, name)
+        is_buffer = not isinstance(held, nn.Parameter | None)
+        made._parameters[name] = nn.Parameter(held, requires_grad=False) if is_buffer else held
+    return made
 
 
 def require_only_reader(node: fx.Node, reader: fx.Node) -> None:

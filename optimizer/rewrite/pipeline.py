@@ -31,11 +31,9 @@ class FaultyPassError(Exception):
 class Pipeline:
     """One run of some passes over one graph module.
 
-    Args:
-        verify: called with each pass that changed the graph; it raises
-            FaultyPassError if the answer is no longer the same.
-        budget: how many rewrites are made at most, where a pass over the whole graph makes one
-            at a time. All that are possible if None.
+    `verify` is called with each pass that changed the graph, and raises FaultyPassError if the
+    answer is another. No more than `budget` rewrites are made, each run over a whole graph being
+    one of them.
     """
 
     def __init__(
@@ -59,11 +57,7 @@ class Pipeline:
         return [refusal for refusals in self._refused.values() for refusal in refusals]
 
     def run(self, passes: Sequence[Pass]) -> None:
-        """Run all phases until none changes anything, then guard what was relied on.
-
-        Raises:
-            FaultyPassError: a pass is at fault.
-        """
+        """Run all phases until none changes anything, then guard what was relied on."""
         limit = len(self.module.graph.nodes) + 2
         for _ in range(limit):
             changed = [self._phase(passes, phase) for phase in PHASES]
@@ -102,9 +96,12 @@ class Pipeline:
 
     def _sweep(self, each: Pass) -> None:
         if each.pattern is None:
-            self._edit(each)
+            if self.steps != self.budget:
+                self._edit(each)
             return
         for node in self._candidates(each.pattern):
+            if self.steps == self.budget:
+                return
             captured = None if node._erased else each.pattern.match(node)
             if captured is not None:
                 self._rewrite(each, node, captured)
@@ -121,8 +118,6 @@ class Pipeline:
         return [node for _, node in sorted(found, key=itemgetter(0))]
 
     def _edit(self, each: Pass) -> None:
-        if self.steps == self.budget:
-            return
         forget_asked(self.module.graph)
         edited = [Rewrite(each.name, n.name, source_of(n)) for n in each.apply(self.module.graph)]
         rely_on_asked(self.module.graph)
@@ -130,8 +125,6 @@ class Pipeline:
         self.steps += bool(edited)
 
     def _rewrite(self, each: Pass, root: fx.Node, captured: Captured) -> None:
-        if self.steps == self.budget:
-            return
         forget_asked(root.graph)
         try:
             replacement = each.apply(**captured)

@@ -38,10 +38,6 @@ class OptimizerWarning(UserWarning):
 
 
 def require(condition: bool, reason: str) -> None:
-    """Go on only where a forward can be recorded.
-
-    Raises:
-        CaptureError: it cannot, for this reason.
-    """
+    """Go on only where a forward can be recorded; raise a CaptureError elsewhere."""
     if not condition:
         raise CaptureError(reason)

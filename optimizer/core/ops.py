@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LINEAR_LAYERS = (
+    nn.Linear, *CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
 LAYOUTS = (torch.permute, torch.transpose, torch.t, torch.movedim)
 
 Parameters = ParamSpec("Parameters")

@@ -26,7 +26,7 @@ from optimizer.core.node import (
     module_of,
     tensors_of,
 )
-from optimizer.core.ops import CONVOLUTIONS, INPLACE_OPERATORS, LAYOUTS, add_over, mul_over
+from optimizer.core.ops import INPLACE_OPERATORS, LAYOUTS, LINEAR_LAYERS, add_over, mul_over
 from optimizer.facts.effects import runs_known_code
 from optimizer.facts.propagation import Fact, Facts
 
@@ -59,20 +59,12 @@ def tensor(node: fx.Node) -> torch.Tensor:
 
 
 def rank(node: fx.Node) -> int:
-    """The number of dimensions of a node's value; a rewrite that asks is guarded by it.
-
-    Raises:
-        Refused: it is not known, or depends on sizes.
-    """
+    """The number of dimensions of a node's value; a rewrite that asks is guarded by it."""
     return _guarded(node, "rank").dim()
 
 
 def dtype(node: fx.Node) -> torch.dtype:
-    """The dtype of a node's value; a rewrite that asks is guarded by it.
-
-    Raises:
-        Refused: it is not known.
-    """
+    """The dtype of a node's value; a rewrite that asks is guarded by it."""
     return _guarded(node, "dtype").dtype
 
 
@@ -197,7 +189,7 @@ def is_read_only(node: fx.Node) -> bool:
 
 
 _ONLY_READ = (F.linear, F.conv1d, F.conv2d, F.conv3d)
-_PURE_BY_DEFINITION = (*LAYOUTS, nn.Linear, *CONVOLUTIONS, nn.Identity)
+_PURE_BY_DEFINITION = (*LAYOUTS, *LINEAR_LAYERS, nn.Identity)
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -250,28 +242,21 @@ def value_of(nodes: list[fx.Node], given: Callable[[Any], Any]) -> Any:
 
 # They always make a tensor, a dense one, and do not keep it for a backward pass.
 _MAKERS = (
-    nn.Linear, *CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, operator.matmul,
-    torch.matmul, torch.bmm, torch.cat, operator.add, operator.mul, torch.add, torch.mul, add_over,
-    mul_over,
+    *LINEAR_LAYERS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm,
+    operator.matmul, torch.matmul, torch.bmm, torch.cat, operator.add, operator.mul, torch.add,
+    torch.mul, add_over, mul_over,
 )  # fmt: skip
 
 
 def is_spare(value: object) -> bool:
-    """Whether a value is sure to be a new tensor, and is read by one node, which may overwrite it.
-
-    It is no input, no attribute and no output, and no view of it exists.
-    """
+    """Whether a value is a new tensor, of which no view exists, and read by one node only."""
     if not isinstance(value, fx.Node) or callee(value) not in _MAKERS:
         return False
     return len(value.users) == 1 and "out" not in value.kwargs
 
 
 def obstacle(graph: fx.Graph) -> str:
-    """Why a graph must run as it is; empty if it need not.
-
-    A value of the graph or an input may be written, an attribute may not.
-    """
+    """Why a graph must run as it is, as one that writes an attribute; empty if it need not."""
     facts = facts_of(graph)
     if facts is None:
         return "nothing is known of the graph"

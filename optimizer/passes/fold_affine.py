@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from optimizer.core.node import arg, attribute_of, callee, is_attribute, module_of, owner
-from optimizer.core.ops import CONVOLUTIONS
+from optimizer.core.ops import LINEAR_LAYERS
 from optimizer.facts.facts import dtype, is_read_only, is_unchanged, is_written, rank, tensor
 from optimizer.rewrite.affine import (
     Affine,
@@ -27,9 +27,6 @@ from optimizer.rewrite.affine import (
 from optimizer.rewrite.contract import call, require, rewrite
 from optimizer.rewrite.edit import call_module, insert_function, insert_module, supersede
 
-LAYERS = (
-    nn.Linear, *CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
 AFFINES = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
     operator.add, operator.sub, operator.mul, operator.truediv,
@@ -61,7 +58,7 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
         return None
     flat = source if callee(source) is torch.flatten else None
     layer = source if flat is None else flat.all_input_nodes[0]
-    if callee(layer) not in LAYERS or layer.kwargs:
+    if callee(layer) not in LINEAR_LAYERS or layer.kwargs:
         return None
     linear = module_of(layer)
     transform = _affine_over(affine, linear, channels(linear)[0])
@@ -98,7 +95,7 @@ def _is_one_place(layer: fx.Node) -> bool:
 
 
 @rewrite(
-    call(*LAYERS, args=(call(*AFFINES, name="affine"),), name="layer"),
+    call(*LINEAR_LAYERS, args=(call(*AFFINES, name="affine"),), name="layer"),
     numerics="rounding",
     phase="fold",
 )
@@ -151,7 +148,7 @@ def _widened(reader: fx.Node, source: fx.Node, axis: int) -> fx.Node:
     sizes = [-1] * rank(source)
     sizes[axis] = tensor(source).shape[axis]
     module = module_of(source) if source.op == "call_module" else None
-    is_wide = isinstance(module, LAYERS) and 1 - module.weight.ndim == axis
+    is_wide = isinstance(module, LINEAR_LAYERS) and 1 - module.weight.ndim == axis
     if is_wide or (source.target, source.args[1:]) == ("expand", tuple(sizes)):
         return source
     before = _operand(source) if callee(source) in AFFINES else None

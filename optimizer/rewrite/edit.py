@@ -27,11 +27,7 @@ _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def insert_function(
     before: fx.Node, target: Callable[..., Any] | str, args: tuple[Any, ...], **kwargs: Any
 ) -> fx.Node:
-    """Call a function, or a method by its name, just before a node, for which it then stands.
-
-    Raises:
-        Refused: code cannot name one of the arguments.
-    """
+    """Call a function, or a method by its name, just before a node, for which it then stands."""
     try:
         args, kwargs = literal((args, kwargs))
     except TypeError as error:
@@ -120,11 +116,7 @@ def supersede(node: fx.Node, replacement: fx.Node) -> None:
 def insert_call(
     root: fx.GraphModule, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> fx.Node:
-    """Call a method by its name, a module, a new module of a class, or a function.
-
-    Raises:
-        InputError: it does not take these arguments.
-    """
+    """Call a method by its name, a module, a new module of a class, or a function."""
     if isinstance(target, str):
         if not hasattr(torch.Tensor, target):
             raise InputError(f"a tensor has no method '{target}': name one that it has.")

@@ -26,17 +26,13 @@ def record(
     """The canonical graph of a function, or of a module, whose tensors it shares.
 
     The inputs are the parameters `names`, or those that have no default. The modules that a
-    function uses, `held`, get their names in the graph.
-
-    Raises:
-        CaptureError: it cannot be recorded; the message says why.
+    function uses, `held`, get their names in the graph. A CaptureError says why it cannot be.
     """
     try:
         root = function if isinstance(function, nn.Module) else _as_module(function, names)
         for name, module in (held or {}).items():
             root.add_module(name, module)
-        graph = Tracer().trace(root)
-        part = fx.GraphModule(root, graph)
+        part = fx.GraphModule(root, Tracer().trace(root))
         spell(part)
     except Exception as error:  # whatever a user's code does with traced values
         name = getattr(function, "__name__", type(function).__name__)
@@ -61,14 +57,12 @@ def _as_module(function: Callable[..., Any], names: Sequence[str] | None) -> nn.
     return root
 
 
-def inputs_of(part: fx.GraphModule) -> list[fx.Node]:
-    """The placeholders of a graph."""
-    return [node for node in part.graph.nodes if node.op == "placeholder"]
+def _inputs_of(part: fx.GraphModule) -> list[fx.Node]:
+    return list(part.graph.find_nodes(op="placeholder"))
 
 
-def result_of(part: fx.GraphModule) -> Any:
-    """What a graph returns: a node, a constant, or a tree of both."""
-    return next(iter(reversed(part.graph.nodes))).args[0]
+def _result_of(part: fx.GraphModule) -> Any:
+    return part.graph.output_node().args[0]
 
 
 def paths_of(part: fx.GraphModule) -> set[str]:
@@ -83,7 +77,7 @@ def inline(
 
     `paths` names the owner's modules and tensors that stand for those of `part`; others are added.
     """
-    values: dict[fx.Node, Any] = dict(zip(inputs_of(part), operands, strict=True))
+    values: dict[fx.Node, Any] = dict(zip(_inputs_of(part), operands, strict=True))
     known = dict(paths)
     added = []
     for node in part.graph.nodes:
@@ -99,7 +93,7 @@ def inline(
             copied.target = known[path]
         copied.meta.update(new=True, source=before.meta.get("source", ""))
         added.append(copied)
-    return fx.node.map_arg(result_of(part), values.__getitem__), added
+    return fx.node.map_arg(_result_of(part), values.__getitem__), added
 
 
 class Match:
@@ -117,7 +111,7 @@ class Match:
         Modules match by class; their settings have to agree too but for those in `bound`.
         """
         match = cls(bound)
-        found = match._same(result_of(pattern), root) and match._is_closed(root)
+        found = match._same(_result_of(pattern), root) and match._is_closed(root)
         return match if found else None
 
     @property
@@ -129,18 +123,12 @@ class Match:
     def _same(self, expected: Any, actual: Any) -> bool:
         if isinstance(expected, fx.Node):
             return self._same_node(expected, actual)
-        if isinstance(expected, slice) and isinstance(actual, slice):
-            parts = ((s.start, s.stop, s.step) for s in (expected, actual))
-            return self._same(*parts)
         if type(expected) is not type(actual):
             return False
-        if isinstance(expected, dict):
-            same_keys = expected.keys() == actual.keys()
-            return same_keys and all(self._same(expected[key], actual[key]) for key in expected)
-        if isinstance(expected, list | tuple):
-            same_length = len(expected) == len(actual)
-            return same_length and all(map(self._same, expected, actual))
-        return bool(key_of(expected) == key_of(actual))
+        if not isinstance(expected, slice | dict | list | tuple):
+            return bool(key_of(expected) == key_of(actual))
+        one, other = _parts(expected), _parts(actual)
+        return one.keys() == other.keys() and all(self._same(one[key], other[key]) for key in one)
 
     def _same_node(self, expected: fx.Node, actual: Any) -> bool:
         if expected in self.values:
@@ -180,6 +168,12 @@ class Match:
         return not any(may_write(node) for node in between if node not in nodes)
 
 
+def _parts(tree: Any) -> Mapping[Any, Any]:
+    if isinstance(tree, dict):
+        return tree
+    return dict(enumerate((tree.start, tree.stop, tree.step) if isinstance(tree, slice) else tree))
+
+
 def _settings(node: fx.Node) -> dict[str, Any]:
     held = vars(module_of(node)).items()
     return {key: key_of(value) for key, value in held if key[0] != "_"}
@@ -215,7 +209,7 @@ def _in_mode(pattern: Any, module: fx.GraphModule) -> Any:
 
 def _pattern(pattern: Any) -> fx.GraphModule:
     part = record(pattern)
-    result = result_of(part)
+    result = _result_of(part)
     needed = computation(result, lambda _: True) if isinstance(result, fx.Node) else []
     if len(needed) + 1 != len(part.graph.nodes) or result.op == "placeholder":
         raise InputError("a pattern returns one value, and does nothing that this does not need.")
@@ -223,13 +217,13 @@ def _pattern(pattern: Any) -> fx.GraphModule:
 
 
 def _by_graph(wanted: fx.GraphModule, part: fx.GraphModule) -> Build:
-    if len(inputs_of(wanted)) != len(inputs_of(part)):
+    if len(_inputs_of(wanted)) != len(_inputs_of(part)):
         raise InputError("the replacement takes another number of inputs than the pattern.")
-    if not isinstance(result_of(part), fx.Node):
+    if not isinstance(_result_of(part), fx.Node):
         raise InputError("the replacement has to return one value, as the pattern does.")
 
     def build(node: fx.Node, match: Match) -> Any:
-        values = [match.values[each] for each in inputs_of(wanted)]
+        values = [match.values[each] for each in _inputs_of(wanted)]
         return inline(node, part, values, match.paths)[0]
 
     return build
@@ -268,9 +262,8 @@ def _by_function(module: fx.GraphModule, wanted: fx.GraphModule, function: Any) 
             return None
         if not isinstance(made, nn.Module):
             raise InputError(f"the replacement made a {type(made).__name__}: return a module.")
+        values = tuple(match.values[each] for each in _inputs_of(wanted))
         with node.graph.inserting_before(node):
-            return insert_call(
-                module, made, tuple(match.values[each] for each in inputs_of(wanted)), {}
-            )
+            return insert_call(module, made, values, {})
 
     return build

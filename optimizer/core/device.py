@@ -131,37 +131,24 @@ class Mps(Device):
 
 
 def device_named(name: str | torch.device) -> Device:
-    """The device called `name`: "cpu", "cuda", "cuda:1" or "mps".
-
-    Raises:
-        DeviceError: this machine has no such device, or it is of a kind that is not measured.
-    """
+    """The device called "cpu", "cuda", "cuda:1" or "mps", or a DeviceError if it is not here."""
     kind, _, index = str(name).partition(":")
     if kind == "cpu":
         return Device()
-    if kind == "cuda":
-        _require(torch.cuda.is_available(), "cuda", "an NVIDIA GPU")
-        return Cuda(int(index) if index else None)
-    if kind == "mps":
-        _require(torch.backends.mps.is_available(), "mps", "an Apple GPU")
-        return Mps()
-    raise DeviceError(f"'{name}' is not a device that can be measured: use cpu, cuda or mps.")
-
-
-def _require(available: bool, kind: str, hardware: str) -> None:
-    if not available:
+    hardware = {"cuda": "an NVIDIA GPU", "mps": "an Apple GPU"}
+    if kind not in hardware:
+        raise DeviceError(f"'{name}' is not a device that can be measured: use cpu, cuda or mps.")
+    backend = torch.cuda if kind == "cuda" else torch.backends.mps
+    if not backend.is_available():
         raise DeviceError(
             f"{kind} is not available here: pass inputs on the cpu, or run on a machine with"
-            f" {hardware}."
+            f" {hardware[kind]}."
         )
+    return Mps() if kind == "mps" else Cuda(int(index) if index else None)
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> Device:
-    """Where work on `tensors` is done: the first that is not on the CPU says.
-
-    Raises:
-        DeviceError: that device is not one that is measured.
-    """
+    """Where work on `tensors` is done: the first that is not on the CPU says."""
     elsewhere = (tensor.device for tensor in tensors if tensor.device.type != "cpu")
     return device_named(next(elsewhere, torch.device("cpu")))
 

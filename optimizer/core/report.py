@@ -35,23 +35,17 @@ class Refusal(Rewrite):
 class Choice:
     """Which program runs a region of a lowered call, and why.
 
-    Attributes:
-        region: what it computes.
-        key: the same for regions that differ only in their weights.
-        chosen: the candidate that runs it.
-        seconds: the median time of each candidate that was timed.
-        rejected: why a candidate was not.
-        spent: the seconds that it took to make and verify each.
-        held: the bytes of the region's weights, where what runs it holds them a second time.
+    `seconds` has the median time of each candidate that was timed, `rejected` why another was
+    not, `spent` the seconds that it took to make and verify each.
     """
 
-    region: str
-    key: str
+    region: str  # what it computes
+    key: str  # the same for regions that differ only in their weights
     chosen: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
     spent: Mapping[str, float] = field(default_factory=dict)
-    held: int = 0
+    held: int = 0  # bytes of weights that what runs it holds a second time
 
     def fates(self) -> dict[str, str]:
         """Of each candidate that does not run the region, why: what is wrong, or its time."""
@@ -103,9 +97,8 @@ class Line:
     def of(cls, node: fx.Node) -> Line:
         """What can be read of a node."""
         inputs = ", ".join(each.name for each in node.all_input_nodes)
-        text = (
-            f"{describe(node)}({inputs})" if node.op.startswith("call") else f"{node.op} {inputs}"
-        )
+        is_call = node.op.startswith("call")
+        text = f"{describe(node)}({inputs})" if is_call else f"{node.op} {inputs}"
         made = node.meta.get("made_by", ""), node.meta.get("made_from", ())
         return cls(node.name, text, shape_text(node), source_of(node), *made)
 
@@ -176,7 +169,24 @@ class Report:
 
     def to_html(self) -> str:
         """The whole report as one page of HTML, with the graph, that needs no network."""
-        return page(self)
+        told = [self.summary(), self.compared, *(f"remark: {each}" for each in self.remarks)]
+        every = self.choices or self.tried
+        fates = ("; ".join(f"{name}: {why}" for name, why in c.fates().items()) for c in every)
+        tried = [(c.region, c.chosen, fate) for c, fate in zip(every, fates, strict=True)]
+        regions = "regions" if self.choices else "regions, not lowered"
+        name = escape(self.model)
+        parts = [
+            f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{name}</title>",
+            f'<meta name=viewport content="width=device-width"><style>{_STYLE}</style></head>',
+            f"<body><h1>{name}</h1>",
+            *(f"<p>{escape(each)}</p>" for each in told if each),
+            _table("numbers", ("", "before", "after"), _changes(self)),
+            _fold(regions, len(tried), _table("", ("region", "runs", "tried"), tried), "open"),
+            _groups("rewritten", self.fired),
+            _groups("refused", self.refused),
+            _fold("nodes of the graph", len(self.graph_after), _graph(self)),
+        ]
+        return "\n".join([*parts, "</body></html>\n"])
 
     def counts(self) -> dict[str, int]:
         """How often each pass fired."""
@@ -286,28 +296,6 @@ td, th { padding: 2px 12px 2px 0; text-align: left; vertical-align: top; }
 .gone { background: #fde3e1; } .new { background: #dff3df; } .graph td + td + td { color: #666; }
 """
 _MARKS = {"-": "gone", "+": "new"}
-
-
-def page(report: Report) -> str:
-    """The whole page: a summary, then what happened by pass, then the graph."""
-    told = [report.summary(), report.compared, *(f"remark: {each}" for each in report.remarks)]
-    every = report.choices or report.tried
-    fates = ("; ".join(f"{name}: {why}" for name, why in c.fates().items()) for c in every)
-    tried = [(c.region, c.chosen, fate) for c, fate in zip(every, fates, strict=True)]
-    regions = "regions" if report.choices else "regions, not lowered"
-    name = escape(report.model)
-    parts = [
-        f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{name}</title>",
-        f'<meta name=viewport content="width=device-width"><style>{_STYLE}</style></head>',
-        f"<body><h1>{name}</h1>",
-        *(f"<p>{escape(each)}</p>" for each in told if each),
-        _table("numbers", ("", "before", "after"), _changes(report)),
-        _fold(regions, len(tried), _table("", ("region", "runs", "tried"), tried), "open"),
-        _groups("rewritten", report.fired),
-        _groups("refused", report.refused),
-        _fold("nodes of the graph", len(report.graph_after), _graph(report)),
-    ]
-    return "\n".join([*parts, "</body></html>\n"])
 
 
 def _groups(title: str, entries: Sequence[Rewrite]) -> str:

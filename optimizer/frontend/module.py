@@ -44,20 +44,12 @@ class Blank:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an optimized model was made. It is never changed, so copies share it.
+    """How an optimized model was made. It is never changed, so copies share it."""
 
-    Attributes:
-        model: a copy of the original in which the tensors of a checkpoint hold no data.
-        devices: where each of those was.
-        call: the example inputs, a Blank for each tensor.
-        options: what `optimize` was told, but for the check.
-        optimize: what made it.
-    """
-
-    model: nn.Module
-    devices: dict[str, torch.device]
-    call: Any
-    options: Mapping[str, Any]
+    model: nn.Module  # a copy of the original, with no data in what a checkpoint brings
+    devices: dict[str, torch.device]  # where each of those tensors was
+    call: Any  # the example inputs, a Blank for each tensor
+    options: Mapping[str, Any]  # what `optimize` was told, but for the check
     optimize: Callable[..., Any]
 
     @classmethod
@@ -80,11 +72,7 @@ class Recipe:
         return cls(hollow, devices, blank, options, optimize)
 
     def model_with(self, state_dict: Mapping[str, Any]) -> nn.Module:
-        """The original model with the weights of another checkpoint.
-
-        Raises:
-            InputError: the checkpoint is not one of the original model.
-        """
+        """The original model with the weights of another checkpoint."""
         return loaded(_copy_on(self.model, self.devices), state_dict)
 
     def example_inputs(self) -> Any:
@@ -101,11 +89,7 @@ class Recipe:
 
 
 def loaded(model: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
-    """`model`, into which a checkpoint of the original was loaded.
-
-    Raises:
-        InputError: the checkpoint is not one of the original model.
-    """
+    """`model` with a checkpoint loaded, or an InputError unless that is one of the original."""
     ours = isinstance(model, OptimizedModule | Unchanged)
     load: Any = model.refit if ours else model.load_state_dict
     try:
@@ -128,11 +112,7 @@ def packed(recipe: Recipe | bytes | None) -> bytes | None:
 
 
 def unpacked(recipe: Recipe | bytes | None) -> Recipe:
-    """The recipe itself.
-
-    Raises:
-        InputError: there is none, or the code of the original model is not at hand.
-    """
+    """The recipe itself, or an InputError without one or without the code of the original."""
     try:
         if isinstance(recipe, bytes):
             recipe = torch.load(io.BytesIO(recipe), weights_only=False)
@@ -220,11 +200,7 @@ class Constants(_Result):
             return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Refuse to be trained: what was prepared would stay as it is.
-
-        Raises:
-            InputError: `requires_grad` is True.
-        """
+        """Refuse, with an InputError, to be trained: what was prepared would stay as it is."""
         if requires_grad:
             raise InputError(
                 "the weights of this module are constants: train the original model and refit this"
@@ -245,11 +221,7 @@ class OptimizedModule(_Result, fx.GraphModule):
     def of(
         cls, module: fx.GraphModule, report: Report, recipe: Recipe | bytes | None = None
     ) -> OptimizedModule:
-        """The same graph with the modules that it calls, and a report completed by its size.
-
-        Raises:
-            CaptureError: code cannot be written of it.
-        """
+        """The same graph with the modules that it calls, and a report completed by its size."""
         give_free_names(module, module.graph, cls._class())
         require_written(module.graph)
         optimized = cls(module, module.graph, type(module).__name__)
@@ -374,9 +346,7 @@ def _rebuild(
 class Unchanged(_Result):
     """A model that could not be captured, run as it is; its report says why.
 
-    Args:
-        model: a snapshot of the model, or the model itself where it cannot be copied.
-        owns: whether it is a snapshot. Else it is no submodule of this, and not to be changed.
+    It `owns` a snapshot. What cannot be copied is no submodule of this, and not to be changed.
     """
 
     def __init__(self, model: nn.Module, report: Report, *, owns: bool) -> None:
@@ -389,15 +359,16 @@ class Unchanged(_Result):
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the copy."""
-        self._require_copy(mode == self.training)
+        if mode != self.training:
+            self._require_copy()
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._require_copy()
         return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    def _require_copy(self, changes_nothing: bool = False) -> None:
-        if not (changes_nothing or "model" in self._modules):
+    def _require_copy(self) -> None:
+        if "model" not in self._modules:
             raise InputError(
                 "the model cannot be copied, and this calls the one that was given: change that"
                 " one, and optimize it again."

@@ -103,9 +103,8 @@ def insert_after(
     """
     if node.op == "output":
         raise InputError("nothing comes after the output: insert after the node that it returns.")
-    last = node
-    if node.op == "placeholder":
-        last = [each for each in node.graph.nodes if each.op == "placeholder"][-1]
+    is_input = node.op == "placeholder"
+    last = node.graph.find_nodes(op="placeholder")[-1] if is_input else node
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, fx.Node)]
     if any(last < each for each in given):
         raise InputError(f"an argument is computed after '{node.name}': insert after that one.")

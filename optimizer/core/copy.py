@@ -38,19 +38,13 @@ def structural_copy(
     """Copy all of a model but the data of its parameters.
 
     Every module, hook table and plain attribute is new. Parameters are new objects over the
-    same storage, so that moving or casting the copy leaves the original where it is. Of buffers
-    and other tensors, which a forward may write, a snapshot is taken; those that share storage
-    with one another still do.
+    same storage, so that moving or casting the copy leaves the original where it is; unless they
+    `share`, a snapshot is taken of them too. Of buffers and other tensors, which a forward may
+    write, one is taken in any case; those that share storage with one another still do. What takes
+    the place of a storage may be given in `onto`, by the `_cdata` of that one.
 
-    Args:
-        model: the module to copy.
-        share: False takes a snapshot of parameters too.
-        onto: what takes the place of a storage, by the `_cdata` of that one.
-        only_ordinary: False clones tensors that are more than storage and shape, such as sparse
-            ones, which would else be an error: nothing could be known of them.
-
-    Raises:
-        CaptureError: an attribute of the model cannot be copied.
+    It is a CaptureError where an attribute cannot be copied or, if `only_ordinary`, a tensor is
+    more than storage and shape, as a sparse one is: nothing could be known of it.
     """
     try:
         memo = _memo(model, dict(onto or {}), share=share, only_ordinary=only_ordinary)
@@ -107,11 +101,7 @@ def _copied_items(held: dict[Any, Any], made: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy that holds the same plain values, whatever its class makes of copying.
-
-    Raises:
-        TypeError: it holds others.
-    """
+    """A deep copy, or a TypeError where its class makes one that holds other plain values."""
     copied = copy.deepcopy(value, memo)
     for name, held in getattr(value, "__dict__", {}).items():
         told = type(held) in _IMMUTABLE and not name.startswith("__")  # which wrappers take over
@@ -127,11 +117,7 @@ def _says_how(kind: type) -> bool:
 
 
 def _like(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Give what a class copied in a way of its own the modes of the model, and require the rest.
-
-    Raises:
-        TypeError: it holds a module of the model's, other weights or values, or lacks hooks.
-    """
+    """Give what a class copied in a way of its own the modes of the model, and require the rest."""
     modules = dict(model.named_modules())
     for name, other in copied.named_modules():
         one = modules.get(name, other)
@@ -172,19 +158,19 @@ def _memo(
     memo: dict[int, Any] = {}
     taken = _Snapshot(model, storages)
     for key, tensor in taken.tensors.items():
-        if not (only_ordinary or key in taken.places):
-            memo[key] = _clone_of_another_kind(tensor)
-            continue
-        if key not in taken.places:
+        is_parameter = key in taken.parameters
+        if key in taken.places:
+            if share and is_parameter:
+                storages.setdefault(taken.places[key], tensor.untyped_storage())
+            same = taken.of(tensor)
+            memo[key] = nn.Parameter(same, tensor.requires_grad) if is_parameter else same
+        elif only_ordinary:
             raise TypeError(
                 f"it holds a tensor of class {type(tensor).__name__}, {tensor.dtype},"
                 f" {tensor.layout}, which is more than its storage and shape"
             )
-        is_parameter = key in taken.parameters
-        if share and is_parameter:
-            storages.setdefault(taken.places[key], tensor.untyped_storage())
-        same = taken.of(tensor)
-        memo[key] = nn.Parameter(same, tensor.requires_grad) if is_parameter else same
+        else:
+            memo[key] = _clone_of_another_kind(tensor)
     return memo
 
 
@@ -220,8 +206,7 @@ class _Snapshot:
         ordinary = {key: each for key, each in self.tensors.items() if is_ordinary(each)}
         self.places = {key: each.untyped_storage()._cdata for key, each in ordinary.items()}
         self.holders = Counter(self.places.values())
-        weights = self.parameters.keys() & ordinary.keys() - asked
-        self.free = {self.places[key] for key in weights}
+        self.free = {self.places[key] for key in self.parameters.keys() & ordinary.keys() - asked}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same geometry over the storage that stands for its own."""
@@ -234,17 +219,14 @@ class _Snapshot:
         return tensor.data if shared else on_storage(tensor, found)
 
     def _copy_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        if self._is_free(storage):
+        place = storage._cdata
+        free = place in self.free and storage.device.type == "cpu" and storage.resizable()
+        # `storage` is one of its holders
+        if free and torch._C._storage_Use_Count(place) - 1 == self.holders[place]:
             whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
             with suppress(RuntimeError):  # memory of a file or of another process
                 return torch._lazy_clone(whole).untyped_storage()
         return storage.clone()  # type: ignore[no-untyped-call, no-any-return]
-
-    def _is_free(self, storage: torch.UntypedStorage) -> bool:
-        if storage.device.type != "cpu" or storage._cdata not in self.free:
-            return False
-        holders = torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` is one
-        return storage.resizable() and holders == self.holders[storage._cdata]
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:

@@ -93,12 +93,7 @@ class Call(NamedTuple):
 
 
 def as_call(example_inputs: ExampleInputs) -> Call:
-    """A tensor, a sequence of positional or a mapping of keyword arguments, as a `Call`.
-
-    Raises:
-        InputError: it is none of the three, a tensor in it is on the meta device, or something
-            in it can be read once only.
-    """
+    """A tensor, a sequence of positional or a mapping of keyword arguments, as a `Call`."""
     if isinstance(example_inputs, torch.Tensor):
         return _with_data(Call((example_inputs,), {}))
     if isinstance(example_inputs, Mapping) and all(isinstance(key, str) for key in example_inputs):

@@ -64,12 +64,7 @@ def explain(name: str) -> str:
 def select(
     level: int, only: Iterable[str | Pass] | None, disable: Iterable[str]
 ) -> tuple[Pass, ...]:
-    """The passes that a call of `optimize` runs.
-
-    Raises:
-        InputError: there is no such level, or names come in no list.
-        PassError: there is no pass of one of these names.
-    """
+    """The passes that a call of `optimize` runs; an InputError or a PassError of what is none."""
     if type(level) is not int or level not in LEVELS:
         raise InputError(
             f"level {level!r} does not exist: use 0 (the same bits), 1 (up to rounding), 2"

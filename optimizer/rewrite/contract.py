@@ -38,11 +38,7 @@ REDUCED = 3  # the level at which they are computed in a lower precision
 
 
 def require(condition: bool, reason: str) -> None:
-    """Refuse the rewrite, with a reason for the report, unless `condition` holds.
-
-    Raises:
-        Refused: it does not.
-    """
+    """Raise `Refused`, with a reason for the report, unless `condition` holds."""
     if not condition:
         raise Refused(reason)
 
@@ -89,28 +85,16 @@ def call(*targets: Target, args: tuple[Pattern, ...] = (), name: str) -> Pattern
 
 @dataclass(frozen=True, repr=False)
 class Pass:
-    """One rewrite.
-
-    Attributes:
-        pattern: what it matches; None for a pass over the whole graph.
-        apply: the function that was decorated.
-        numerics: `exact` yields the same bits, `rounding` the same function up to rounding.
-        phase: phases run in order, each until nothing changes.
-    """
+    """One rewrite."""
 
     name: str
-    pattern: Pattern | None
-    apply: Callable[..., Any]
-    numerics: Numerics
-    phase: Phase
+    pattern: Pattern | None  # what it matches; None for a pass over the whole graph
+    apply: Callable[..., Any]  # the function that was decorated
+    numerics: Numerics  # `exact` yields the same bits, `rounding` the same but for rounding
+    phase: Phase  # they run in order, each until nothing changes
 
     def __repr__(self) -> str:
         return self.name
-
-    @property
-    def summary(self) -> str:
-        """The first sentence of the docstring."""
-        return (self.apply.__doc__ or "").strip().split("\n")[0]
 
 
 def rewrite(

@@ -209,7 +209,7 @@ def take_place(node: fx.Node, value: fx.Node) -> None:
     y = op_(x) also leaves y in x. So x.copy_(value) follows, unless x is the result of a layer
     that nobody else reads.
     """
-    if overwrites(node) and not (value.op != "placeholder" and overwrites(value)):
+    if overwrites(node) and not overwrites(value):
         written = node.args[0]
         assert isinstance(written, fx.Node)
         layer = module_of(written) if written.op == "call_module" else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -175,9 +175,8 @@ def _guard(graph: fx.Graph) -> None:
     """Begin the graph with a check of what a rewrite or a branch of the model relied on."""
     inputs = graph.find_nodes(op="placeholder")
     for node in reversed(inputs):
-        for guard in _guards_of(node):
-            if any(_covers(user, *guard) for user in node.users):
-                continue  # one of an earlier run
+        guard = _guard_of(node)
+        if guard and not any(_covers(user, *guard) for user in node.users):  # of an earlier run
             with graph.inserting_after(inputs[-1]):
                 graph.call_function(*guard)
 
@@ -190,19 +189,17 @@ def _covers(user: fx.Node, guard: Callable[..., None], asked: tuple[Any, ...]) -
     )
 
 
-def _guards_of(node: fx.Node) -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:
+def _guard_of(node: fx.Node) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
     facts = facts_of(node.graph)
     value = node.meta["fact"].value if facts else None
     needed = any(arg(user, 0) is node and _needs_a_tensor(user) for user in node.users)
     tested = bool(node.meta.get("tested")) and not needed
     if not facts or not isinstance(value, torch.Tensor):
-        if tested:
-            yield expect_given, (node, node.name)
-        return
+        return (expect_given, (node, node.name)) if tested else None
     rank = value.dim() if ("rank", node) in facts.relied else None
     dtype = value.dtype if ("dtype", node) in facts.relied else None
-    if rank is not None or dtype is not None or tested:
-        yield expect_tensor, (node, rank, dtype, node.name)
+    asked = rank is not None or dtype is not None or tested
+    return (expect_tensor, (node, rank, dtype, node.name)) if asked else None
 
 
 def _needs_a_tensor(user: fx.Node) -> bool:

@@ -91,12 +91,8 @@ def insert_after(
 ) -> fx.Node:
     """Call something on a node's value, and let the node's readers read the result instead.
 
-    Args:
-        node: whose value is the first argument.
-        target: a function, the name of a method, a module or the class of one.
-        args: further arguments.
-        readers: which of the readers; all if None.
-        kwargs: keyword arguments.
+    The value is the first argument of a function, a method by its name, a module or a new one of
+    a class. All of the node's readers read the result if `readers` is None.
 
     Raises:
         InputError: `node` is the output, or an argument is computed later than it.

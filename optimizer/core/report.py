@@ -114,39 +114,24 @@ def listing(module: fx.GraphModule) -> tuple[Line, ...]:
 
 @dataclass(frozen=True)
 class Report:
-    """The account of one call of `optimize`.
-
-    Attributes:
-        fired: the rewrites, in the order in which they happened.
-        refused: what matched a pattern and was left alone.
-        remarks: what concerns the whole model.
-        before, after: counts of the graph.
-        checked: when the answer was checked: "final", "each", or empty where it was not.
-        front_end: what captured the model: "symbolic" or "dynamo"; empty where it is left as it is.
-        seconds: how long `optimize` took.
-        choices: which program runs each region of the example's call, at level 2.
-        tried: the same for a call that is not lowered; a remark says why.
-        graph_before, graph_after: the nodes, and where those that are new come from.
-        figures: what `optimizer.analysis.measured` counts and times, before and after.
-        compared: the speed-up, likewise, as text.
-    """
+    """The account of one call of `optimize`."""
 
     model: str
     level: int
-    fired: tuple[Rewrite, ...] = ()
-    refused: tuple[Refusal, ...] = ()
-    remarks: tuple[str, ...] = ()
+    fired: tuple[Rewrite, ...] = ()  # in the order in which they happened
+    refused: tuple[Refusal, ...] = ()  # what matched a pattern and was left alone
+    remarks: tuple[str, ...] = ()  # what concerns the whole model
     before: Size = field(default_factory=Size)
     after: Size = field(default_factory=Size)
-    checked: str = ""
-    front_end: str = "symbolic"
-    seconds: float = 0.0
-    choices: tuple[Choice, ...] = ()
-    tried: tuple[Choice, ...] = ()
+    checked: str = ""  # when the answer was: "final", "each", or empty where it was not
+    front_end: str = "symbolic"  # or "dynamo"; empty where the model is left as it is
+    seconds: float = 0.0  # that `optimize` took
+    choices: tuple[Choice, ...] = ()  # what runs each region of the example's call, at level 2
+    tried: tuple[Choice, ...] = ()  # the same for a call that is not lowered; a remark says why
     graph_before: tuple[Line, ...] = ()
     graph_after: tuple[Line, ...] = ()
-    figures: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    compared: str = ""
+    figures: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of `measured`
+    compared: str = ""  # the speed-up that `measured` found, as text
 
     def __deepcopy__(self, memo: Any) -> Report:
         return self  # it is never changed

@@ -121,10 +121,8 @@ def is_fresh(node: fx.Node) -> bool:
 
 
 def is_private(node: fx.Node, write: fx.Node) -> bool:
-    """Whether `write` may make a new tensor instead, which later readers then read.
-
-    A view that is taken later is taken of the new tensor; an earlier one must not be read after.
-    """
+    """Whether `write` may make a new tensor instead, of which later readers and views then are."""
+    # A view that was taken before must not be read after.
     early = [other for other in aliases(node) if other < write]
     return is_fresh(node) and not any(write < user for other in early for user in other.users)
 
@@ -173,14 +171,11 @@ def is_written(node: fx.Node) -> bool:
         read = {id(attribute_of(n)) for n in node.graph.nodes if n.op == "get_attr"}
         return any(id(tensor) in read for tensor in held)
     exposed = _exposed(node.graph, facts)
-    return bool(exposed) and not exposed.isdisjoint(storages_in([*map(facts.to_meta, held)]))
+    return bool(exposed) and not exposed.isdisjoint(storages_in(facts.to_meta(held)))
 
 
 def is_read_only(node: fx.Node) -> bool:
-    """Whether no node writes the value of a node, or of one that shares its storage.
-
-    A caller may write a value of the model, or an input, that is returned.
-    """
+    """Whether no node writes a value or its storage, nor may a caller, who gets it."""
     facts = facts_of(node.graph)
     if facts is not None:
         written = facts.any_written(fact(node).storages)

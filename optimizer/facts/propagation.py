@@ -177,10 +177,7 @@ class Facts:
             return called_on(node, module, given, kwargs)
 
     def identify(self, node: fx.Node, replaced: fx.Node) -> None:
-        """Record that views of a value that is replaced will be views of another one.
-
-        Where one of them is written, whatever shares memory with either is told.
-        """
+        """Record that views of a value that is replaced will be views of another one."""
         both: frozenset[int] = node.meta["fact"].storages | replaced.meta["fact"].storages
         told = self._users_of(both) if self.any_written(both) else [node]
         self._rename(told, both, both)

@@ -133,16 +133,13 @@ def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
 
 
 def _window(pool: fx.Node, dimensions: int) -> tuple[float, bool] | None:
-    """How many places there are to one of the result, and whether that is their average.
-
-    None where the size of the result is given and may be more than that.
-    """
+    """How many places there are to one of the result, and whether that is their average."""
     held = vars(module_of(pool)) if pool.op == "call_module" else {}
     settings = _ADAPTIVE if callee(pool) in ADAPTIVE else _SETTINGS
     given = named_arguments(pool, {name: held.get(name, settings[name]) for name in settings})
     if callee(pool) in ADAPTIVE:
         size = _sizes(given["output_size"], dimensions)
-        return (math.inf, True) if size == (1,) * dimensions else None
+        return (math.inf, True) if size == (1,) * dimensions else None  # it may be larger
     stride = _sizes(given["stride"] or given["kernel_size"], dimensions)
     zeros = any(_sizes(given["padding"], dimensions)) and given["count_include_pad"]
     return math.prod(stride), not zeros and given["divisor_override"] is None

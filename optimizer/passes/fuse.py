@@ -109,10 +109,7 @@ def _settings(activation: fx.Node) -> dict[str, Any]:
 
 
 def _keeps_signs(activation: fx.Node) -> bool:
-    """Whether the result shows the signs of the input, where in place autograd needs that.
-
-    Only leaky_relu does, and shows them if its slope is not negative and nobody writes it later.
-    """
+    """Whether the result shows the signs of its input, which autograd needs of leaky_relu only."""
     if callee(activation) not in (F.leaky_relu, nn.LeakyReLU):
         return True
     slope = _settings(activation).get("negative_slope", 0.0)

@@ -119,11 +119,9 @@ def _native(value: torch.Tensor) -> tuple[Callable[..., torch.Tensor], dict[str,
 
 
 def _require_alone(root: fx.Node, inner: set[fx.Node], read: Sequence[fx.Node]) -> None:
-    """Refuse if what is computed on the way to `root` is read or written elsewhere, or its input.
-
-    A call that writes its operand must be the operand's only reader: others read it before.
-    """
+    """Refuse if what `root` is computed of, or its input, is read or written elsewhere."""
     known = {root, *inner}
+    # A call that writes its operand must be its only reader: others read it before.
     alone = all(known.issuperset(node.users) for node in inner) and all(
         arg(node, 0) in inner and len(arg(node, 0).users) == 1
         for node in known

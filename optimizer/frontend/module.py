@@ -7,17 +7,14 @@ optimized again. Only its structure is kept for that, and none of the weights.
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import fx, nn
-from torch.fx._symbolic_trace import _patch_function
 from torch.fx.graph_module import reduce_graph_module
 from torch.utils import _pytree as pytree
 
@@ -70,10 +67,6 @@ class Recipe:
         except Exception:  # a state_dict or a kind of tensor that a user wrote
             return None
         return cls(hollow, devices, blank, options, optimize)
-
-    def model_with(self, state_dict: Mapping[str, Any]) -> nn.Module:
-        """The original model with the weights of another checkpoint."""
-        return loaded(_copy_on(self.model, self.devices), state_dict)
 
     def example_inputs(self) -> Any:
         """Inputs as the model was optimized for, with zeros for values; None if there were none."""
@@ -253,7 +246,7 @@ class OptimizedModule(_Result, fx.GraphModule):
             CaptureError: nothing could be optimized with these weights.
         """
         recipe = unpacked(self.meta.get("recipe"))
-        model = recipe.model_with(state_dict)
+        model = loaded(_copy_on(recipe.model, recipe.devices), state_dict)
         inputs = recipe.example_inputs() if example_inputs is None else example_inputs
         check = None if example_inputs is None else "final"
         fresh = recipe.optimize(model, inputs, check=check, **recipe.options)
@@ -317,30 +310,18 @@ class Retracer(Tracer):
         give_free_names(root, graph)  # fx calls a layer by the first name that it finds
         return graph
 
-    def create_args_for_root(
-        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
-    ) -> tuple[Callable[..., Any], list[Any]]:
-        """As fx does, with arguments that are only passed by name as well."""
-        made = {}
-        for parameter in list(inspect.signature(root_fn).parameters.values())[1:]:
-            default = () if parameter.default is parameter.empty else (parameter.default,)
-            node = self.create_node("placeholder", parameter.name, default, {})
-            made[parameter.name] = self.proxy(node)
-        code: Any = root_fn
-        names = code.__code__.co_varnames[1 : len(made) + 1]
-        function: Any = _patch_function(code, len(made) + 1)
-        return partial(self._called, function), [self.root, *(made[name] for name in names)]
+    def _input(self, node: fx.Node, value: Any) -> Any:
+        return self.proxy(node)
 
 
 def _rebuild(
     kind: type[OptimizedModule], body: dict[str, Any], imports: str, meta: dict[str, Any]
 ) -> OptimizedModule:
-    held = dict(body)
     rebuilt = reduce_graph_module(body | {"meta": {}}, imports)
     assert isinstance(rebuilt, fx.GraphModule)
     module = kind.of(rebuilt, meta["report"])
     module.meta = meta
-    return _carried(held, module)
+    return _carried(body, module)
 
 
 class Unchanged(_Result):

@@ -21,7 +21,7 @@ from optimizer.facts.facts import (
     shares,
     tensor,
 )
-from optimizer.rewrite.contract import call, require, rewrite
+from optimizer.rewrite.contract import call, called, require, rewrite
 from optimizer.rewrite.edit import erase_run, insert_function, replace_later_uses
 
 _PUTS = ("index_put_", torch.index_put_, torch.ops.aten.index_put_.default)
@@ -100,8 +100,8 @@ def _fits(value: float, kind: torch.dtype) -> bool:
 def _unwritten(target: fx.Node, assignment: fx.Node) -> fx.Node:
     """What `target` is a copy of, if it was copied only to be written; else `target`."""
     source = arg(target, 0)
-    copied = (target.op, target.target) == ("call_method", "clone") or target.target is torch.clone
-    copied &= len(target.args) == 1 and not target.kwargs  # a copy in the layout of its source
+    alone = len(target.args) == 1 and not target.kwargs  # then a copy in the layout of its source
+    copied = alone and called(target) in ("clone", torch.clone)
     if not (copied and isinstance(source, fx.Node)) or any(u < assignment for u in target.users):
         return target
     same = alike(tensor(source), tensor(target))

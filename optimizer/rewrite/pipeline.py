@@ -183,10 +183,8 @@ def _guard(graph: fx.Graph) -> None:
 
 def _covers(user: fx.Node, guard: Callable[..., None], asked: tuple[Any, ...]) -> bool:
     """Whether a node checks all that a guard would, which ignores what is None."""
-    same = user.target is guard and len(user.args) == len(asked)
-    return same and all(
-        each is None or each == found for each, found in zip(asked, user.args, strict=True)
-    )
+    pairs = zip(asked, user.args, strict=False)
+    return user.target is guard and all(each in (None, found) for each, found in pairs)
 
 
 def _guard_of(node: fx.Node) -> tuple[Callable[..., None], tuple[Any, ...]] | None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 
 class OptimizerError(Exception):
-    """Base of every error this package raises on purpose.
-
-    Its message is one line, whatever the arguments and errors that it quotes.
-    """
+    """Base of every error this package raises on purpose, with one line for a message."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(" ".join(message.split()))

@@ -162,14 +162,11 @@ def source_of(node: fx.Node) -> str:
 
 
 def fresh_name(root: nn.Module, stem: str) -> str:
-    """An attribute name without dots, close to `stem`, that `root` does not have yet.
-
-    The number is found by bisection: a layer may be called, and replaced, ten thousand times.
-    """
+    """An attribute name without dots, close to `stem`, that `root` does not have yet."""
     stem, most = stem.replace(".", "_"), 1
     if not hasattr(root, stem):
         return stem
-    while hasattr(root, f"{stem}_{most}"):
+    while hasattr(root, f"{stem}_{most}"):  # a layer may be replaced ten thousand times: bisect
         most *= 2
     free = bisect_left(
         range(most), True, most // 2 + 1, key=lambda number: not hasattr(root, f"{stem}_{number}")

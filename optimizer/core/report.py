@@ -156,8 +156,7 @@ class Report:
         """The whole report as one page of HTML, with the graph, that needs no network."""
         told = [self.summary(), self.compared, *(f"remark: {each}" for each in self.remarks)]
         every = self.choices or self.tried
-        fates = ("; ".join(f"{name}: {why}" for name, why in c.fates().items()) for c in every)
-        tried = [(c.region, c.chosen, fate) for c, fate in zip(every, fates, strict=True)]
+        tried = [(c.region, c.chosen, "; ".join(map(": ".join, c.fates().items()))) for c in every]
         regions = "regions" if self.choices else "regions, not lowered"
         name = escape(self.model)
         parts = [

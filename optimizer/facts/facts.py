@@ -82,13 +82,6 @@ def _guarded(node: fx.Node, kind: str) -> torch.Tensor:
     return value
 
 
-def forget_asked(graph: fx.Graph) -> None:
-    """Discard the guards that were requested since the last rewrite that fired."""
-    facts = facts_of(graph)
-    if facts is not None:
-        facts.asked.clear()
-
-
 def rely_on_asked(graph: fx.Graph) -> None:
     """Keep the guards that were requested: a rewrite that fired rests on them."""
     facts = facts_of(graph)

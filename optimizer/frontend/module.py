@@ -145,8 +145,6 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _storage_like(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage:
     size = tensor.untyped_storage().nbytes()
-    if device == _META:
-        return torch.UntypedStorage(size, device=device)  # type: ignore[no-untyped-call]
     return torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
 
 
@@ -257,13 +255,9 @@ class OptimizedModule(_Result, fx.GraphModule):
         return self
 
     def recompile(self) -> Any:
-        """Generate the code, to be called as any module is.
-
-        fx puts a wrapper around each call that prints the graph on errors. It costs half a
-        microsecond, a tenth of a small model.
-        """
+        """Generate the code, to be called as any module is."""
         code = super().recompile()
-        del type(self).__call__
+        del type(self).__call__  # fx's, which prints the graph on errors, costs half a microsecond
         return code
 
     def __copy__(self) -> Self:

@@ -46,8 +46,7 @@ def insert_module(
 ) -> fx.Node:
     """Call a new module just before a node, under a fresh name close to `stem`.
 
-    The result has the shape, dtype and strides of that of `like`; where there is no such node,
-    the call is run on meta tensors to find out.
+    The result has the shape, dtype and strides of that of `like`, or those that a run tells.
     """
     name = fresh_name(owner(before), stem)
     owner(before).add_submodule(name, module)

@@ -14,7 +14,8 @@ from optimizer.core.guards import expect_given, expect_tensor
 from optimizer.core.node import arg, callee, source_of
 from optimizer.core.ops import MAKE_A_TENSOR
 from optimizer.core.report import Refusal, Rewrite
-from optimizer.facts.facts import Refused, facts_of, forget_asked, is_pure, rely_on_asked
+from optimizer.facts.facts import Refused, facts_of, is_pure, rely_on_asked
+from optimizer.facts.propagation import Facts
 from optimizer.rewrite.contract import PHASES, Captured, Pass, Pattern, Phase, called
 
 log = logging.getLogger("optimizer")
@@ -49,6 +50,7 @@ class Pipeline:
         self.steps = 0
         self.fired: list[Rewrite] = []
         self._refused: dict[str, list[Refusal]] = {}
+        self._facts = facts_of(module.graph) or Facts()
         self._calls: dict[Any, list[tuple[int, fx.Node]]] | None = None  # until the graph changes
 
     @property
@@ -118,14 +120,14 @@ class Pipeline:
         return [node for _, node in sorted(found, key=itemgetter(0))]
 
     def _edit(self, each: Pass) -> None:
-        forget_asked(self.module.graph)
+        self._facts.asked.clear()
         edited = [Rewrite(each.name, n.name, source_of(n)) for n in each.apply(self.module.graph)]
         rely_on_asked(self.module.graph)
         self.fired += edited
         self.steps += bool(edited)
 
     def _rewrite(self, each: Pass, root: fx.Node, captured: Captured) -> None:
-        forget_asked(root.graph)
+        self._facts.asked.clear()
         try:
             replacement = each.apply(**captured)
         except Refused as refusal:
@@ -139,9 +141,8 @@ class Pipeline:
         self.fired.append(Rewrite(each.name, root.name, source_of(root)))
         if replacement.meta.get("stands_for") is None and "new" in replacement.meta:
             replacement.meta["stands_for"] = root.meta.get("stands_for", root.name)
-        facts = facts_of(root.graph)
-        if facts is not None:
-            facts.identify(replacement, root)
+        if "fact" in root.meta:
+            self._facts.identify(replacement, root)
         root.replace_all_uses_with(replacement)
         _sign(replacement, each, [*captured.values(), *_erase(root)])
 

@@ -81,7 +81,7 @@ def room(name: str) -> int:
 
 def test_the_package_does_not_grow() -> None:
     """Its lines, without the testing kit. Lower the number with each change that allows it."""
-    assert sum(len(path.read_text().splitlines()) for path in OWN) <= 12073
+    assert sum(len(path.read_text().splitlines()) for path in OWN) <= 11839
 
 
 def test_no_file_is_a_drawer_for_everything() -> None:
@@ -175,7 +175,7 @@ def test_a_package_imports_only_what_it_may(path: Path) -> None:
     allowed = {"optimizer", "torch", "__future__"}
     if path.is_relative_to(PACKAGE / "testing"):
         allowed |= {"hypothesis"}
-    if path == PACKAGE / "lowering" / "int8.py":
+    if path == PACKAGE / "lowering" / "precision.py":
         allowed |= {"torchao"}  # where it is asked for
     if path == PACKAGE / "__main__.py":
         allowed |= {"rich"}  # on a terminal

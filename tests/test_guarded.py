@@ -586,6 +586,26 @@ def test_two_models_of_one_class_do_not_meet() -> None:
         assert_same(model(ROWS[:2]), each(ROWS[:2]))
 
 
+class Dropping(Program):
+    """Its rate is another in other models that run the same code."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(plain)
+        self.drop = nn.Dropout(rate).eval()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.drop(super().forward(x))
+
+
+def test_a_number_that_is_another_in_another_model_is_no_input() -> None:
+    for rate in (0.1, 0.2, 0.3):
+        fast = optimizer.optimize(Dropping(rate), (ROWS,), level=2, tune_seconds=0)
+
+        assert isinstance(fast, GuardedModule)
+        assert fast.report.choices
+        assert not any("not lowered" in remark for remark in fast.report.remarks)
+
+
 @torch.no_grad()
 def test_nothing_keeps_the_weights_of_a_result_that_is_gone() -> None:
     fast = guarded()

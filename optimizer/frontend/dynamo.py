@@ -9,6 +9,7 @@ something else holds) weights stay arguments, unless they are `frozen`: sure not
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -34,6 +35,7 @@ _torch: Any = torch._C  # whose stubs lack what tells of copies on write
 DYNAMO = "dynamo"
 _MOST = 32  # times that one graph is optimized: then its other weights are run as they are
 # Dynamo records one forward so many times for each result: then other calls are run as they are.
+_NUMBERS = itertools.count()
 _RECORDINGS: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 8}
 
 # Optimizes a graph that holds its weights, for a call.
@@ -193,12 +195,27 @@ def capture_by_dynamo(model: nn.Module, call: Call) -> tuple[fx.GraphModule, Cal
     try:
         with torch.no_grad():
             model = structural_copy(model)
-            compiled = torch.compile(model, backend=backend, fullgraph=True, **_RECORDINGS)
+            compiled = _compiled(model, backend, fullgraph=True)
             compiled(*own.args, **own.kwargs)
     except Exception as error:  # whatever Dynamo or a user's forward raises
         raise CaptureError(reason_of(error)) from error
     require(len(found) == 1, "Dynamo finds no graph in it")
     return found[0]
+
+
+def _compiled(model: nn.Module, backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`torch.compile` of a model, as code that no other model runs.
+
+    By code, and for the life of a process, Dynamo remembers which numbers were others before, such
+    as two models' rates of dropout, and makes them inputs of the graph.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
+    recorded: Callable[..., Any] = torch.compile(call, backend=backend, **options, **_RECORDINGS)
+    return recorded
 
 
 class GuardedModule(Constants):
@@ -252,8 +269,7 @@ class GuardedModule(Constants):
         # Where no write to a weight can be seen, only this module's methods may change them.
         frozen = any(tensor.device.type != "cpu" for tensor in self.model.parameters())
         backend = partial(DynamoGraph, optimize=told, frozen=frozen)
-        recorded: Callable[..., Any] = torch.compile(self.model, backend=backend, **_RECORDINGS)
-        return recorded
+        return _compiled(self.model, backend)
 
     def lower(self, example_inputs: ExampleInputs) -> tuple[Choice, ...]:
         """Record and prepare calls like this one; return what was chosen for each new region.

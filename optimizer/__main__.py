@@ -24,7 +24,7 @@ from optimizer.core.inputs import map_tensors, require_module, require_writable
 from optimizer.core.node import line_of
 from optimizer.core.report import columns
 from optimizer.lowering.candidates import AS_IT_IS
-from optimizer.lowering.tuning import Tuning
+from optimizer.lowering.choose import Tuning
 from optimizer.passes import all_passes, select
 
 EPILOG = """

@@ -30,10 +30,9 @@ from optimizer.frontend.symbolic import (
     may_draw,
     writes_nothing_lasting,
 )
-from optimizer.lowering.choose import Times
+from optimizer.lowering.choose import Times, Tuning
 from optimizer.lowering.engines import Engines
 from optimizer.lowering.module import LoweredModule, lower
-from optimizer.lowering.tuning import Tuning
 from optimizer.passes import all_passes, select
 from optimizer.rewrite.contract import LOWERED, Pass
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
@@ -264,8 +263,7 @@ class Run:
 
     def _lower(self, optimized: LoweredModule, reason: str) -> None:
         """Lower the call of the example inputs; a remark says where that was not done."""
-        difference = self._output_difference
-        remark = lower(optimized, self.call, reason, self.tuning, self.expected, difference)
+        remark = lower(optimized, self.call, reason, self.tuning, self._output_difference)
         seconds = time.perf_counter() - self.started
         remarks = (*optimized.report.remarks, *filter(None, [self.tuning.passed_over, remark]))
         optimized.meta["report"] = replace(optimized.report, remarks=remarks, seconds=seconds)

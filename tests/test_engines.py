@@ -582,7 +582,7 @@ def test_functions_that_openvino_knows_by_other_names(function: Callable[..., An
 
 
 def test_strides_that_change_more_than_single_elements_are_written_down() -> None:
-    from optimizer.lowering.engines.aten import in_aten
+    from optimizer.lowering.engines.compiled import in_aten
 
     class Strided(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:

@@ -34,8 +34,7 @@ def in_channels_last(
     """
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
-    module = fx.GraphModule(region, region.graph)
-    example = iter(inputs)
+    module, example = fx.GraphModule(region, region.graph), iter(inputs)
     for node in region.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op == "placeholder":
@@ -179,11 +178,7 @@ def policy_of(tensors: Iterable[torch.Tensor]) -> Policy:
 
 
 def require_one_device(tensors: Iterable[torch.Tensor]) -> None:
-    """Require that all tensors, but for single numbers, are on one device that is known.
-
-    Raises:
-        InputError: they are not.
-    """
+    """Raise an InputError unless all tensors, but single numbers, are on one known device."""
     devices = {tensor.device for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"}
     if len(devices) > 1:
         raise InputError("such a call is not lowered: its tensors are on several devices.")

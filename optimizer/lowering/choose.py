@@ -10,19 +10,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
 
 from optimizer.core.device import device_of
-from optimizer.core.inputs import Call, require_seconds, tensors_in
+from optimizer.core.errors import InputError
+from optimizer.core.inputs import Call, require_flags, require_seconds, tensors_in
 from optimizer.core.node import tensors_of
 from optimizer.core.report import Choice
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, Maker, Program, policy_of
-from optimizer.lowering.engines import Compiled, engines_here
+from optimizer.lowering.engines import Compiled, Engines, engines_here, engines_named, passed_over
 from optimizer.lowering.partition import WEIGHTED, extract_layers, name_of
+from optimizer.lowering.precision import Precision
 from optimizer.lowering.trace import NotStraightLineError, exact_copy, require
+from optimizer.rewrite.contract import LOWERED, REDUCED
 from optimizer.verify.equivalence import Answer, compare_answers, difference
 
 _MOMENT = 1e-3  # seconds: shorter ones say more of the clock and the machine
@@ -111,6 +114,54 @@ def _geometry(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
 
 
+class Tuning(NamedTuple):
+    """What a caller allows level 2 to do.
+
+    Attributes:
+        seconds: how long they are timed; 0 times none.
+        precision: of matrix products and convolutions, where it is not to be the model's own.
+        cuda_graph: whether a whole call may be one.
+        engines: the names of those that may run a region on the CPU.
+        passed_over: why another that is installed may not.
+    """
+
+    seconds: float = 1.0
+    precision: Precision | None = None
+    cuda_graph: bool = True
+    engines: tuple[str, ...] = ()
+    passed_over: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        level: int,
+        seconds: float = 1.0,
+        precision: str | None = None,
+        error_budget: float | None = None,
+        cuda_graph: bool = True,
+        engines: Engines = "auto",
+    ) -> Tuning:
+        """What a caller asks for, or an InputError."""
+        require_flags(cuda_graph=cuda_graph)
+        reduced = Precision.of(precision, error_budget)
+        if (reduced is None) is (level == REDUCED):
+            raise InputError(
+                "level=3 goes with precision='bf16', 'fp16' or 'int8', and each of these with"
+                " level=3."
+            )
+        named = engines_named(engines) * (level >= LOWERED)
+        return cls(require_seconds(seconds), reduced, cuda_graph, named, passed_over(engines))
+
+    def options(self) -> dict[str, Any]:
+        """What `optimize` is to be told to make the same of other weights."""
+        return {
+            "precision": self.precision and self.precision.name,
+            "error_budget": self.precision and self.precision.budget,
+            "cuda_graph": self.cuda_graph,
+            "engines": self.engines,
+        }
+
+
 Made = TypeVar("Made", bound=Callable[..., Any])
 
 
@@ -122,9 +173,6 @@ class Chooser:
             any case. With 0 nothing is timed, and only regions that convolve are lowered.
         known: what to choose, by the key of a region; regions not in it are timed.
         engines: the names of those that may run a region on the CPU.
-
-    Raises:
-        InputError: `seconds` is no time.
     """
 
     def __init__(

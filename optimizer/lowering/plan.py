@@ -27,9 +27,6 @@ class Plan:
         choices: which program runs each region.
         precision: that of its products, where it is not the module's own.
         error: the largest that was seen, relative to the largest value of an output.
-
-    Raises:
-        NotStraightLineError: the code that was chosen gives another answer.
     """
 
     def __init__(
@@ -76,9 +73,6 @@ class Plan:
 
         `runs` makes a call by the "plan", with what it takes to find it, and by "portable" code.
         `times` has one call by the plan: where its regions saved far more, that is enough.
-
-        Raises:
-            NotStraightLineError: it is not.
         """
         if not chooser.tunes:
             lowered = any(choice.chosen != AS_IT_IS for choice in self.choices)

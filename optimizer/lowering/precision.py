@@ -75,11 +75,7 @@ _FOLLOWING = POINTWISE | MOVED
 def in_precision(
     line: fx.GraphModule, calls: Sequence[Sequence[torch.Tensor]], low: torch.dtype
 ) -> fx.GraphModule:
-    """The same code with products in few bits, for calls like these, in which nothing overflows.
-
-    Raises:
-        NotStraightLineError: it cannot be had.
-    """
+    """The same code with products in few bits, for calls like these, in which nothing overflows."""
     if low == torch.int8:
         return in_int8(line, calls[0])
     ranges = _Ranges(line, low)
@@ -161,11 +157,7 @@ class _Writer:
 
 
 def require_torchao() -> None:
-    """Refuse where the library is not installed.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Refuse where the library is not installed."""
     if importlib.util.find_spec("torchao") is None:
         raise InputError("precision='int8' needs torchao: run python -m pip install torchao.")
 
@@ -176,9 +168,6 @@ def in_int8(line: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
     y = (s * q(x)) (w * q(W))^T + b: each row of a weight is scaled to [-127, 127] and rounded
     once, each row of an input in every call, and the integer products add up exactly (Dettmers et
     al., 2022, without the outliers). All else stays as it is.
-
-    Raises:
-        NotStraightLineError: torchao cannot compute it.
     """
     module = fx.GraphModule(line, copy.deepcopy(line.graph))
     for node in list(module.graph.nodes):

@@ -71,11 +71,7 @@ class StraightLine:
 def straight_line(
     run: Callable[..., Any], held: Sequence[torch.Tensor], call: Call
 ) -> StraightLine:
-    """Make one call of `run` and write it down; `held` is what it may read besides its arguments.
-
-    Raises:
-        NotStraightLineError: with the reason.
-    """
+    """Write down one call of `run`, or raise a NotStraightLineError; `held` is what it may read."""
     own = call.copied()
     inputs = tuple(tensors_in(own))
     dense = all(a.stride() == b.stride() for a, b in zip(tensors_in(call), inputs, strict=True))

@@ -7,7 +7,6 @@ import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from optimizer.analysis import roofline
 from optimizer.core.inputs import as_call
 from optimizer.frontend.canonicalize import affine_as_module, from_aten
 from optimizer.lowering.choose import varied
-from optimizer.lowering.module import _judged
 from optimizer.lowering.signature import Signature
 from optimizer.rewrite.edit import (
     _require_takes,
@@ -437,13 +435,6 @@ def test_the_cost_of_a_factory_is_that_of_any_device() -> None:
 def test_a_call_with_what_is_no_number_has_no_signature() -> None:
     assert Signature.of((ROWS, object()), {}) is None
     assert Signature.of((ROWS, 1), {}) is not None
-
-
-def test_without_an_answer_nothing_is_over_budget() -> None:
-    precision, no_difference = MagicMock(budget=0.0), MagicMock()
-
-    assert _judged(None, no_difference, precision, answer(nn.Identity(), as_call(ROWS))) is None
-    no_difference.assert_not_called()
 
 
 BRANCHES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

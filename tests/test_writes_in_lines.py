@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import optimizer
-from optimizer.core.inputs import Call
+from optimizer.core.inputs import Call, tensors_in
 from optimizer.lowering.module import LoweredModule
 from optimizer.lowering.partition import name_of
 from optimizer.lowering.trace import NotStraightLineError, StraightLine, straight_line
@@ -124,8 +123,9 @@ def test_a_line_does_to_memory_what_eager_does(program: Program) -> None:
     line = line_of(program)
     for seed in (1, 2, 2):
         inputs, own = given(program, seed), given(program, seed)
-        expected = [t for t in pytree.tree_leaves(program(*inputs)) if isinstance(t, torch.Tensor)]
-        actual = list(line.module(*own))
+        expected = tensors_in(program(*inputs))
+        returned = line.rebuild(line.module(*own))
+        actual = tensors_in(returned)
 
         for old, new in zip([*inputs, *expected], [*own, *actual], strict=True):
             torch.testing.assert_close(new, old, rtol=0, atol=0)
@@ -159,11 +159,33 @@ def test_what_is_bound_is_told(program: Program, binds: bool, is_open: bool) -> 
     assert (line.binds, line.is_open) == (binds, is_open)
 
 
-def test_a_weight_is_not_written() -> None:
+def test_a_weight_is_not_written_or_returned() -> None:
     weight = torch.ones(3)
-    for program in (lambda x: weight.add_(1) + x, lambda x: weight[:1].copy_(x[0, :1]) + x):
-        with pytest.raises(NotStraightLineError, match="writes a weight"):
+    for program in (
+        lambda x: weight.add_(1) + x,
+        lambda x: weight[:1].copy_(x[0, :1]) + x,
+        lambda x: (x + weight, weight),
+    ):
+        with pytest.raises(NotStraightLineError, match="a weight"):
             straight_line(program, [weight], Call((torch.ones(2, 3),), {}))
+
+
+def test_an_output_that_is_returned_twice_is_computed_once() -> None:
+    """Also where it gets the strides of eager, which its program gives it otherwise."""
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), Twice()).eval(), images(0)[0]
+    x = x.to(memory_format=torch.channels_last)
+    fast = optimizer.optimize(model, x, level=2, tune_seconds=0)
+    first, second = fast(x)
+
+    assert first is second
+    torch.testing.assert_close(first, model(x)[0])
+
+
+class Twice(nn.Module):
+    """Returns what it is given, twice."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, x
 
 
 class Written(nn.Module):

@@ -32,7 +32,6 @@ from optimizer.lowering.partition import KNOWN, arguments_of, name_of
 _WHOLE = KNOWN | {"group_norm", "gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
 _LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
 _SAME = frozenset(("alias", "detach", "lift_fresh"))  # as what they are given
-_PLACE = object()
 
 
 class NotStraightLineError(Exception):
@@ -50,10 +49,10 @@ class StraightLine:
     """What one call did.
 
     Attributes:
-        module: takes the call's tensors in order, returns the output's tensors as a tuple.
+        module: takes the call's tensors in order, returns such outputs as a tuple.
         inputs: copies of the call's tensors, as they were before it.
         after: the same after it.
-        outputs: what it returned for them.
+        outputs: the tensors that it returned for them, each once.
         rebuild: makes the call's output of the tensors that `module` returns.
         binds: whether some of the code is bound.
         is_open: whether it writes an input, or returns memory that the caller knows already.
@@ -79,7 +78,7 @@ def straight_line(
     recorder = Recorder(inputs, held, _WHOLE)
     with torch.inference_mode(), _Reads(), recorder:
         output = run(*own.args, **own.kwargs)
-    outputs = tuple(tensors_in(output))
+    outputs = _distinct(output)
     require(all(map(is_ordinary, outputs)), "an output is more than its storage and shape")
     module, bound = recorder.finished(outputs), recorder.bound
     known, returned = storages_in(inputs), storages_in(outputs)
@@ -89,18 +88,23 @@ def straight_line(
     return StraightLine(module, before, inputs, outputs, rebuild, binds, is_open)
 
 
+def _distinct(value: Any) -> tuple[torch.Tensor, ...]:
+    return tuple({id(each): each for each in tensors_in(value)}.values())
+
+
 def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """A function from the tensors in an output to an output of the same structure."""
+    """A function from the distinct tensors in an output to an output of the same structure."""
     if isinstance(output, torch.Tensor):
         return operator.itemgetter(0)
     leaves, spec = pytree.tree_flatten(output)
-    kept = [_PLACE if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    kinds = {type(leaf) for leaf in kept if leaf is not _PLACE}
+    places = {id(each): place for place, each in enumerate(_distinct(output))}
+    kept = [(places.get(id(leaf)), None if id(leaf) in places else leaf) for leaf in leaves]
+    kinds = {type(leaf) for _, leaf in kept}
     require(kinds <= {bool, int, float, str, type(None)}, "it returns an object of its own")
 
     def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
-        given = iter(tensors)
-        return pytree.tree_unflatten([next(given) if k is _PLACE else k for k in kept], spec)
+        made = [leaf if place is None else tensors[place] for place, leaf in kept]
+        return pytree.tree_unflatten(made, spec)
 
     return rebuild
 
@@ -208,9 +212,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.nodes[made] if alike and made is not target else None
 
     def _thaw(self, constant: torch.Tensor) -> None:
-        """Take a copy of a constant that is written, anew in each call."""
+        """Take a copy of a constant that is written, or returned, anew in each call."""
         memory, storage = storages_in(constant), constant.untyped_storage()
-        require(memory.isdisjoint(self.held), "it writes a weight")
+        require(memory.isdisjoint(self.held), "it writes, or returns, a weight")
         names = [each for each in self.constants if storages_in(each) == memory]
         one = {each.dtype for each in names} == {constant.dtype}
         require(one, "it writes a constant of two dtypes")
@@ -273,16 +277,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The graph that returns `outputs`; of those that are constants, each call's own copy."""
         self._require_known(outputs)
         for each in outputs:
-            if each not in self.nodes and storages_in(each).isdisjoint(self.held):
+            if each not in self.nodes:
                 self._thaw(each)
-        copied = torch.ops.aten.clone.default  # of a weight
-        self.graph.output(
-            tuple(
-                self.nodes[each] if each in self.nodes else self._call(copied, (each,), {})
-                for each in outputs
-            )
-        )
-        distinct = {id(each): each for each in (*self.inputs, *outputs)}.values()
+        self.graph.output(tuple(map(self._node, outputs)))
+        distinct = _distinct([*self.inputs, *outputs])
         names = Counter(storage for each in distinct for storage in storages_in(each))
         self.bound |= {storage for storage, count in names.items() if count > 1}
         for node in self.graph.nodes:

@@ -134,8 +134,10 @@ def _add_names(parser: ArgumentParser, option: str, text: str, **default: Any) -
 
 
 def _passes(options: Namespace) -> tuple[str, Any]:
-    keys = "name", "numerics", "summary"
-    rows = [{key: getattr(each, key) for key in keys} for each in all_passes()]
+    rows = []
+    for each in all_passes():
+        summary = optimizer.explain(each.name).splitlines()[2]
+        rows.append({"name": each.name, "numerics": each.numerics, "summary": summary})
     return columns([tuple(row.values()) for row in rows]), rows
 
 

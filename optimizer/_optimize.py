@@ -18,7 +18,7 @@ from optimizer.core.context import own_random_numbers, undisturbed
 from optimizer.core.copy import snapshot
 from optimizer.core.errors import CaptureError, InputError, OptimizerWarning
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
-from optimizer.core.report import Line, Report, Size, listing
+from optimizer.core.report import Report, Size, listing
 from optimizer.facts.effects import called_as_they_are
 from optimizer.facts.facts import obstacle
 from optimizer.frontend.dynamo import DYNAMO, GuardedModule, capture_graph
@@ -157,10 +157,8 @@ class Run:
         self.remarks = list(_remarks(self.original, self.call))
         self.expected: Answer | None = None
         self.way = {"share": False, "draws": True}  # in which a copy is to be called
-        self.itself = self.is_copy = False
-        self.before, self.graph = Size(), tuple[Line, ...]()
+        self.itself = False  # whether the model is called and no copy of it
         self.left: list[str] = []  # what is called as it is
-        self.materialized: list[str] = []
 
     def result(self) -> OptimizedModule | GuardedModule | Unchanged:
         """The optimized module, or the model as it is where nothing else is right."""
@@ -205,7 +203,9 @@ class Run:
             return f"{reason}; by Dynamo: {why_not}"
         guarded.about = replace(guarded.about, seconds=time.perf_counter() - self.started)
         written = difference(_weights(tried), _weights(self.model), exact=True)
-        return guarded.on(self.model) if written or lasts(outside) else guarded
+        if written or lasts(outside):
+            guarded.model = self.model  # whose graphs are to be recorded yet
+        return guarded
 
     def _why_not(self, guarded: GuardedModule, call: Call) -> str:
         """Why a model is better left than run by the graphs that Dynamo finds, if anything."""
@@ -231,9 +231,9 @@ class Run:
         self.itself = self.way["share"] and not self.way["draws"]
         if self.call and self.expected is None and (self.check or has_unknown_facts(module)):
             self.expected = self._reference()  # facts are unknown also where inputs are wrong
-        self.before, self.graph = Size.of(module), listing(module)
+        before = {"before": Size.of(module), "graph_before": listing(module)}
         self.left = called_as_they_are(module)
-        self.materialized = module.meta.pop("materialized", [])
+        remarks = self.left + module.meta.pop("materialized", [])
         if self.check == "each":
             module.recompile()
             if found := self._difference(module):
@@ -245,7 +245,8 @@ class Run:
         recipe = Recipe.of(self.model, self.call, self._options(), optimize) if known else None
         kind = LoweredModule if self.level >= LOWERED else OptimizedModule
         reason = obstacle(module.graph) if self.level >= LOWERED else ""  # the facts stay behind
-        optimized = kind.of(module, self._report(pipeline), recipe)
+        done = {"fired": tuple(pipeline.fired), "refused": tuple(pipeline.refused)}
+        optimized = kind.of(module, self._report(*remarks, **before, **done), recipe)
         if found := self._difference(optimized):
             if self.check == "each":
                 raise CaptureError(f"the optimized model gives another answer ({found})")
@@ -310,29 +311,26 @@ class Run:
             reason = f"raised {type(error).__name__}: {error}".split("\n")[0]
             return Difference("output", float("inf"), reason)
         found = compare_answers(model, self.call, expected, actual, exact=exact)
-        if found and self.itself and not (self.is_copy or twice):
+        if found and self.itself and not twice:
             self._require_a_copy(self.call, expected)
-            self.is_copy = True
+            self.itself = False
             return self._difference(module)
         return found
 
-    def _report(self, pipeline: Pipeline | None = None) -> Report:
+    def _report(self, *remarks: str, **done: Any) -> Report:
         compared = self.expected if self.check and self.front_end else None
         hidden = [*incomparable(compared.output)] if compared else []
         seen = compared and len(hidden) < max(1, len(leaves_of(compared.output)[0]))
         unseen = (f"not checked: output{each}" for each in hidden)
-        report = Report(
+        return Report(
             model=type(self.model).__name__,
             level=self.level,
-            remarks=(*self.remarks, *(self.left + self.materialized) * bool(pipeline), *unseen),
+            remarks=(*self.remarks, *remarks, *unseen),
             checked=self.check if seen and self.check else "",
             front_end=self.front_end,
             seconds=time.perf_counter() - self.started,
+            **done,
         )
-        if pipeline is None:
-            return report
-        done: dict[str, Any] = {"fired": tuple(pipeline.fired), "refused": tuple(pipeline.refused)}
-        return replace(report, before=self.before, graph_before=self.graph, **done)
 
 
 def _weights(model: nn.Module) -> Answer:

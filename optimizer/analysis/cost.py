@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import timeit
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from optimizer.analysis.measure import compare, measure
 from optimizer.core.context import own_random_numbers
-from optimizer.core.device import Device, device_of
+from optimizer.core.device import device_of
 from optimizer.core.errors import CaptureError
 from optimizer.core.inputs import (
     Call,
@@ -64,8 +64,8 @@ def ceilings() -> Ceilings:
     return Ceilings(2 * side**3 / product, 2 * source.nbytes / copy)
 
 
-def observed(model: nn.Module, example_inputs: ExampleInputs) -> tuple[fx.GraphModule, Facts]:
-    """The graph that a model runs, or the one that an optimized module holds, and its facts.
+def observed(model: nn.Module, example_inputs: ExampleInputs) -> tuple[fx.GraphModule, Call]:
+    """The graph that a model runs, or an optimized module holds, with facts, and its arguments.
 
     Raises:
         InputError: the model or the inputs cannot be used.
@@ -76,7 +76,8 @@ def observed(model: nn.Module, example_inputs: ExampleInputs) -> tuple[fx.GraphM
         module = capture_call(require_module(model), call)
     except CaptureError:
         module, call = capture_by_dynamo(model, call)
-    return module, observe(module, call)
+    observe(module, call)
+    return module, call
 
 
 class Operators(Effects):  # type: ignore[no-untyped-call]
@@ -198,21 +199,20 @@ def roofline(
         InputError: the model or the inputs cannot be used.
         CaptureError: the model cannot be recorded; the message says why.
     """
-    module, facts = observed(model, example_inputs)
+    module, _ = observed(model, example_inputs)
     calls = [node for node in module.graph.nodes if node.op.startswith("call")]
-    return Roofline(tuple(_cost(node, facts) for node in calls), at or ceilings())
+    return Roofline(tuple(_cost(node, module.meta["facts"]) for node in calls), at or ceilings())
 
 
 def _cost(node: fx.Node, facts: Facts) -> Cost:
-    told = node.name, describe(node), shape_text(node)
-    ran = Operators()
+    ran, unknown = Operators(), node.meta["fact"].error
     try:
-        if node.meta["fact"].error:
-            return Cost(*told, unknown=node.meta["fact"].error)
-        facts.run(node, ran)
+        if not unknown:
+            facts.run(node, ran)
     except Exception as error:
-        return Cost(*told, unknown=str(error).partition("\n")[0])
-    return Cost(*told, ran.flops, ran.bytes, ran.launches)
+        ran, unknown = Operators(), str(error).partition("\n")[0]
+    told = node.name, describe(node), shape_text(node)
+    return Cost(*told, ran.flops, ran.bytes, ran.launches, unknown)
 
 
 def measured(model: nn.Module, fast: Any, example_inputs: ExampleInputs) -> Report:
@@ -300,58 +300,44 @@ def memory(model: nn.Module, example_inputs: ExampleInputs, *, workspaces: bool 
         CaptureError: the model cannot be recorded; the message says why.
         DeviceError: workspaces are asked for on a device that cannot be measured.
     """
-    module, facts = observed(model, example_inputs)
+    module, call = observed(model, example_inputs)
     nodes = list(module.graph.nodes)
-    sizes, lives = _lifetimes(nodes, facts.external)
-    made, freed = [0] * len(nodes), [0] * (len(nodes) + 1)
-    for storage, (first, last) in lives.items():
-        made[first] += sizes[storage]
-        freed[last + 1] += sizes[storage]
-    live = accumulate(new - old for new, old in zip(made, freed, strict=False))
-    rows = tuple(
-        Live(n.name, describe(n), shape_text(n), new, total, n.meta["fact"].error)
-        for n, new, total in zip(nodes, made, live, strict=False)
-    )
-    return Memory(_with_workspaces(rows, module, as_call(example_inputs)) if workspaces else rows)
+    made, live = [0] * len(nodes), [0] * len(nodes)
+    for size, first, last in _lifetimes(nodes, module.meta["facts"].external):
+        made[first] += size
+        for place in range(first, last + 1):
+            live[place] += size
+    taken = _taken(module, call) if workspaces else [0] * len(nodes)
+    rows = []
+    for n, new, total, most in zip(nodes, made, live, taken, strict=True):
+        told = n.name, describe(n), shape_text(n)
+        rows.append(Live(*told, new, total, n.meta["fact"].error, max(0, most - new)))
+    return Memory(tuple(rows))
 
 
-def _with_workspaces(
-    rows: tuple[Live, ...], module: fx.GraphModule, call: Call
-) -> tuple[Live, ...]:
+def _taken(module: fx.GraphModule, call: Call) -> list[int]:
+    """The memory that each node takes. The module is a copy, so its buffers may be written."""
     device = device_of(tensors_in([*call, *module.parameters()]))
-    run = _Measured(module, call.map(torch.clone), device)
-    with own_random_numbers(), torch.no_grad():
-        run.run()
-    return tuple(replace(row, workspace=max(0, run.taken[row.node] - row.made)) for row in rows)
+    taken: list[int] = []
 
-
-class _Measured(NodeByNode):
-    """Measure the memory that each node takes. Its module is a copy, so buffers may be written."""
-
-    def __init__(self, module: fx.GraphModule, call: Call, device: Device) -> None:
-        super().__init__(module, call)
-        self.device, self.taken = device, dict[str, int]()
-
-    def run_node(self, n: fx.Node) -> Any:
+    def run_measured(node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
         results: list[Any] = []
-        run = super().run_node
-        self.taken[n.name] = self.device.peak_memory(lambda: results.append(run(n)))
+        taken.append(device.peak_memory(lambda: results.append(run(node))))
         return results.pop()
 
+    with own_random_numbers(), torch.no_grad():
+        NodeByNode(module, call.map(torch.clone), run_measured).run()
+    return taken
 
-def _lifetimes(
-    nodes: list[fx.Node], external: set[int]
-) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
-    """The bytes of each storage that a call makes, and its first and last node."""
+
+def _lifetimes(nodes: list[fx.Node], external: set[int]) -> list[tuple[int, int, int]]:
+    """The bytes of each storage that a call makes, and the places of its first and last node."""
     place = {node: index for index, node in enumerate(nodes)}
-    sizes: dict[int, int] = {}
-    lives: dict[int, tuple[int, int]] = {}
+    lives: dict[int, tuple[int, int, int]] = {}
     for node, index in place.items():
         read = max((place[user] for user in node.users), default=index)
         for tensor in tensors_in(node.meta["fact"].value):
             storage = tensor.untyped_storage()
-            first, last = lives.get(storage._cdata, (index, read))
-            if storage._cdata not in external:
-                sizes[storage._cdata] = storage.nbytes()
-                lives[storage._cdata] = first, max(last, read)
-    return sizes, lives
+            _, first, last = lives.get(storage._cdata, (0, index, read))
+            lives[storage._cdata] = storage.nbytes(), first, max(last, read)
+    return [life for storage, life in lives.items() if storage not in external]

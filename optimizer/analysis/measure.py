@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -106,14 +107,9 @@ def measure(
         InputError: an argument cannot be used, or the module rejects the inputs.
         DeviceError: the inputs are on a device that cannot be measured.
     """
-    require_module(module)
-    call = as_call(example_inputs)
     require_at_least(1, repeats=repeats, warmup=warmup)
-    device = _device_of(call, module)
-    with _as_before(module):
-        _warm_up(module, call, warmup)
-        times = [_timed(module, call, device) for _ in range(repeats)]
-        return _measurement(module, call, device, times)
+    _, (measurement,) = _rounds([module], example_inputs, [0], repeats, warmup)
+    return measurement
 
 
 def compare(
@@ -135,21 +131,10 @@ def compare(
         InputError: an argument cannot be used, or a module rejects the inputs.
         DeviceError: the inputs are on a device that cannot be measured.
     """
-    require_module(model)
-    require_module(fast)
-    call = as_call(example_inputs)
     require_at_least(FEWEST_ROUNDS, rounds=rounds)
-    device = _device_of(call, model, fast)
-    with _as_before(model, fast):
-        _warm_up(model, call, _WARMUP)
-        _warm_up(fast, call, _WARMUP)
-        order = (model, fast, fast, model)
-        times = [[_timed(module, call, device) for module in order] for _ in range(rounds)]
-        return Comparison(
-            Spread.of([(first + last) / (second + third) for first, second, third, last in times]),
-            _measurement(model, call, device, [t for row in times for t in (row[0], row[3])]),
-            _measurement(fast, call, device, [t for row in times for t in row[1:3]]),
-        )
+    times, sides = _rounds([model, fast], example_inputs, [0, 1, 1, 0], rounds, _WARMUP)
+    ratios = [(first + last) / (second + third) for first, second, third, last in times]
+    return Comparison(Spread.of(ratios), *sides)
 
 
 def require_at_least(fewest: int, **counts: int) -> None:
@@ -159,9 +144,29 @@ def require_at_least(fewest: int, **counts: int) -> None:
             raise InputError(f"{name} is {count!r}: pass a whole number of at least {fewest}.")
 
 
-def _device_of(call: Call, *modules: nn.Module) -> Device:
-    weights = (tensor for module in modules for tensor in module.parameters())
-    return device_of(itertools.chain(tensors_in(call), weights))
+def _rounds(
+    modules: Sequence[nn.Module],
+    example_inputs: ExampleInputs,
+    order: Sequence[int],
+    rounds: int,
+    warmup: int,
+) -> tuple[list[list[float]], list[Measurement]]:
+    """The seconds of the calls in each round, in this order of modules; and of each module, all."""
+    weights = [each for module in modules for each in require_module(module).parameters()]
+    call = as_call(example_inputs)
+    device = device_of([*tensors_in(call), *weights])
+    with _as_before(*modules):
+        for module in modules:
+            _warm_up(module, call, warmup)
+        times = [[_timed(modules[i], call, device) for i in order] for _ in range(rounds)]
+        measurements = []
+        for number, module in enumerate(modules):
+            args, kwargs = call.copied()
+            with undisturbed():  # so that nothing older is freed meanwhile
+                peak = device.peak_memory(partial(module, *args, **kwargs))
+            own = [row[i] for row in times for i, which in enumerate(order) if which == number]
+            measurements.append(Measurement(Spread.of(own), peak, device.name))
+        return times, measurements
 
 
 @contextlib.contextmanager
@@ -205,15 +210,6 @@ def _timed(module: nn.Module, call: Call, device: Device) -> float:
     seconds = time.perf_counter() - start
     del output  # only now: freeing it is not part of the forward
     return seconds
-
-
-def _measurement(
-    module: nn.Module, call: Call, device: Device, times: Sequence[float]
-) -> Measurement:
-    args, kwargs = call.copied()
-    with undisturbed():  # so that nothing older is freed meanwhile
-        peak = device.peak_memory(lambda: module(*args, **kwargs))
-    return Measurement(Spread.of(times), peak, device.name)
 
 
 def _samples_outside(count: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -27,7 +27,7 @@ from optimizer.core.node import has_global_hooks, hold, line_in, reason_of, tens
 from optimizer.core.ops import FACTORIES
 from optimizer.core.report import Choice, Report
 from optimizer.facts.propagation import Facts
-from optimizer.frontend.module import Constants, OptimizedModule, loaded
+from optimizer.frontend.module import Constants, OptimizedModule
 from optimizer.frontend.outside import Outside, kept
 from optimizer.frontend.symbolic import finished, observe
 
@@ -292,19 +292,6 @@ class GuardedModule(Constants):
                     if not (is_ordinary(each) and each.equal(value)):
                         each.copy_(value)
         return tuple(choice for each in self._reports[known:] for choice in each.choices)
-
-    def on(self, model: nn.Module) -> GuardedModule:
-        """The same for another snapshot, whose graphs are to be recorded yet."""
-        other = GuardedModule(model, self._optimize, self.about)
-        other._reports = self._reports
-        return other
-
-    def refit(
-        self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
-    ) -> Self:
-        """Take a checkpoint of the original model; graphs are recorded anew for its weights."""
-        self.model = loaded(structural_copy(self.model, share=False), state_dict)
-        return self
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the snapshot, and record its graphs in that mode."""

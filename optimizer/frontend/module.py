@@ -151,6 +151,8 @@ def _storage_like(tensor: torch.Tensor, device: torch.device) -> torch.UntypedSt
 class _Result(nn.Module):
     """Takes no checkpoint but its own: that of the original would undo half of the rewrites."""
 
+    model: nn.Module  # of those that hold one
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
         if given and given != set(self.state_dict()):
@@ -159,6 +161,13 @@ class _Result(nn.Module):
                 " original: pass one of the original model to refit(state_dict)."
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def refit(
+        self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
+    ) -> Self:
+        """Take a checkpoint of the original model, into a copy of the one that is held here."""
+        self.model = loaded(structural_copy(self.model, share=False), state_dict)
+        return self
 
 
 class Constants(_Result):
@@ -352,10 +361,3 @@ class Unchanged(_Result):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         return self.model(*args, **kwargs)
-
-    def refit(
-        self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
-    ) -> Unchanged:
-        """Load a checkpoint of the original model; it reaches this copy only."""
-        self.model = loaded(structural_copy(self.model, share=False), state_dict)
-        return self

@@ -15,7 +15,7 @@ import operator
 import sys
 from abc import ABCMeta
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from types import FrameType
 from typing import Any
 
@@ -65,8 +65,10 @@ class Value(fx.Proxy):
             return super().__str__()
         raise self.tracer.fail("it writes a traced value as text")
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+    def _record(self, function: Callable[..., Any], *operands: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, *operands), {})
+
+    __setitem__ = partialmethod(_record, operator.setitem)
 
 
 _TELLS = ("BUILD_STRING", "FORMAT", "CONVERT", "LOAD_FAST", "LOAD_CONST", "LOAD_ATTR", "PRECALL")
@@ -79,16 +81,8 @@ def _is_told(frame: FrameType) -> bool:
     return then.startswith("CALL") and next(rest).opname in ("POP_TOP", "RAISE_VARARGS")
 
 
-def _record_operator(function: Callable[[Any, Any], Any]) -> Callable[[Value, Any], fx.Proxy]:
-    def method(self: Value, other: Any) -> fx.Proxy:
-        proxy: fx.Proxy = self.tracer.create_proxy("call_function", function, (self, other), {})
-        return proxy
-
-    return method
-
-
 for _function in INPLACE_OPERATORS:
-    setattr(Value, f"__{_function.__name__}__", _record_operator(_function))
+    setattr(Value, f"__{_function.__name__}__", partialmethod(Value._record, _function))
 
 
 class Member(Value, fx.proxy.Attribute):

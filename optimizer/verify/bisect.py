@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from torch import nn
@@ -21,6 +21,7 @@ from optimizer.passes import select
 from optimizer.rewrite.contract import Pass
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
 from optimizer.verify.equivalence import (
+    Answer,
     Difference,
     answer,
     compare_answers,
@@ -98,7 +99,7 @@ def bisect(
     model, call = require_module(model), as_call(example_inputs)
     try:
         with undisturbed():
-            return _Bisection(model, call, passes).culprit()
+            return _culprit(model, call, passes)
     except CaptureError as error:
         return Culprit(None, reason=f"it cannot be told, for nothing is rewritten: {error}.")
 
@@ -112,40 +113,35 @@ class _Trial(NamedTuple):
     difference: Difference | None
 
 
-class _Bisection:
-    def __init__(self, model: nn.Module, call: Call, passes: tuple[Pass, ...]) -> None:
-        self.model, self.call, self.passes = model, call, passes
-        self.exact = all(each.numerics == "exact" for each in passes)
-        itself = leaves_nothing_behind(capture_call(model, call))
-        self.expected = reference(model, call, itself=itself)
-        self.trial = cache(self._trial)
+def _culprit(model: nn.Module, call: Call, passes: tuple[Pass, ...]) -> Culprit:
+    itself = leaves_nothing_behind(capture_call(model, call))
+    expected = reference(model, call, itself=itself)
+    trial = cache(partial(_trial, model, call, passes, expected))
+    recorded, whole = trial(0), trial(None)
+    if recorded.difference:
+        return Culprit(0, (), 0.0, recorded.error, str(recorded.difference))
+    if not whole.difference:
+        told = f"no rewrite changes the answer: it is right after all of them ({whole.steps})."
+        return Culprit(None, reason=told)
+    wrong = bisect_left(range(whole.steps), True, 1, key=lambda most: bool(trial(most).difference))
+    good, bad = trial(wrong - 1), trial(wrong)
+    new = tuple(bad.rewrites[len(good.rewrites) :])
+    return Culprit(wrong, new, good.error, bad.error, str(bad.difference))
 
-    def culprit(self) -> Culprit:
-        recorded, whole = self.trial(0), self.trial(None)
-        if recorded.difference:
-            return Culprit(0, (), 0.0, recorded.error, str(recorded.difference))
-        if not whole.difference:
-            told = f"no rewrite changes the answer: it is right after all of them ({whole.steps})."
-            return Culprit(None, reason=told)
-        number = bisect_left(range(whole.steps), True, 1, key=self._is_wrong)
-        good, bad = self.trial(number - 1), self.trial(number)
-        new = tuple(bad.rewrites[len(good.rewrites) :])
-        return Culprit(number, new, good.error, bad.error, str(bad.difference))
 
-    def _is_wrong(self, budget: int) -> bool:
-        return self.trial(budget).difference is not None
-
-    def _trial(self, budget: int | None) -> _Trial:
-        pipeline = Pipeline(capture_call(self.model, self.call), budget=budget)
-        try:
-            pipeline.run(self.passes)
-            clean(pipeline.module)
-            actual = answer(pipeline.module, self.call)
-        except Exception as error:  # a broken graph may raise anything
-            faulty = [Rewrite(error.name, "", "")] if isinstance(error, FaultyPassError) else []
-            reason = str(error) if faulty else f"raised {type(error).__name__}: {error}"
-            failed = Difference("output", math.inf, reason)
-            made = [*pipeline.fired, *faulty]
-            return _Trial(made, pipeline.steps + len(faulty), math.inf, failed)
-        found = compare_answers(self.model, self.call, self.expected, actual, exact=self.exact)
-        return _Trial(pipeline.fired, pipeline.steps, largest_error(self.expected, actual), found)
+def _trial(
+    model: nn.Module, call: Call, passes: tuple[Pass, ...], expected: Answer, budget: int | None
+) -> _Trial:
+    pipeline = Pipeline(capture_call(model, call), budget=budget)
+    try:
+        pipeline.run(passes)
+        clean(pipeline.module)
+        actual = answer(pipeline.module, call)
+    except Exception as error:  # a broken graph may raise anything
+        faulty = [Rewrite(error.name, "", "")] if isinstance(error, FaultyPassError) else []
+        reason = str(error) if faulty else f"raised {type(error).__name__}: {error}"
+        failed = Difference("output", math.inf, reason)
+        return _Trial(pipeline.fired + faulty, pipeline.steps + len(faulty), math.inf, failed)
+    exact = all(each.numerics == "exact" for each in passes)
+    found = compare_answers(model, call, expected, actual, exact=exact)
+    return _Trial(pipeline.fired, pipeline.steps, largest_error(expected, actual), found)

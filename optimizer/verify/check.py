@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -19,6 +18,8 @@ from optimizer.core.node import describe
 from optimizer.frontend.symbolic import capture, capture_call, leaves_nothing_behind
 from optimizer.verify.equivalence import Answer, answer, compare_answers, difference, reference
 from optimizer.verify.leaves import incomparable
+
+Told: TypeAlias = tuple[str, Any]  # a node as text, and what it gave or the error it raised
 
 
 def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> None:
@@ -68,16 +69,8 @@ def _first_divergence(model: nn.Module, fast: nn.Module, call: Call) -> str:
     return f"; the first value to differ is {found}" if found else ""
 
 
-@dataclass(frozen=True)
-class Value:
-    """What a node gave, an error where it raised one; and the node as text."""
-
-    node: str
-    result: Any
-
-
 def first_divergence(
-    expected: Mapping[str, Value], actual: Mapping[str, Value], *, exact: bool = False
+    expected: Mapping[str, Told], actual: Mapping[str, Told], *, exact: bool = False
 ) -> str:
     """The first node that differs by more than rounding, what it stands for, and how; or empty.
 
@@ -86,59 +79,56 @@ def first_divergence(
         actual: those of the other, in whose order is looked.
         exact: whether every bit counts.
     """
-    for name, value in actual.items():
-        old = expected.get(name)
-        told = (
-            value.node if old is None or old.node == value.node else f"{value.node} for {old.node}"
-        )
-        if isinstance(value.result, Exception):
-            return f"{told}: raised {value.result!r}"
-        if old is None:
+    for name, (node, result) in actual.items():
+        original, old = expected.get(name, (node, None))
+        told = node if original == node else f"{node} for {original}"
+        if isinstance(result, Exception):
+            return f"{told}: raised {result!r}"
+        if name not in expected:
             continue
-        found = difference(Answer(old.result, ()), Answer(value.result, ()), exact=exact)
-        if found is not None:
+        if found := difference(Answer(old, ()), Answer(result, ()), exact=exact):
             return f"{told}: {found.reason}"
     return ""
 
 
-def values(module: fx.GraphModule, call: Call) -> dict[str, Value]:
+def values(module: fx.GraphModule, call: Call) -> dict[str, Told]:
     """What each node gives in one call, up to an error.
 
     The key is what a node stands for: the node of the original that it replaced, or its own name.
     """
-    recorder = _Recorder(structural_copy(module), call.copied())
+    found: dict[str, Told] = {}
+
+    def keep(node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
+        name, text = node.meta.get("stands_for", node.name), f"'{node.name}' ({describe(node)})"
+        try:
+            result = run(node)
+            found[name] = text, map_tensors(torch.clone, result)
+        except Exception as error:
+            found[name] = text, error
+            raise
+        return result
+
+    recorder = NodeByNode(structural_copy(module), call.copied(), keep)
     with torch.no_grad(), own_random_numbers(), suppress(Exception):  # of a broken graph, any
         recorder.run()
-    return recorder.values
+    return found
 
 
 class NodeByNode(fx.Interpreter):
-    """Runs the nodes of a graph for one call, whose keywords go to the inputs of these names."""
+    """Run a graph for one call, whose keywords go to the inputs of these names.
 
-    def __init__(self, module: fx.GraphModule, call: Call) -> None:
+    The value of each node is what `around` makes of it and of what runs it.
+    """
+
+    def __init__(self, module: fx.GraphModule, call: Call, around: Callable[..., Any]) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # it would be told as part of an error
         names = (str(node.target) for node in module.graph.find_nodes(op="placeholder"))
         self.given = dict(zip(names, call.args, strict=False)) | call.kwargs
+        self.around = around
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.given.get(target, args[0] if args else None)
 
-
-class _Recorder(NodeByNode):
-    def __init__(self, module: fx.GraphModule, call: Call) -> None:
-        super().__init__(module, call)
-        self.extra_traceback = False  # it would be told as part of the error
-        self.values: dict[str, Value] = {}
-
     def run_node(self, n: fx.Node) -> Any:
-        kept: Any = None
-        try:
-            result = super().run_node(n)
-            kept = map_tensors(torch.clone, result)
-        except Exception as error:
-            kept = error
-            raise
-        finally:
-            meaning = n.meta.get("stands_for", n.name)
-            self.values[meaning] = Value(f"'{n.name}' ({describe(n)})", kept)
-        return result
+        return self.around(n, super().run_node)

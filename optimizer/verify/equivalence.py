@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -132,9 +132,8 @@ def _leaf_difference(
     place: str, old: Any, new: Any, bounds: Mapping[Any, float]
 ) -> Difference | None:
     if type(old) in _WIDE and type(old) is type(new):
-        bound, dtype = bounds.get(type(old), 0.0), _WIDE[type(old)]
-        one, other = torch.tensor([old, new], dtype=dtype)
-        return _tensor_difference(place, one, other, bound)
+        one, other = torch.tensor([old, new], dtype=_WIDE[type(old)])
+        return _tensor_difference(place, one, other, bounds.get(type(old), 0.0))
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         reason = f"is {new!r}, not {old!r}"
         return None if _equal(old, new) else Difference(place, float("inf"), reason, old, new)
@@ -211,9 +210,8 @@ def _error_of_integers(old: torch.Tensor, new: torch.Tensor) -> float:
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    moved = tensor.detach().to("cpu")
-    return torch.view_as_real(moved.to(wide)) if tensor.is_complex() else moved.to(wide)
+    moved = tensor.detach().cpu().to(_WIDE[complex if tensor.is_complex() else float])
+    return torch.view_as_real(moved) if tensor.is_complex() else moved
 
 
 def compare_answers(
@@ -236,11 +234,11 @@ def compare_answers(
     if difference(replace(expected, inputs=()), replace(again, inputs=())):
         return found[0]  # a copy of the model is another model, whose opinion does not count
     choices = cache(partial(_choices, model, call, expected))
-    found = [each for each in found if not (_is_whole(each.old) and _allowed(choices(), each))]
+    found = [each for each in found if not (_is_whole(each.old) and choices().allow(each))]
     if any(math.isinf(each.error) or each.place.startswith("input") for each in found):
         return found[0]
     worse = _worse(model, call, expected, found) if found else []
-    return next((each for each in worse if not _allowed(choices(), each)), None)
+    return next((each for each in worse if not choices().allow(each)), None)
 
 
 def _overwritten(call: Call, expected: Answer, actual: Answer) -> Iterator[Difference]:
@@ -265,12 +263,6 @@ def _choices(model: nn.Module, call: Call, expected: Answer) -> _Choices:
     with suppress(Exception), choices:  # a mode may be more than a user's code allows
         answer(model, call, draws=expected.drawn)
     return choices
-
-
-def _allowed(choices: _Choices, found: Difference) -> bool:
-    with suppress(Exception):  # of another shape than what was chosen, or no number
-        return found.place.startswith("output") and choices.allow(found.old, found.new)
-    return False
 
 
 def _worse(
@@ -309,14 +301,6 @@ _STEPS = frozenset((
 _SLOPES = frozenset((aten.clamp, aten.clamp_min, aten.clamp_max, aten._to_copy))
 
 
-class _Choice(NamedTuple):
-    """What was chosen of a source, and which others may be when that moves by some room."""
-
-    result: torch.Tensor
-    source: torch.Tensor
-    allows: Callable[[torch.Tensor, float], bool]
-
-
 class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keep what the calls in a block choose by values that rounding moves.
 
@@ -327,7 +311,8 @@ class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._choices: list[_Choice] = []
+        # What was chosen, and which others may be when its source moves by rounding.
+        self._choices: list[tuple[torch.Tensor, Callable[[torch.Tensor], bool]]] = []
         # What grows, or falls, with a source, and whether in steps; by the identity of the result,
         # which is kept as long as its identity is.
         self._followed: dict[int, tuple[torch.Tensor, torch.Tensor, Function, bool]] = {}
@@ -357,25 +342,28 @@ class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
         in_steps |= func.overloadpacket in _STEPS or not result.is_floating_point()
         self._followed[id(result)] = result, source, function, in_steps
         if in_steps:
-            self._choices.append(_Choice(result, source, partial(_follows, source, function)))
+            self._choices.append((result, partial(_follows, source, function)))
 
     def _point(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         given = {each.name: each.default_value for each in func._schema.arguments}
         given |= dict(zip(given, args, strict=False)) | kwargs
         for index in tensors_in(result):
             if index.dtype is torch.int64 and "dim" in given:
-                source = args[0].clone()
-                allows = partial(_points_alike, source, given["dim"], index)
-                self._choices.append(_Choice(index, source, allows))
+                allows = partial(_points_alike, args[0].clone(), given["dim"], index)
+                self._choices.append((index, allows))
 
-    def allow(self, chosen: Any, other: Any) -> bool:
-        """Return whether `other` may stand for an integer, a flag or a tensor that was chosen."""
-        old, new = _as_numbers(chosen).flatten(), _as_numbers(other)
-        return any(
-            torch.equal(_as_numbers(each.result).flatten(), old)
-            and each.allows(new.reshape(each.result.shape), _room(each.source))
-            for each in self._choices
-        )
+    def allow(self, found: Difference) -> bool:
+        """Return whether the other output may stand for the one, which was chosen."""
+        if not found.place.startswith("output"):
+            return False
+        with suppress(Exception):  # of another shape than what was chosen, or no number
+            old, new = _as_numbers(found.old).flatten(), _as_numbers(found.new)
+            return any(
+                torch.equal(_as_numbers(result).flatten(), old)
+                and allows(new.reshape(result.shape))
+                for result, allows in self._choices
+            )
+        return False
 
 
 def _room(source: torch.Tensor) -> float:
@@ -384,14 +372,15 @@ def _room(source: torch.Tensor) -> float:
     return BOUNDS.get(source.dtype, 0.0) * (finite.max().item() if finite.numel() else 0.0)
 
 
-def _follows(source: torch.Tensor, function: Function, other: torch.Tensor, room: float) -> bool:
-    """Whether `other` lies between what the source gives when it moves by `room`."""
+def _follows(source: torch.Tensor, function: Function, other: torch.Tensor) -> bool:
+    """Whether `other` lies between what the source gives when it moves by rounding."""
+    room = _room(source)
     ends = [_as_numbers(function(source + move)) for move in (-room, room)]
     return bool(((torch.minimum(*ends) <= other) & (other <= torch.maximum(*ends))).all())
 
 
 def _points_alike(
-    source: torch.Tensor, dim: int | None, index: torch.Tensor, other: torch.Tensor, room: float
+    source: torch.Tensor, dim: int | None, index: torch.Tensor, other: torch.Tensor
 ) -> bool:
     """Whether `other` points at values as large, along a dimension or in the whole."""
     if dim is None:
@@ -401,7 +390,7 @@ def _points_alike(
     if index.dim() < source.dim():
         index, other = index.unsqueeze(dim), other.unsqueeze(dim)
     moved = source.gather(dim, other.long()) - source.gather(dim, index)
-    return bool((moved.abs() <= room).all())
+    return bool((moved.abs() <= _room(source)).all())
 
 
 def _as_numbers(value: Any) -> torch.Tensor:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
+from optimizer.core.inputs import Call
 from optimizer.lowering import choose as _times
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES
 from optimizer.lowering.choose import Times
+from optimizer.lowering.trace import straight_line
 
 
 class Slept:
@@ -106,7 +108,8 @@ def test_a_candidate_is_timed_while_it_is_verified(monkeypatch: pytest.MonkeyPat
         return program(*inputs)
 
     monkeypatch.setattr(Times, "call", call)
-    region, inputs = fx.symbolic_trace(Tupled()), [torch.randn(2, 3, 4, 4)]
+    x = torch.randn(2, 3, 4, 4)
+    region, inputs = straight_line(Tupled(), [], Call((x,), {})).module, [x]
     make = CANDIDATES["channels_last"]
     _times._verified("channels_last", make, region, Times(inputs), settled=False)
 

@@ -181,6 +181,43 @@ def test_an_output_that_is_returned_twice_is_computed_once() -> None:
     torch.testing.assert_close(first, model(x)[0])
 
 
+class Viewed(nn.Module):
+    """A function of what a convolution of images in channels_last returns."""
+
+    def __init__(self, function: Program) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Conv2d(3, 8, 3), function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize("engines", ["auto", ()])
+@pytest.mark.parametrize("laid_out", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: y.view(2, -1).exp() if y.is_contiguous() else y.exp(),
+        lambda y: (z := y.exp(), z.transpose(1, 2)),
+        lambda y: y.as_strided((2, 8), (y.stride(0), 1)).exp(),
+        lambda y: y[:, :2].mul_(2).exp() + y[:, 2:4],
+    ],
+    ids=["a view", "two names", "strides", "a write"],
+)
+def test_what_is_recorded_behind_a_region_reads_it_as_it_lay(
+    function: Program, laid_out: torch.memory_format, engines: Any
+) -> None:
+    model = Viewed(function).eval()
+    x, y = (images(seed)[0].to(memory_format=laid_out) for seed in (0, 1))
+    fast = optimizer.optimize(model, x, level=2, tune_seconds=0, engines=engines)
+
+    with torch.no_grad():
+        expected, actual = tensors_in(model(y)), tensors_in(fast(y))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert shared(actual) == shared(expected)
+    assert [each.stride() for each in actual] == [each.stride() for each in expected]
+
+
 class Twice(nn.Module):
     """Returns what it is given, twice."""
 

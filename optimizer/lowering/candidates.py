@@ -19,7 +19,7 @@ from optimizer.core.device import Cuda, device_of
 from optimizer.core.errors import InputError
 from optimizer.lowering import packed as _packed
 from optimizer.lowering.packed import packable_in, with_packed_weights
-from optimizer.lowering.partition import arguments_of, convolutions_of, name_of
+from optimizer.lowering.partition import arguments_of, as_function, convolutions_of, name_of
 
 AS_IT_IS = "as it is"
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -52,6 +52,32 @@ def in_channels_last(
                 laid_out = weight.clone(memory_format=_MEMORY_FORMATS[weight.dim()])
                 setattr(module, str(node.target), laid_out)
     return fx.GraphModule(module, graph)
+
+
+class LaidOut(nn.Module):
+    """What runs a region, with outputs that lie as the region's own.
+
+    What reads them was recorded so: a view of them may not be had, or lie elsewhere.
+    """
+
+    def __init__(self, program: nn.Module, region: fx.GraphModule) -> None:
+        super().__init__()
+        self.program, self.run = program, as_function(program)
+        outputs: Any = region.graph.output_node().args[0]
+        self.strides = [node.meta["val"].stride() for node in outputs]
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The outputs for inputs of the region."""
+        return tuple(map(_laid_out, self.run(*inputs), self.strides))
+
+
+def _laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The same values with these strides; where one is 0, elements are read again and again."""
+    if tensor.stride() == strides:
+        return tensor
+    held = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
+    made = torch.empty_strided(held.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(held).expand(tensor.shape)
 
 
 class CudaGraph(nn.Module):

@@ -20,7 +20,7 @@ from optimizer.core.errors import InputError
 from optimizer.core.inputs import Call, require_flags, require_seconds, tensors_in
 from optimizer.core.node import tensors_of
 from optimizer.core.report import Choice
-from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, Maker, Program, policy_of
+from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, LaidOut, Maker, Program, policy_of
 from optimizer.lowering.engines import Compiled, Engines, engines_here, engines_named, passed_over
 from optimizer.lowering.partition import WEIGHTED, extract_layers, name_of
 from optimizer.lowering.precision import Precision
@@ -268,6 +268,8 @@ def _verified(name: str, make: Maker, region: Program, times: Times, settled: bo
     program = make(region, list(map(exact_copy, times.inputs)))
     if program is region:
         return program
+    if isinstance(region, fx.GraphModule):
+        program = LaidOut(program, region)
     given = list(map(exact_copy, times.inputs))
     if settled:
         times.call(name, program, given)

@@ -174,6 +174,7 @@ def extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
     for place, node in enumerate(outputs):
         with outer.graph.inserting_after(call):
             item = outer.graph.call_function(getitem, (call, place))
+        item.meta = dict(node.meta)
         node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
     for node in reversed(nodes):
         outer.graph.erase_node(node)

@@ -41,12 +41,11 @@ class Plan:
         with torch.no_grad():
             regions = ByRegion(module, chooser)
             outputs = tuple(regions.run(*inputs))
-            laid_out = LaidOut(regions.module, line.outputs)
-            self.program: nn.Module = laid_out
+            self.program: nn.Module = regions.module
             if not line.is_open:
-                self.program = chooser.for_call(laid_out, module, inputs)
+                self.program = chooser.for_call(regions.module, module, inputs)
             self.run = as_function(self.program)
-            if self.program is not laid_out:
+            if self.program is not regions.module:
                 outputs = self.program(*inputs)
             expected = Answer(line.outputs, (line.after, {}))
             self._require_same(line, line.inputs, expected, Answer(outputs, (tuple(inputs), {})))
@@ -111,24 +110,3 @@ def make_plan(line: StraightLine, chooser: Chooser, precision: Precision | None)
     found = chooser.choose("its precision", key, plans, [name], [name], times)
     found.choices = (chooser.choices[-1], *found.choices)
     return found
-
-
-class LaidOut(nn.Module):
-    """A program whose outputs get the strides that they have in eager."""
-
-    def __init__(self, program: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.program, self.run = program, as_function(program)
-        self.strides = [tensor.stride() for tensor in outputs]
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(map(_laid_out, self.run(*inputs), self.strides))
-
-
-def _laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """The same values with these strides; where one is 0, elements are read again and again."""
-    if tensor.stride() == strides:
-        return tensor
-    held = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
-    made = torch.empty_strided(held.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(held).expand(tensor.shape)

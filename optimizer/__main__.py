@@ -202,9 +202,8 @@ def _optimized(options: Namespace, **settings: Any) -> tuple[nn.Module, Any, Any
     tuned = {"level": options.level, "precision": options.precision, "engines": engines}
     Tuning.of(**tuned)  # raises before any work
     model, inputs = _load(options)
-    settings |= tuned | {"disable": options.disable}
     options.tell("optimizing")
-    fast = optimizer.optimize(model, inputs, **settings)
+    fast = optimizer.optimize(model, inputs, disable=options.disable, **tuned, **settings)
     options.tell("running both, the model and the optimized one")
     return model, fast, inputs
 

@@ -24,12 +24,7 @@ from optimizer.facts.facts import obstacle
 from optimizer.frontend.dynamo import DYNAMO, GuardedModule, capture_graph
 from optimizer.frontend.module import OptimizedModule, Recipe, Unchanged
 from optimizer.frontend.outside import Outside, kept, lasts
-from optimizer.frontend.symbolic import (
-    capture_call,
-    has_unknown_facts,
-    may_draw,
-    writes_nothing_lasting,
-)
+from optimizer.frontend.symbolic import capture_call, may_draw, writes_nothing_lasting
 from optimizer.lowering.choose import Times, Tuning
 from optimizer.lowering.engines import Engines
 from optimizer.lowering.module import LoweredModule, lower
@@ -107,21 +102,15 @@ def optimize(
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
     tuning = Tuning.of(level, tune_seconds, precision, error_budget, cuda_graph, engines)
     call = None if example_inputs is None else as_call(example_inputs)
-    model, call = _opened(model, call)
+    if isinstance(model, GuardedModule):
+        model = model.model
+    elif isinstance(model, torch.export.ExportedProgram):
+        call = call or Call(*(model.example_inputs or ((), {})))
+        model = model.module()
+        model.training = False  # what depends on it is in the program already
     check = check if call else None
     with undisturbed():
         return Run(require_module(model), call, SYMBOLIC, level, check, passes, tuning).result()
-
-
-def _opened(model: Any, call: Call | None) -> tuple[Any, Call | None]:
-    """The module to optimize, and what it is called with: a program brings both."""
-    if isinstance(model, GuardedModule):
-        return model.model, call
-    if not isinstance(model, torch.export.ExportedProgram):
-        return model, call
-    module = model.module()
-    module.training = False  # what depends on it is in the program already
-    return module, call or Call(*(model.example_inputs or ((), {})))
 
 
 def optimize_graph(
@@ -229,7 +218,7 @@ class Run:
         module: fx.GraphModule = capture(self.model, self.call)
         self.way = {"share": writes_nothing_lasting(module), "draws": may_draw(module)}
         self.itself = self.way["share"] and not self.way["draws"]
-        if self.call and self.expected is None and (self.check or has_unknown_facts(module)):
+        if self.call and self.expected is None and (self.check or module.meta["facts"].failures):
             self.expected = self._reference()  # facts are unknown also where inputs are wrong
         before = {"before": Size.of(module), "graph_before": listing(module)}
         self.left = called_as_they_are(module)
@@ -242,7 +231,8 @@ class Run:
         pipeline = Pipeline(module, verify)
         pipeline.run(self.passes)
         known = self.front_end == SYMBOLIC  # to `optimize` the model again
-        recipe = Recipe.of(self.model, self.call, self._options(), optimize) if known else None
+        again = partial(optimize, **self._options())
+        recipe = Recipe.of(self.model, self.call, again) if known else None
         kind = LoweredModule if self.level >= LOWERED else OptimizedModule
         reason = obstacle(module.graph) if self.level >= LOWERED else ""  # the facts stay behind
         done = {"fired": tuple(pipeline.fired), "refused": tuple(pipeline.refused)}

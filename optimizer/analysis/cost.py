@@ -65,12 +65,7 @@ def ceilings() -> Ceilings:
 
 
 def observed(model: nn.Module, example_inputs: ExampleInputs) -> tuple[fx.GraphModule, Call]:
-    """The graph that a model runs, or an optimized module holds, with facts, and its arguments.
-
-    Raises:
-        InputError: the model or the inputs cannot be used.
-        CaptureError: no front end can record the model; the message says why.
-    """
+    """The graph that a model runs, or an optimized module holds, with facts, and its arguments."""
     call = as_call(example_inputs)
     try:
         module = capture_call(require_module(model), call)

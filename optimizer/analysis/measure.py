@@ -145,15 +145,11 @@ def require_at_least(fewest: int, **counts: int) -> None:
 
 
 def _rounds(
-    modules: Sequence[nn.Module],
-    example_inputs: ExampleInputs,
-    order: Sequence[int],
-    rounds: int,
-    warmup: int,
+    modules: list[nn.Module], inputs: ExampleInputs, order: list[int], rounds: int, warmup: int
 ) -> tuple[list[list[float]], list[Measurement]]:
     """The seconds of the calls in each round, in this order of modules; and of each module, all."""
     weights = [each for module in modules for each in require_module(module).parameters()]
-    call = as_call(example_inputs)
+    call = as_call(inputs)
     device = device_of([*tensors_in(call), *weights])
     with _as_before(*modules):
         for module in modules:

@@ -118,8 +118,8 @@ _METHODS: dict[str, Function] = {
     for name in (*_ALIASES, "relu", "relu_", "transpose", "permute", "movedim", "t", "matmul", "mm",
                  "addmm", "flatten")
 }  # fmt: skip
-_FUNCTIONS: dict[Function, Function] = {
-    **{getattr(torch, alias): getattr(torch, name) for alias, name in _ALIASES.items()},
+_SPELLINGS: dict[Any, Function] = {  # by the name of a method, or a function
+    **_METHODS, **{getattr(torch, alias): _METHODS[alias] for alias in _ALIASES},
     torch.dropout: F.dropout, torch.alpha_dropout: F.alpha_dropout,
     torch.feature_alpha_dropout: F.feature_alpha_dropout,
 }  # fmt: skip
@@ -137,10 +137,7 @@ _DROPOUTS: dict[type, Function] = {
     nn.FeatureAlphaDropout: F.feature_alpha_dropout,
 }  # fmt: skip
 # Builtins have no signature that Python could read: of most, torch knows one for their overrides.
-_BUILTINS = {
-    F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d,
-    F.conv_transpose3d, torch.flatten, torch.movedim, torch.t, torch.transpose,
-}  # fmt: skip
+_BUILTINS = {F.linear, *_CONVS, torch.flatten, torch.movedim, torch.t, torch.transpose}
 _KEYWORDS = {"axis0": "dim0", "axis1": "dim1", "train": "training"}  # of swapaxes, torch.dropout
 
 
@@ -160,8 +157,8 @@ def spell(module: fx.GraphModule) -> None:
 
 def spelled(target: Any) -> Any:
     """What a captured graph calls instead of a function, a module's class or a method's name."""
-    target = _METHODS.get(target, target)
-    target = _ARITHMETIC.get(target, _FUNCTIONS.get(target, target))
+    target = _SPELLINGS.get(target, target)
+    target = _ARITHMETIC.get(target, target)
     is_relu = target in _RELUS or target is nn.ReLU
     return F.relu if is_relu else _DROPOUTS.get(target, target)
 
@@ -174,10 +171,8 @@ def _call(node: fx.Node, target: Function, *args: Any) -> None:
 
 
 def _method(node: fx.Node) -> None:
-    if node.op == "call_method" and node.target in _METHODS:
-        node.op, node.target = "call_function", _METHODS[str(node.target)]
-    if node.op == "call_function" and node.target in _FUNCTIONS:
-        node.target = _FUNCTIONS[node.target]
+    if node.op in ("call_method", "call_function") and node.target in _SPELLINGS:
+        node.op, node.target = "call_function", _SPELLINGS[node.target]
     if (function := callee(node)) in _RELUS:
         _call(node, F.relu, *node.args, *node.kwargs.values(), _RELUS[function])
     elif callee(node) is getattr and node.args[1] == "mT":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -59,8 +59,8 @@ class DynamoGraph:
     ) -> None:
         self.module, self.optimize, self.frozen = module, optimize, frozen
         self.lock = threading.RLock()  # what is held changes while the graph is optimized
-        inputs = zip(module.graph.find_nodes(op="placeholder"), examples, strict=True)
-        self.held = [i for i, (node, value) in enumerate(inputs) if _is_held(node, value)]
+        self.inputs = module.graph.find_nodes(op="placeholder")
+        self.held = [i for i, each in enumerate(examples) if _is_held(self.inputs[i], each)]
         self.variants: dict[tuple[int, ...], _Variant] = {}
         self.made = 0
 
@@ -96,15 +96,15 @@ class DynamoGraph:
         return run
 
     def _unwritten(self, args: tuple[Any, ...]) -> list[int]:
-        graph = _copied(self.module, {})
+        graph = _copied(self.module)
         facts: Facts = observe(fx.GraphModule(self.module, graph), Call(args, {}))
         stored = [node.meta["fact"].storages for node in graph.find_nodes(op="placeholder")]
         return [i for i in self.held if not facts.any_written(stored[i])]
 
     def _snapshot(self, args: tuple[Any, ...]) -> nn.Module:
-        """The weights whose changes will be seen, or do not count; by their places."""
+        """The weights whose changes will be seen, or do not count; by the names of the inputs."""
         held = nn.Module()  # statistics as parameters too: those are copied on write
-        held._parameters.update({str(i): args[i] for i in self.held})
+        held._parameters.update({self.inputs[i].name: args[i] for i in self.held})
         with undisturbed():
             snapshot = structural_copy(held, share=False)
         if not self.frozen:
@@ -120,13 +120,11 @@ class DynamoGraph:
 
     def _bound(self, snapshot: nn.Module) -> fx.GraphModule:
         """The graph with its weights as attributes instead of arguments."""
-        nodes = self.module.graph.find_nodes(op="placeholder")
-        weights = {nodes[i]: snapshot.get_parameter(str(i)) for i in self.held}
-        root, recorded = nn.Module(), self.module
+        recorded, weights = self.module, {self.inputs[i] for i in self.held}
         held = dict(recorded.named_children()) | recorded._parameters | recorded._buffers
-        for name, each in (held | {node.name: each for node, each in weights.items()}).items():
-            hold(root, name, each)
-        module = fx.GraphModule(root, _copied(recorded, weights), "Dynamo")
+        for name, each in held.items():
+            hold(snapshot, name, each)
+        module = fx.GraphModule(snapshot, _copied(recorded, weights), "Dynamo")
         module.training = False  # what depends on it is in the graph already
         return module
 
@@ -144,7 +142,7 @@ def _addresses(tensors: list[torch.Tensor]) -> list[int]:
     return list(map(_torch._data_address, tensors))
 
 
-def _copied(module: fx.GraphModule, weights: Any) -> fx.Graph:
+def _copied(module: fx.GraphModule, weights: Container[fx.Node] = ()) -> fx.Graph:
     """A copy of a graph that reads `weights` off its owner."""
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
@@ -159,7 +157,7 @@ def _copied(module: fx.GraphModule, weights: Any) -> fx.Graph:
 
 def capture_graph(model: fx.GraphModule, call: Call) -> fx.GraphModule:
     """Bring a graph that Dynamo recorded to the form of one that is captured."""
-    graph = _copied(model, {})
+    graph = _copied(model)
     for node in reversed(graph.nodes):
         if _changes_nothing(node):
             graph.erase_node(node)
@@ -194,9 +192,7 @@ def capture_by_dynamo(model: nn.Module, call: Call) -> tuple[fx.GraphModule, Cal
     own = call.copied()
     try:
         with torch.no_grad():
-            model = structural_copy(model)
-            compiled = _compiled(model, backend, fullgraph=True)
-            compiled(*own.args, **own.kwargs)
+            _compiled(structural_copy(model), backend, fullgraph=True)(*own.args, **own.kwargs)
     except Exception as error:  # whatever Dynamo or a user's forward raises
         raise CaptureError(reason_of(error)) from error
     require(len(found) == 1, "Dynamo finds no graph in it")
@@ -225,18 +221,13 @@ class GuardedModule(Constants):
     that differs: other sizes, other arguments. A call that is recorded, transformed, under
     autocast or differentiated runs the snapshot, and so do others after eight recordings. The
     graphs stay in the process: copies and pickles record their own.
-
-    Args:
-        model: the snapshot.
-        optimize: what optimizes each graph; its result has a report.
-        about: the report of the model as a whole.
     """
 
     def __init__(self, model: nn.Module, optimize: Optimize, about: Report) -> None:
         super().__init__()
         self.model, self.training = model, model.training
-        self._optimize, self.about = optimize, about
-        self._reports: list[Report] = []
+        self._optimize, self.about = optimize, about  # of the model as a whole
+        self._reports: list[Report] = []  # of its graphs
 
     @property
     def report(self) -> Report:

@@ -151,19 +151,13 @@ def _scan(code: CodeType) -> tuple[str, frozenset[tuple[str, ...]], frozenset[st
 
 
 class Code:
-    """The code that the forwards of a model may run.
-
-    Attributes:
-        functions: those of the user's functions that were looked at so far.
-        places: where they may find values, in namespaces and in cells of closures.
-        objects: what they may find there, and change: containers, and what is not known.
-    """
+    """The code that the forwards of a model may run."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
-        self.functions: list[FunctionType] = []
-        self.places: list[tuple[Any, str]] = []
-        self.objects: list[Any] = []
+        self.functions: list[FunctionType] = []  # those of the user's that were looked at so far
+        self.places: list[tuple[Any, str]] = []  # where they may find values: namespaces and cells
+        self.objects: list[Any] = []  # what may change there: containers, and what is not known
         self.names: set[str] = set()
         self._members = set(map(id, self.modules))
         self._spaces: list[Any] = []

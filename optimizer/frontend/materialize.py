@@ -23,11 +23,9 @@ _REMOVED_BY: dict[type, Callable[..., object]] = {
 def materialize(model: nn.Module) -> list[str]:
     """Give layers the weights that torch's reparametrizations compute; return what was done.
 
-    These are weight_norm, spectral_norm and orthogonal, as parametrizations and as the older hooks.
     Left as it is, is a layer in training mode, where they are learned or written; one with hooks,
     or a parametrization, of a user's, which may compute anything; and one whose tensors are held
-    elsewhere too, by which they may be written. The model is changed, so it is to be a copy, but
-    not the class that torch made for a layer, which copies share.
+    elsewhere too, by which they may be written. The model is changed, so it is to be a copy.
     """
     holders = Counter(_storages(model.modules()))
     return [told for name, module in model.named_modules() for told in _of(name, module, holders)]

@@ -46,17 +46,10 @@ class Recipe:
     model: nn.Module  # a copy of the original, with no data in what a checkpoint brings
     devices: dict[str, torch.device]  # where each of those tensors was
     call: Any  # the example inputs, a Blank for each tensor
-    options: Mapping[str, Any]  # what `optimize` was told, but for the check
-    optimize: Callable[..., Any]
+    optimize: Callable[..., Any]  # `optimize` as it was told, but for the check
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        call: Call | None,
-        options: Mapping[str, Any],
-        optimize: Callable[..., Any],
-    ) -> Recipe | None:
+    def of(cls, model: nn.Module, call: Call | None, optimize: Callable[..., Any]) -> Recipe | None:
         """The recipe of a model that was optimized; None where it cannot be told."""
         try:
             devices = {name: tensor.device for name, tensor in _checkpoint(model).items()}
@@ -66,7 +59,7 @@ class Recipe:
             )
         except Exception:  # a state_dict or a kind of tensor that a user wrote
             return None
-        return cls(hollow, devices, blank, options, optimize)
+        return cls(hollow, devices, blank, optimize)
 
     def example_inputs(self) -> Any:
         """Inputs as the model was optimized for, with zeros for values; None if there were none."""
@@ -256,7 +249,7 @@ class OptimizedModule(_Result, fx.GraphModule):
         model = loaded(_copy_on(recipe.model, recipe.devices), state_dict)
         inputs = recipe.example_inputs() if example_inputs is None else example_inputs
         check = None if example_inputs is None else "final"
-        fresh = recipe.optimize(model, inputs, check=check, **recipe.options)
+        fresh = recipe.optimize(model, inputs, check=check)
         if not isinstance(fresh, OptimizedModule):
             raise CaptureError("; ".join(fresh.report.remarks))
         fx.GraphModule.__init__(self, fresh, fresh.graph, type(fresh).__name__)

@@ -15,7 +15,7 @@ import operator
 import sys
 from abc import ABCMeta
 from collections.abc import Callable
-from functools import partial, partialmethod
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -29,6 +29,13 @@ from optimizer.frontend.known import Code, codes
 
 _OF_AUTOGRAD = ("grad", "grad_fn", "names")
 _A_TENSOR = torch.empty(0)
+
+
+def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Value, *operands: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, *operands), {})
+
+    return method
 
 
 class Value(fx.Proxy):
@@ -65,10 +72,7 @@ class Value(fx.Proxy):
             return super().__str__()
         raise self.tracer.fail("it writes a traced value as text")
 
-    def _record(self, function: Callable[..., Any], *operands: Any) -> Any:
-        return self.tracer.create_proxy("call_function", function, (self, *operands), {})
-
-    __setitem__ = partialmethod(_record, operator.setitem)
+    __setitem__ = _recording(operator.setitem)
 
 
 _TELLS = ("BUILD_STRING", "FORMAT", "CONVERT", "LOAD_FAST", "LOAD_CONST", "LOAD_ATTR", "PRECALL")
@@ -82,7 +86,7 @@ def _is_told(frame: FrameType) -> bool:
 
 
 for _function in INPLACE_OPERATORS:
-    setattr(Value, f"__{_function.__name__}__", partialmethod(Value._record, _function))
+    setattr(Value, f"__{_function.__name__}__", _recording(_function))
 
 
 class Member(Value, fx.proxy.Attribute):
@@ -99,14 +103,13 @@ class Attribute(Value):
 
 
 def answer_for_traced(code: Code, is_tensor: Callable[[fx.Node], bool], patcher: Any) -> None:
-    """Let a patcher of fx answer isinstance() and torch.is_tensor() for traced values.
-
-    In the user's functions, as long as it patches; there getattr() finds no other code either.
-    """
+    """Let a patcher of fx answer what the user's functions ask of traced values and by name."""
     answer = partial(_is_instance, is_tensor)
     overrides._get_tensor_methods()  # torch keeps these lists: not with a shadow in them
     shadows = {
-        "isinstance": answer, "getattr": partial(_get, code), "hasattr": _has, "type": _type,
+        "isinstance": answer, "getattr": partial(_get, code),
+        "hasattr": partial(_of_no_value, hasattr, "it asks what a value has"),
+        "type": partial(_of_no_value, type, "it asks for the type of a value"),
     }  # fmt: skip
     for space in {id(each.__globals__): each.__globals__ for each in code.functions}.values():
         for name in shadows.keys() - space.keys():
@@ -131,16 +134,10 @@ def _is_clear(kind: Any) -> bool:
     return kind is torch.Tensor or plain
 
 
-def _has(owner: Any, name: str) -> bool:
-    if isinstance(owner, Value):
-        raise owner.tracer.fail("it asks what a value has")
-    return hasattr(owner, name)
-
-
-def _type(value: Any, *bases: Any) -> Any:
-    if isinstance(value, Value):
-        raise value.tracer.fail("it asks for the type of a value")
-    return type(value, *bases)
+def _of_no_value(function: Callable[..., Any], reason: str, asked: Any, *rest: Any) -> Any:
+    if isinstance(asked, Value):
+        raise asked.tracer.fail(reason)
+    return function(asked, *rest)
 
 
 def _get(code: Code, owner: Any, name: str, *default: Any) -> Any:
@@ -153,9 +150,7 @@ def _get(code: Code, owner: Any, name: str, *default: Any) -> Any:
 
 
 _TESTS = frozenset(
-    code
-    for name, code in dis.opmap.items()
-    if name == "IS_OP" or name.endswith(("_IF_NONE", "_IF_NOT_NONE"))
+    code for name, code in dis.opmap.items() if name.endswith(("IS_OP", "_IF_NONE", "_IF_NOT_NONE"))
 )
 _ASK_FOR_A_TYPE = frozenset(("isinstance", "is_tensor"))
 

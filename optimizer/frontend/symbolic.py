@@ -82,11 +82,8 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
         setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
     if call is not None:
         facts = observe(module, call)
-        nodes: list[fx.Node] = list(module.graph.nodes)
-        hidden = tests_for_none and any(map(_hides_none, nodes))
-        require(not hidden, "it may test a value inside it that is None")
-        changed = next(filter(_changes_a_container, nodes), None)
-        require(changed is None, f"it changes a container ('{changed}')")
+        for node in module.graph.nodes:
+            _require_seen(node, tests_for_none)
         held = tensors_of(module)  # what is written is not the caller's, but is shared as before
         part(each for each in held if facts.any_written(storages_in(facts.to_meta(each))))
     return module
@@ -147,23 +144,21 @@ def _writes_a_constant(module: fx.GraphModule) -> bool:
     return facts.any_written(held) or not held.isdisjoint(output.storages)
 
 
-def _hides_none(node: fx.Node) -> bool:
-    """Whether a call gave a None, where the code may have looked for one."""
-    fact: Fact = node.meta["fact"]
-    gives = node.op == "call_module" or node.target is operator.getitem
-    return gives and fact.value is None and not fact.error
-
-
 _CHANGES = frozenset((
     operator.setitem, operator.delitem, "append", "clear", "extend", "insert", "pop", "popitem",
     "remove", "reverse", "setdefault", "sort", "update",
 ))  # fmt: skip
 
 
-def _changes_a_container(node: fx.Node) -> bool:
-    """Whether a call writes into a list or a dict, which no fact would tell of."""
+def _require_seen(node: fx.Node, tests_for_none: bool) -> None:
+    """Require that a call gave no None that the code looked for, and wrote into no list or dict."""
+    fact: Fact = node.meta["fact"]
+    gives = node.op == "call_module" or node.target is operator.getitem
+    hidden = tests_for_none and gives and fact.value is None and not fact.error
+    require(not hidden, "it may test a value inside it that is None")
     held = node.args[0] if node.target in _CHANGES else None
-    return isinstance(held, fx.Node) and isinstance(held.meta["fact"].value, list | dict)
+    changes = isinstance(held, fx.Node) and isinstance(held.meta["fact"].value, list | dict)
+    require(not changes, f"it changes a container ('{node}')")
 
 
 def _constants(module: fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
@@ -186,12 +181,6 @@ def observe(module: fx.GraphModule, call: Call) -> Facts:
         else:
             facts.evaluate(node)
     return facts
-
-
-def has_unknown_facts(module: fx.GraphModule) -> bool:
-    """Whether a node could not be run on meta tensors."""
-    facts: Facts | None = module.meta.get("facts")
-    return facts is not None and bool(facts.failures)
 
 
 def may_draw(module: fx.GraphModule) -> bool:

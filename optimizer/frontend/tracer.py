@@ -25,18 +25,11 @@ from torch.fx.immutable_collections import immutable_dict
 from torch.overrides import TorchFunctionMode, _get_tensor_methods
 from torch.utils._pytree import tree_leaves
 
+from optimizer.core import ops
 from optimizer.core.errors import CaptureError
 from optimizer.core.guards import chooses_a_branch, expect_value
 from optimizer.core.inputs import Call, opened
 from optimizer.core.node import is_plain, overrides_call, user_line
-from optimizer.core.ops import (
-    CHANGES_SHAPE,
-    FACTORIES,
-    METADATA,
-    RANDOM,
-    READS_DATA,
-    RETURN_A_TENSOR,
-)
 from optimizer.frontend.known import Code, numbers_of_numpy
 from optimizer.frontend.names import NUMBERS, is_literal, literal
 from optimizer.frontend.proxy import Attribute, Value, answer_for_traced, tests_for_none
@@ -52,10 +45,7 @@ def sees_how_it_is_called(forward: Callable[..., Any]) -> bool:
 
 
 class RecordConstants(TorchFunctionMode):
-    """While it is active, a tracer records also calls without a traced argument.
-
-    fx asks torch whether a function is a method, which swaps the filters of warnings each time.
-    """
+    """While it is active, a tracer records also calls without a traced argument."""
 
     def __init__(self, tracer: Any) -> None:
         super().__init__()
@@ -67,14 +57,15 @@ class RecordConstants(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         traced = any(isinstance(leaf, fx.Proxy) for leaf in leaves)
         constant = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        if func in FACTORIES:
-            constant, traced = traced or self.tracer.record_factories or func in RANDOM, False
+        if func in ops.FACTORIES:
+            constant, traced = traced or self.tracer.record_factories or func in ops.RANDOM, False
         constant |= isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
         of_another_kind = isinstance(func, torch._C.ScriptMethod | torch._ops.HigherOrderOperator)
-        if of_another_kind or not (traced or (constant and name not in METADATA)):
+        if of_another_kind or not (traced or (constant and name not in ops.METADATA)):
             return func(*args, **kwargs)
-        if not traced and name in READS_DATA:
+        if not traced and name in ops.READS_DATA:
             raise self.tracer.fail("it reads the value of a tensor")
+        # fx asks torch whether it is a method, which swaps the filters of warnings each time.
         if func in _get_tensor_methods() or name == "__get__":
             return self.tracer.create_proxy("call_method", name, args, kwargs)
         return self.tracer.create_proxy("call_function", func, args, kwargs)
@@ -84,23 +75,17 @@ ALONE = threading.RLock()  # two at once would undo each other's patches in the 
 
 
 class Tracer(fx.Tracer):
-    """Trace a module whose code may be recorded.
-
-    Args:
-        call: the example inputs; they decide optional arguments and flags. Without them,
-            defaults do.
-        code: what the forwards may run.
-        record_factories: record tensors that are made of nothing. Else they are made now and
-            become constants; random ones never do.
-    """
+    """Trace a module whose code may be recorded."""
 
     proxy_buffer_attributes = True
 
     def __init__(
         self, call: Call | None = None, code: Code | None = None, *, record_factories: bool = True
     ) -> None:
-        super().__init__(autowrap_functions=tuple(FACTORIES))
+        super().__init__(autowrap_functions=tuple(ops.FACTORIES))
+        # The example inputs decide optional arguments and flags; without them, defaults do.
         self.call, self.code = call or Call((), {}), code
+        # Whether tensors that are made of nothing are recorded, as random ones are, or made now.
         self.record_factories = record_factories
         self.failure: CaptureError | None = None
         self._thread = threading.get_ident()
@@ -118,7 +103,7 @@ class Tracer(fx.Tracer):
         if self.failure is not None:  # a try statement of the forward swallowed it
             raise self.failure
         for node in graph.nodes:
-            if node.target in FACTORIES:
+            if node.target in ops.FACTORIES:
                 node.meta.pop("is_wrapped", None)  # or the code would mark torch's own for fx
         return graph
 
@@ -143,14 +128,14 @@ class Tracer(fx.Tracer):
     def is_tensor(self, node: fx.Node) -> bool:
         """Whether a traced value is sure to be a tensor."""
         if node.op == "call_module":
-            return isinstance(self.root.get_submodule(str(node.target)), RETURN_A_TENSOR)
+            return isinstance(self.root.get_submodule(str(node.target)), ops.RETURN_A_TENSOR)
         return node.op == "get_attr" or node in self._tensors
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Value(node, self)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if kind == "call_method" and target in CHANGES_SHAPE:
+        if kind == "call_method" and target in ops.CHANGES_SHAPE:
             raise self.fail(f"it changes the shape of a tensor in place ({target})")
         if target in (torch.autograd.grad, "backward", "requires_grad_"):
             raise self.fail("it uses autograd")
@@ -241,7 +226,7 @@ class Tracer(fx.Tracer):
 
     def _called(self, called: Callable[..., Any], *args: Any) -> Any:
         patcher: Any = fx_tracing.CURRENT_PATCHER
-        for each in FACTORIES:  # torch.zeros(n) for a traced n; fx would search all of torch
+        for each in ops.FACTORIES:  # torch.zeros(n) for a traced n; fx would search all of torch
             patcher.patch(vars(torch), each.__name__, fx_tracing._create_wrapped_func(each))
         if self.code:
             answer_for_traced(self.code, self.is_tensor, patcher)

@@ -320,4 +320,5 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    require(is_ordinary(tensor), "a value is more than its storage and shape")
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -41,20 +41,15 @@ def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> N
     call, model, fast = as_call(example_inputs), require_module(model), require_module(fast)
 
     with undisturbed():
-        pure = _leaves_nothing_behind(model, call)
+        pure = False
+        with suppress(CaptureError):
+            pure = leaves_nothing_behind(capture_call(model, call))
         expected = reference(model, call, itself=pure, draws=not pure)
         for remark in incomparable(expected.output):
             warnings.warn(f"output{remark}", OptimizerWarning, stacklevel=2)
         actual = answer(fast, call, draws=not pure)
         if found := compare_answers(model, call, expected, actual, exact=False):
             raise EquivalenceError(f"{found}{_first_divergence(model, fast, call)}.")
-
-
-def _leaves_nothing_behind(model: nn.Module, call: Call) -> bool:
-    try:
-        return leaves_nothing_behind(capture_call(model, call))
-    except CaptureError:
-        return False
 
 
 def _first_divergence(model: nn.Module, fast: nn.Module, call: Call) -> str:
@@ -72,30 +67,20 @@ def _first_divergence(model: nn.Module, fast: nn.Module, call: Call) -> str:
 def first_divergence(
     expected: Mapping[str, Told], actual: Mapping[str, Told], *, exact: bool = False
 ) -> str:
-    """The first node that differs by more than rounding, what it stands for, and how; or empty.
-
-    Args:
-        expected: the `values` of the original graph.
-        actual: those of the other, in whose order is looked.
-        exact: whether every bit counts.
-    """
+    """The first node of the other graph, in its order, that differs, and how; or empty."""
     for name, (node, result) in actual.items():
         original, old = expected.get(name, (node, None))
         told = node if original == node else f"{node} for {original}"
         if isinstance(result, Exception):
             return f"{told}: raised {result!r}"
-        if name not in expected:
-            continue
-        if found := difference(Answer(old, ()), Answer(result, ()), exact=exact):
+        found = difference(Answer(old, ()), Answer(result, ()), exact=exact)
+        if found and name in expected:
             return f"{told}: {found.reason}"
     return ""
 
 
 def values(module: fx.GraphModule, call: Call) -> dict[str, Told]:
-    """What each node gives in one call, up to an error.
-
-    The key is what a node stands for: the node of the original that it replaced, or its own name.
-    """
+    """What each node gives in one call, up to an error, by the node that it stands for."""
     found: dict[str, Told] = {}
 
     def keep(node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
@@ -115,10 +100,7 @@ def values(module: fx.GraphModule, call: Call) -> dict[str, Told]:
 
 
 class NodeByNode(fx.Interpreter):
-    """Run a graph for one call, whose keywords go to the inputs of these names.
-
-    The value of each node is what `around` makes of it and of what runs it.
-    """
+    """Run a graph for one call; a node's value is what `around` makes of it and what runs it."""
 
     def __init__(self, module: fx.GraphModule, call: Call, around: Callable[..., Any]) -> None:
         super().__init__(module)

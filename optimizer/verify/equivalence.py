@@ -268,11 +268,8 @@ def _choices(model: nn.Module, call: Call, expected: Answer) -> _Choices:
 def _worse(
     model: nn.Module, call: Call, expected: Answer, found: Sequence[Difference]
 ) -> Sequence[Difference]:
-    """Those that are further from the answer in float64 than the model's own.
-
-    There is no second opinion where a forward names its dtype, or draws: in float64, other numbers.
-    """
-    if expected.drawn:
+    """Those that are further from the answer in float64 than the model's own, if that runs."""
+    if expected.drawn:  # in float64, other numbers
         return found
     try:
         double = structural_copy(model).double()

@@ -51,6 +51,13 @@ def _anew_and_through_a_view(x: Any) -> Any:
     return y
 
 
+def _copied_and_written(x: Any) -> Any:
+    y = x.exp()
+    copy = y.clone()
+    y[:1].mul_(2)
+    return copy * 1, y
+
+
 def _constant_written(x: Any) -> Any:
     constant = torch.ones(2, 3)
     y = x * constant
@@ -84,6 +91,7 @@ PROGRAMS: dict[str, Program] = {
     "a constant": _filled,
     "a constant after it was read": _constant_written,
     "what was made anew, through a view": _anew_and_through_a_view,
+    "what was copied before": _copied_and_written,
     "in another dtype": lambda x: (x * 2).add_(x.double()),
     "flags as numbers": lambda x: (x * 2).gt_(1),
     "data": lambda x: x.data.mul_(2) + x,

@@ -320,5 +320,6 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    require(is_ordinary(tensor), "a value is more than its storage and shape")
+    strided = tensor.layout is torch.strided and not tensor.is_quantized
+    require(strided, "a value is more than its storage and shape")
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import optimizer
 from optimizer.core.guards import GUARDS
 from optimizer.core.node import callee
-from optimizer.testing import untouched
+from optimizer.testing import inputs_like, untouched
 
 
 class Forward(nn.Module):
@@ -34,6 +35,23 @@ def optimized_by(name: str, model: nn.Module, *inputs: Any, **options: Any) -> A
     options = {"level": 1, "check": None} | options
     with untouched(model):
         return optimizer.optimize(model, inputs or None, only=[name], **options)
+
+
+def assert_as_near_to_the_truth(
+    name: str, model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Assert that a pass fires once, and errs no more than four times as much as the model."""
+    (x,) = inputs_like([shape], "random", 0, dtype)
+    model = model.to(dtype)
+
+    fast = optimized_by(name, model, x)
+
+    with torch.no_grad():
+        eager, folded = model(x).double(), fast(x).double()
+        truth = model.double()(x.double())
+    bound = max(4 * (eager - truth).abs().max(), 1e-15 * truth.abs().max())
+    assert fast.report.counts() == {name: 1}
+    assert (folded - truth).abs().max() <= bound
 
 
 def callees(fast: Any) -> list[Any]:

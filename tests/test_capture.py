@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import random
@@ -96,6 +97,13 @@ def swallowed_bool(m: Any, x: Any) -> Any:
     return x if positive is None else -x
 
 
+def suppressed(m: Any, x: Any) -> Any:
+    factor = 1
+    with contextlib.suppress(Exception):
+        factor = int(x.sum()) + 7
+    return x * factor
+
+
 def default_dict(m: Any, x: Any) -> Any:
     result = collections.defaultdict(list)
     result["x"] = x * 2
@@ -167,8 +175,10 @@ LEFT_ALONE: dict[str, Case] = {
     "a write under no_grad": unary(written_without_grad, "a gradient mode"),
     "a swallowed error of len()": unary(swallowed_len, "it has a try statement"),
     "a swallowed error of bool()": unary(swallowed_bool, "it has a try statement"),
+    "a suppressed error": unary(suppressed, "reaches contextlib.suppress"),
     "a defaultdict": unary(default_dict, "makes a defaultdict"),
     "a look into a set": unary(in_a_set, "looks a traced value up"),
+    "a look into a dict": unary(lambda m, x: x * {2: 2.0}.get(x.dim(), 1.0), "looks a traced"),
     "a new attribute of a tensor": unary(attribute_of_a_tensor, "sets the attribute 'note'"),
     "an attribute that tensors lack": unary(optional_attribute, "asks what a value has"),
     "a gradient": unary(lambda m, x: x * 2 if x.grad is None else x, "for its attribute 'grad'"),

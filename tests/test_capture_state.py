@@ -223,6 +223,7 @@ def step_of_list(kept: Any) -> int:
 
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "list that holds itself": (list_of_itself, step_of_list),
+    "nested dict": (lambda: {"a": [0]}, lambda kept: kept["a"].append(1) or len(kept["a"])),
     "numpy generator": (lambda: np.random.default_rng(0), lambda kept: float(kept.random())),
     "numpy RandomState": (lambda: np.random.RandomState(0), lambda kept: float(kept.rand())),
     "Python generator": (lambda: random.Random(0), lambda kept: kept.random()),

@@ -55,6 +55,18 @@ def test_a_trap_passes_its_check(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", NAMED)
+def test_optimizing_a_trap_leaves_model_inputs_and_random_state_alone(name: str) -> None:
+    trap = NAMED[name]
+    model, inputs = trap.build(), copy.deepcopy(trap.calls[0])
+    state, random_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+
+    optimizer.optimize(model, inputs, check=None, level=1)
+
+    assert_same((dict(state), trap.calls[0]), (dict(model.state_dict()), inputs))
+    assert torch.equal(random_state, torch.get_rng_state())
+
+
 def optimized(trap: Trap, example: bool) -> Any:
     inputs = copy.deepcopy(trap.calls[0]) if example else None
     return optimizer.optimize(trap.build(), inputs, check=None, level=1)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import optimizer
 from optimizer.core.node import module_of
 from optimizer.testing import assert_equivalent, inputs_like, randomize
-from tests.single_pass import Forward, callees, optimized_by
+from tests.single_pass import Forward, assert_as_near_to_the_truth, callees, optimized_by
 
 NAME = "fold_affine"
 optimized = partial(optimized_by, NAME)
@@ -49,122 +49,48 @@ def statistics() -> dict[str, Tensor]:
     }
 
 
-LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "linear": (lambda: nn.Sequential(nn.Linear(3, 4), batchnorm(1)), (5, 3)),
-    "linear without bias": (
-        lambda: nn.Sequential(nn.Linear(3, 4, bias=False), batchnorm(1)),
-        (5, 3),
-    ),
-    "conv1d": (lambda: nn.Sequential(nn.Conv1d(3, 4, 3), batchnorm(1)), (2, 3, 8)),
-    "conv1d as long as wide": (
-        lambda: nn.Sequential(nn.Conv1d(3, 4, 3), batchnorm(1)),
-        (2, 3, 6),
-    ),
-    "conv2d": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), batchnorm(2)), (2, 3, 6, 6)),
-    "conv3d": (lambda: nn.Sequential(nn.Conv3d(3, 4, 2), batchnorm(3)), (2, 3, 4, 4, 4)),
-    "conv without bias": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), batchnorm(2)),
-        (2, 3, 6, 6),
-    ),
-    "no affine": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), batchnorm(2, affine=False)),
-        (2, 3, 6, 6),
-    ),
-    "no affine, no bias": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), batchnorm(2, affine=False)),
-        (2, 3, 6, 6),
-    ),
+IMAGE = (2, 3, 6, 6)
+conv = partial(nn.Conv2d, 3, 4, 3)
+LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
+    "linear": (lambda: [nn.Linear(3, 4), batchnorm(1)], (5, 3)),
+    "linear without bias": (lambda: [nn.Linear(3, 4, bias=False), batchnorm(1)], (5, 3)),
+    "conv1d": (lambda: [nn.Conv1d(3, 4, 3), batchnorm(1)], (2, 3, 8)),
+    "conv1d as long as wide": (lambda: [nn.Conv1d(3, 4, 3), batchnorm(1)], (2, 3, 6)),
+    "conv2d": (lambda: [conv(), batchnorm(2)], IMAGE),
+    "conv3d": (lambda: [nn.Conv3d(3, 4, 2), batchnorm(3)], (2, 3, 4, 4, 4)),
+    "conv without bias": (lambda: [conv(bias=False), batchnorm(2)], IMAGE),
+    "no affine": (lambda: [conv(), batchnorm(2, affine=False)], IMAGE),
+    "no affine, no bias": (lambda: [conv(bias=False), batchnorm(2, affine=False)], IMAGE),
     "groups, stride, padding, dilation": (
-        lambda: nn.Sequential(
-            nn.Conv2d(4, 4, 3, stride=2, padding=1, dilation=2, groups=2), batchnorm(2)
-        ),
+        lambda: [nn.Conv2d(4, 4, 3, 2, padding=1, dilation=2, groups=2), batchnorm(2)],
         (2, 4, 9, 9),
     ),
-    "depthwise": (lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), batchnorm(2)), (2, 4, 6, 6)),
-    "padding to the same size": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), batchnorm(2)),
-        (2, 3, 6, 6),
-    ),
+    "depthwise": (lambda: [nn.Conv2d(4, 4, 3, groups=4), batchnorm(2)], (2, 4, 6, 6)),
+    "padding to the same size": (lambda: [conv(padding="same"), batchnorm(2)], IMAGE),
     "padding by reflection": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), batchnorm(2)),
-        (2, 3, 6, 6),
+        lambda: [conv(padding=1, padding_mode="reflect"), batchnorm(2)], IMAGE,
     ),
-    "two BatchNorms": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), batchnorm(2), batchnorm(2, eps=0.25)),
-        (2, 3, 6, 6),
-    ),
-    "momentum None": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), batchnorm(2, momentum=None)),
-        (2, 3, 6, 6),
-    ),
-}
+    "two BatchNorms": (lambda: [conv(), batchnorm(2), batchnorm(2, eps=0.25)], IMAGE),
+    "momentum None": (lambda: [conv(), batchnorm(2, momentum=None)], IMAGE),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("regime", ["random", "dyadic", "ill"])
 @pytest.mark.parametrize("case", LAYERS)
 def test_folds_into_each_kind_of_layer(case: str, regime: str) -> None:
     build, shape = LAYERS[case]
-    model = randomize(build().double().eval(), regime)
+    model = randomize(nn.Sequential(*build()).double().eval(), regime)
     inputs = inputs_like([shape], regime, 0)
 
     fast = optimized(model, *inputs)
 
-    kind = type(model[0])  # type: ignore[index]
-    assert callees(fast) == [kind]
+    assert callees(fast) == [type(model[0])]  # type: ignore[index]
     assert_equivalent(model, fast, inputs)
 
 
-SPELLINGS: dict[str, Callable[[], nn.Module]] = {
-    "keyword calls": lambda: Forward(
-        lambda m, x: m.bn(input=m.conv(input=x)), conv=nn.Conv2d(3, 4, 3), bn=batchnorm(2)
-    ),
-    "F.conv2d": lambda: Forward(
-        lambda m, x: m.bn(F.conv2d(x, m.w, m.b)), bn=batchnorm(2), **convolution()
-    ),
-    "F.conv2d without bias": lambda: Forward(
-        lambda m, x: m.bn(F.conv2d(x, m.w)), bn=batchnorm(2), **convolution(bias=False)
-    ),
-    "F.conv2d with keywords": lambda: Forward(
-        lambda m, x: m.bn(F.conv2d(input=x, weight=m.w, bias=m.b, padding=1, stride=(2, 1))),
-        bn=batchnorm(2),
-        **convolution(),
-    ),
-    "torch.conv2d": lambda: Forward(
-        lambda m, x: m.bn(torch.conv2d(x, m.w, m.b, 2)), bn=batchnorm(2), **convolution()
-    ),
-    "F.batch_norm": lambda: Forward(
-        lambda m, x: F.batch_norm(m.conv(x), m.mean, m.var, m.gain, m.shift, False, 0.1, EPS),
-        conv=nn.Conv2d(3, 4, 3),
-        **statistics(),
-    ),
-    "F.batch_norm with keywords": lambda: Forward(
-        lambda m, x: F.batch_norm(
-            m.conv(x), running_mean=m.mean, running_var=m.var, bias=m.shift, weight=m.gain, eps=EPS
-        ),
-        conv=nn.Conv2d(3, 4, 3),
-        **statistics(),
-    ),
-    "F.batch_norm in the module's mode": lambda: Forward(
-        lambda m, x: F.batch_norm(m.conv(x), m.mean, m.var, training=m.training, eps=EPS),
-        conv=nn.Conv2d(3, 4, 3),
-        **statistics(),
-    ),
-    "both as functions": lambda: Forward(
-        lambda m, x: F.batch_norm(F.conv2d(x, m.w, m.b), m.mean, m.var, m.gain, m.shift, eps=EPS),
-        **convolution(),
-        **statistics(),
-    ),
-    "a function on the parameters of a module": lambda: Forward(
-        lambda m, x: m.bn(F.conv2d(x, m.conv.weight, m.conv.bias)),
-        conv=nn.Conv2d(3, 4, 3),
-        bn=batchnorm(2),
-    ),
-    "a subclass that calls its base class": lambda: nn.Sequential(Conv(3, 4, 3), batchnorm(2)),
-    "layers in a dictionary": lambda: Forward(
-        lambda m, x: m.layers["norm"](m.layers["first"](x)),
-        layers=nn.ModuleDict({"first": nn.Conv2d(3, 4, 3), "norm": batchnorm(2)}),
-    ),
-}
+def normalized(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """A model whose forward gets weights `w` and `b`, a layer and a norm, and statistics."""
+    return lambda: Forward(forward, **convolution(), **statistics(), conv=conv(), bn=batchnorm(2))
 
 
 class Conv(nn.Conv2d):
@@ -172,11 +98,44 @@ class Conv(nn.Conv2d):
         return super().forward(x)
 
 
+SPELLINGS: dict[str, Callable[[], nn.Module]] = {
+    "keyword calls": normalized(lambda m, x: m.bn(input=m.conv(input=x))),
+    "F.conv2d": normalized(lambda m, x: m.bn(F.conv2d(x, m.w, m.b))),
+    "F.conv2d without bias": normalized(lambda m, x: m.bn(F.conv2d(x, m.w))),
+    "F.conv2d with keywords": normalized(
+        lambda m, x: m.bn(F.conv2d(input=x, weight=m.w, bias=m.b, padding=1, stride=(2, 1)))
+    ),
+    "torch.conv2d": normalized(lambda m, x: m.bn(torch.conv2d(x, m.w, m.b, 2))),
+    "F.batch_norm": normalized(
+        lambda m, x: F.batch_norm(m.conv(x), m.mean, m.var, m.gain, m.shift, False, 0.1, EPS)
+    ),
+    "F.batch_norm with keywords": normalized(
+        lambda m, x: F.batch_norm(
+            m.conv(x), running_mean=m.mean, running_var=m.var, bias=m.shift, weight=m.gain, eps=EPS
+        )
+    ),
+    "F.batch_norm in the module's mode": normalized(
+        lambda m, x: F.batch_norm(m.conv(x), m.mean, m.var, training=m.training, eps=EPS)
+    ),
+    "both as functions": normalized(
+        lambda m, x: F.batch_norm(F.conv2d(x, m.w, m.b), m.mean, m.var, m.gain, m.shift, eps=EPS)
+    ),
+    "a function on the parameters of a module": normalized(
+        lambda m, x: m.bn(F.conv2d(x, m.conv.weight, m.conv.bias))
+    ),
+    "a subclass that calls its base class": lambda: nn.Sequential(Conv(3, 4, 3), batchnorm(2)),
+    "layers in a dictionary": lambda: Forward(
+        lambda m, x: m.layers["norm"](m.layers["first"](x)),
+        layers=nn.ModuleDict({"first": conv(), "norm": batchnorm(2)}),
+    ),
+}
+
+
 @pytest.mark.parametrize("regime", ["random", "dyadic"])
 @pytest.mark.parametrize("case", SPELLINGS)
 def test_folds_in_every_spelling_of_a_convolution(case: str, regime: str) -> None:
     model = randomize(SPELLINGS[case]().double().eval(), regime)
-    inputs = inputs_like([(2, 3, 6, 6)], regime, 0)
+    inputs = inputs_like([IMAGE], regime, 0)
 
     fast = optimized(model, *inputs)
 
@@ -185,32 +144,21 @@ def test_folds_in_every_spelling_of_a_convolution(case: str, regime: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "function", [F.linear, lambda x, w, b: F.linear(input=x, weight=w, bias=b)]
-)
-def test_folds_into_a_linear_function(function: Callable[..., Tensor]) -> None:
-    model = Forward(
-        lambda m, x: m.bn(function(x, m.w, m.b)), w=parameter(4, 3), b=parameter(4), bn=batchnorm(1)
-    )
-    randomize(model.double().eval())
-    inputs = inputs_like([(5, 3)], "random", 0)
-
-    fast = optimized(model, *inputs)
-
-    assert callees(fast) == [nn.Linear]
-    assert_equivalent(model, fast, inputs)
-
-
-@pytest.mark.parametrize(
     ("function", "kind", "shape"),
-    [(F.conv1d, nn.Conv1d, (2, 3, 6)), (torch.conv3d, nn.Conv3d, (2, 3, 4, 4, 4))],
+    [
+        (F.linear, nn.Linear, (5, 3)),
+        (lambda x, w, b: F.linear(input=x, weight=w, bias=b), nn.Linear, (5, 3)),
+        (F.conv1d, nn.Conv1d, (2, 3, 6)),
+        (torch.conv3d, nn.Conv3d, (2, 3, 4, 4, 4)),
+    ],
 )
-def test_folds_into_a_convolution_function_of_any_rank(
+def test_folds_into_a_function_of_any_rank(
     function: Callable[..., Tensor], kind: type[nn.Module], shape: tuple[int, ...]
 ) -> None:
     dimensions = len(shape) - 2
     model = Forward(
         lambda m, x: m.bn(function(x, m.w, m.b)),
-        bn=batchnorm(dimensions),
+        bn=batchnorm(dimensions or 1),
         **convolution(dimensions),
     )
     randomize(model.double().eval())
@@ -222,24 +170,17 @@ def test_folds_into_a_convolution_function_of_any_rank(
     assert_equivalent(model, fast, inputs)
 
 
-class Flattened(nn.Module):
-    """timm's LeViT: a Linear on (N, L, C), normalized as (N * L, C)."""
-
-    def __init__(self, *span: int) -> None:
-        super().__init__()
-        self.layer, self.bn = nn.Linear(3, 4), nn.BatchNorm1d(4)
-        self.span = span
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        return self.bn(x.flatten(*self.span)).reshape_as(x)
-
-
 @pytest.mark.parametrize("span", [(0, 1), (0, -2), (-3, -2)])
 def test_a_batchnorm_behind_a_flatten_folds_into_the_linear(
     span: tuple[int, int],
 ) -> None:
-    model = randomize(Flattened(*span).double().eval())
+    """As timm's LeViT does: a Linear on (N, L, C), normalized as (N * L, C)."""
+    model = Forward(
+        lambda m, x: m.bn((y := m.layer(x)).flatten(*span)).reshape_as(y),
+        layer=nn.Linear(3, 4),
+        bn=batchnorm(1),
+    )
+    randomize(model.double().eval())
     inputs = inputs_like([(2, 5, 3)], "random", 0)
 
     fast = optimized(model, *inputs)
@@ -251,12 +192,12 @@ def test_a_batchnorm_behind_a_flatten_folds_into_the_linear(
 
 
 def test_without_example_inputs_a_rank_that_the_layers_imply_suffices() -> None:
-    model = randomize(nn.Sequential(nn.Conv2d(3, 4, 3), batchnorm(2)).double().eval())
+    model = randomize(nn.Sequential(conv(), batchnorm(2)).double().eval())
 
     fast = optimized(model)
 
     assert callees(fast) == [nn.Conv2d]
-    assert_equivalent(model, fast, inputs_like([(2, 3, 6, 6)], "random", 0))
+    assert_equivalent(model, fast, inputs_like([IMAGE], "random", 0))
 
 
 def test_a_pair_called_twice_is_folded_once_and_called_twice() -> None:
@@ -287,12 +228,12 @@ def test_channels_that_came_last_do_not_after_the_batchnorm(layer: nn.Module, le
 def test_a_layer_before_two_batchnorms_gets_two_folded_copies() -> None:
     model = Forward(
         lambda m, x: m.first(m.conv(x)) - m.second(m.conv(x)),
-        conv=nn.Conv2d(3, 4, 3),
+        conv=conv(),
         first=batchnorm(2),
         second=batchnorm(2, eps=0.5),
     )
     randomize(model.double().eval())
-    inputs = inputs_like([(2, 3, 6, 6)], "random", 0)
+    inputs = inputs_like([IMAGE], "random", 0)
 
     fast = optimized(model, *inputs)
 
@@ -303,11 +244,11 @@ def test_a_layer_before_two_batchnorms_gets_two_folded_copies() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_fold_is_computed_in_float64_and_rounded_once(dtype: torch.dtype) -> None:
-    model = randomize(nn.Sequential(nn.Conv2d(3, 4, 3), batchnorm(2)), "random").to(dtype).eval()
-    conv, bn = model
+    model = randomize(nn.Sequential(conv(), batchnorm(2)), "random").to(dtype).eval()
+    layer, bn = model
     scale = bn.weight.double() / (bn.running_var.double() + bn.eps).sqrt()
-    weight = conv.weight.double() * scale[:, None, None, None]
-    bias = scale * (conv.bias.double() - bn.running_mean.double()) + bn.bias.double()
+    weight = layer.weight.double() * scale[:, None, None, None]
+    bias = scale * (layer.bias.double() - bn.running_mean.double()) + bn.bias.double()
 
     fast = optimized(model, torch.randn(2, 3, 6, 6, dtype=dtype))
 
@@ -317,8 +258,15 @@ def test_the_fold_is_computed_in_float64_and_rounded_once(dtype: torch.dtype) ->
     assert folded.weight.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_fold_in_low_precision_is_as_near_to_the_truth_as_the_model(dtype: torch.dtype) -> None:
+    model = randomize(nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU()))
+
+    assert_as_near_to_the_truth(NAME, model.eval(), (4, 8, 12, 12), dtype)
+
+
 def test_a_frozen_layer_stays_frozen() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3).requires_grad_(False), batchnorm(2)).eval()
+    model = nn.Sequential(conv().requires_grad_(False), batchnorm(2)).eval()
 
     fast = optimized(model, torch.randn(2, 3, 6, 6))
 
@@ -326,7 +274,7 @@ def test_a_frozen_layer_stays_frozen() -> None:
 
 
 def training() -> nn.Module:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), batchnorm(2)).eval()
+    model = nn.Sequential(conv(), batchnorm(2)).eval()
     model[1].train()
     return model
 
@@ -336,136 +284,86 @@ def tiny_variance() -> nn.Module:
     nn.init.zeros_(model[1].running_var)
     nn.init.constant_(model[1].weight, 300.0)
     nn.init.uniform_(model[0].weight, 1.0, 2.0)
-    return model.half()
+    return model.half().eval()
 
 
-class WritesWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 4, 3), batchnorm(2)
-        self.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.conv.weight.mul_(2)
-        return self.bn(self.conv(x))
+def sequence(*layers: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*layers).eval()
 
 
-class WritesStatistics(WritesWeight):
-    def forward(self, x: Tensor) -> Tensor:
-        self.bn.running_mean.add_(1)
-        return self.bn(self.conv(x))
-
-
-def refused(model: nn.Module, *shape: int, **settings: Any) -> tuple[nn.Module, Tensor]:
-    return model, torch.randn(shape, **settings)
+def forward(function: Callable[[Any, Tensor], Any], **held: Any) -> Callable[[], nn.Module]:
+    return lambda: Forward(function, **held).eval().requires_grad_(False)
 
 
 OTHER_AXIS = "BatchNorm normalizes another axis than the layer's"
 READ_ELSEWHERE = "the layer's output is read elsewhere"
 MIXES = "flattening mixes the layer's outputs"
 WRITTEN = "the forward writes their tensors"
-REFUSALS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str]] = {
+REFUSALS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "BatchNorm in training mode": (
-        lambda: refused(training(), 2, 3, 6, 6),
-        "BatchNorm is in training mode and uses batch statistics",
+        training, IMAGE, "BatchNorm is in training mode and uses batch statistics",
     ),
     "no running statistics": (
-        lambda: refused(
-            nn.Sequential(nn.Conv2d(3, 4, 3), batchnorm(2, track_running_stats=False)).eval(),
-            *(2, 3, 6, 6),
-        ),
+        sequence(conv(), batchnorm(2, track_running_stats=False)), IMAGE,
         "BatchNorm tracks no running statistics and uses the batch's",
     ),
     "a second reader": (
-        lambda: refused(
-            Forward(
-                lambda m, x: (y := m.conv(x), m.bn(y)), conv=nn.Conv2d(3, 4, 3), bn=batchnorm(2)
-            ).eval(),
-            *(2, 3, 6, 6),
-        ),
+        forward(lambda m, x: (y := m.conv(x), m.bn(y)), conv=conv(), bn=batchnorm(2)), IMAGE,
         READ_ELSEWHERE,
     ),
     "a constant for each place": (
-        lambda: refused(
-            Forward(lambda m, x: m.fc(x) * m.c, fc=nn.Linear(3, 4), c=torch.ones(2, 4)).eval(),
-            *(2, 3),
-        ),
+        forward(lambda m, x: m.fc(x) * m.c, fc=nn.Linear(3, 4), c=torch.ones(2, 4)), (2, 3),
         "the constant is not one number a channel",
     ),
     "a constant of more dimensions": (
-        lambda: refused(
-            Forward(lambda m, x: m.fc(x) * m.c, fc=nn.Linear(3, 4), c=torch.ones(1, 1, 4)).eval(),
-            *(2, 3),
-        ),
+        forward(lambda m, x: m.fc(x) * m.c, fc=nn.Linear(3, 4), c=torch.ones(1, 1, 4)), (2, 3),
         "the constant has more dimensions than what it is combined with",
     ),
     "Linear on (N, C, L) with L == C": (
-        lambda: refused(nn.Sequential(nn.Linear(3, 4), batchnorm(1)).eval(), 2, 4, 3),
-        OTHER_AXIS,
+        sequence(nn.Linear(3, 4), batchnorm(1)), (2, 4, 3), OTHER_AXIS,
     ),
     "Linear on (N, C, L) with L != C": (
-        lambda: refused(nn.Sequential(nn.Linear(3, 4), batchnorm(1, 5)).eval(), 2, 5, 3),
-        OTHER_AXIS,
+        sequence(nn.Linear(3, 4), batchnorm(1, 5)), (2, 5, 3), OTHER_AXIS,
     ),
-    "Linear on an image": (
-        lambda: refused(nn.Sequential(nn.Linear(3, 4), batchnorm(2)).eval(), 2, 4, 5, 3),
-        OTHER_AXIS,
-    ),
+    "Linear on an image": (sequence(nn.Linear(3, 4), batchnorm(2)), (2, 4, 5, 3), OTHER_AXIS),
     "Conv1d without a batch and L == C": (
-        lambda: refused(nn.Sequential(nn.Conv1d(3, 4, 3), batchnorm(1)).eval(), 3, 6),
-        OTHER_AXIS,
+        sequence(nn.Conv1d(3, 4, 3), batchnorm(1)), (3, 6), OTHER_AXIS,
     ),
     "a bfloat16 layer and a float32 BatchNorm": (
-        lambda: refused(
-            nn.Sequential(nn.Conv2d(3, 4, 3).bfloat16(), batchnorm(2)).eval(),
-            *(2, 3, 6, 6),
-            dtype=torch.bfloat16,
-        ),
-        "dtype or device differ",
+        sequence(conv().bfloat16(), batchnorm(2)), IMAGE, "dtype or device differ",
     ),
     "a forward that writes the layer's weight": (
-        lambda: refused(WritesWeight().eval(), 2, 3, 6, 6),
-        WRITTEN,
+        forward(
+            lambda m, x: (m.conv.weight.mul_(2), m.bn(m.conv(x)))[1], conv=conv(), bn=batchnorm(2)
+        ), IMAGE, WRITTEN,
     ),
     "a forward that writes the running mean": (
-        lambda: refused(WritesStatistics().eval(), 2, 3, 6, 6),
-        WRITTEN,
+        forward(
+            lambda m, x: (m.bn.running_mean.add_(1), m.bn(m.conv(x)))[1],
+            conv=conv(), bn=batchnorm(2),
+        ), IMAGE, WRITTEN,
     ),
-    "weights beyond float16": (
-        lambda: (tiny_variance().eval(), torch.full((2, 3), 1e-3, dtype=torch.float16)),
-        "the folded weights overflow or underflow",
-    ),
+    "weights beyond float16": (tiny_variance, (2, 3), "the folded weights overflow or underflow"),
     "outputs that are flattened away": (
-        lambda: refused(
-            Forward(lambda m, x: m.layer(x).flatten(1) * 2, layer=nn.Linear(3, 4)).eval(), 2, 5, 3
-        ),
-        MIXES,
+        forward(lambda m, x: m.layer(x).flatten(1) * 2, layer=nn.Linear(3, 4)), (2, 5, 3), MIXES,
     ),
     "a flattened convolution": (
-        lambda: refused(
-            Forward(lambda m, x: m.layer(x).flatten(0, 1) * 2, layer=nn.Conv2d(3, 4, 3)).eval(),
-            *(2, 3, 6, 6),
-        ),
-        MIXES,
+        forward(lambda m, x: m.layer(x).flatten(0, 1) * 2, layer=conv()), IMAGE, MIXES,
     ),
     "a rank that depends on sizes": (
-        lambda: refused(nn.Sequential(Squeeze(), nn.Linear(3, 4), batchnorm(1)).eval(), *(2, 1, 3)),
+        sequence(Forward(lambda m, x: x.squeeze()), nn.Linear(3, 4), batchnorm(1)), (2, 1, 3),
         "its rank depends on sizes, through a squeeze",
     ),
-}
-
-
-class Squeeze(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.squeeze()
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refuses(case: str) -> None:
-    build, reason = REFUSALS[case]
-    model, x = build()
+    build, shape, reason = REFUSALS[case]
+    model = deepcopy(build())
     if case != "weights beyond float16":
         randomize(model)
+    x = torch.randn(shape, dtype=next(model.parameters()).dtype) * 1e-3
 
     fast = optimized(model, x)
 
@@ -476,7 +374,7 @@ def test_refuses(case: str) -> None:
 
 
 def test_refuses_layers_that_do_not_fit_one_another() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), batchnorm(2, 1)).eval()
+    model = nn.Sequential(conv(), batchnorm(2, 1)).eval()
 
     fast = optimized(model)
 
@@ -507,17 +405,10 @@ def test_another_rank_than_the_example_is_an_error(shape: tuple[int, ...]) -> No
         fast(other)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.linspace(0.5, 2.0, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.scale
-
-
 def test_a_constant_that_widens_what_autocast_narrows_stays() -> None:
-    model, x = Scaled().eval(), torch.ones(2, 4)
+    scale = nn.Parameter(torch.linspace(0.5, 2.0, 4))
+    model = Forward(lambda m, x: m.fc(x) * m.scale, fc=nn.Linear(4, 4), scale=scale).eval()
+    x = torch.ones(2, 4)
 
     with torch.autocast("cpu", torch.bfloat16):
         fast: Any = optimizer.optimize(model, x, check=None, level=1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import optimizer
 from optimizer.testing import assert_equivalent, inputs_like, randomize
-from tests.single_pass import callees, optimized_by
+from tests.single_pass import Forward, assert_as_near_to_the_truth, callees, optimized_by
 
 NAME = "fold_affine_forward"
 optimized = partial(optimized_by, NAME)
@@ -45,66 +45,47 @@ def valid(kernel: int = 3, **settings: Any) -> nn.Module:
     return nn.Conv2d(4, 6, kernel, **settings)
 
 
+def behind(norm: nn.Module, layer: nn.Module) -> nn.Module:
+    return randomize(nn.Sequential(norm, layer).eval())
+
+
+def norm(channels: int = 4) -> nn.Module:
+    return nn.BatchNorm2d(channels)
+
+
 FOLDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "BatchNorm2d": (lambda: nn.Sequential(nn.BatchNorm2d(4), valid()), IMAGE),
-    "BatchNorm2d without bias": (
-        lambda: nn.Sequential(nn.BatchNorm2d(4), valid(1, bias=False)),
-        IMAGE,
-    ),
-    "BatchNorm3d": (
-        lambda: nn.Sequential(nn.BatchNorm3d(4), nn.Conv3d(4, 6, 2)),
-        (2, 4, 3, 3, 3),
-    ),
-    "BatchNorm1d and Conv1d": (
-        lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Conv1d(4, 6, 2)),
-        (2, 4, 5),
-    ),
-    "BatchNorm1d and Linear": (
-        lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 6)),
-        (5, 4),
-    ),
-    "groups": (lambda: nn.Sequential(nn.BatchNorm2d(4), valid(groups=2)), IMAGE),
-    "depthwise": (
-        lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 8, 3, groups=4)),
-        IMAGE,
-    ),
-    "stride and dilation": (
-        lambda: nn.Sequential(nn.BatchNorm2d(4), valid(2, stride=2, dilation=2)),
-        IMAGE,
-    ),
-    "padding by name, of nothing": (
-        lambda: nn.Sequential(nn.BatchNorm2d(4), valid(padding="valid")),
-        IMAGE,
-    ),
+    "BatchNorm2d": (lambda: behind(norm(), valid()), IMAGE),
+    "BatchNorm2d without bias": (lambda: behind(norm(), valid(1, bias=False)), IMAGE),
+    "BatchNorm3d": (lambda: behind(nn.BatchNorm3d(4), nn.Conv3d(4, 6, 2)), (2, 4, 3, 3, 3)),
+    "BatchNorm1d and Conv1d": (lambda: behind(nn.BatchNorm1d(4), nn.Conv1d(4, 6, 2)), (2, 4, 5)),
+    "BatchNorm1d and Linear": (lambda: behind(nn.BatchNorm1d(4), nn.Linear(4, 6)), (5, 4)),
+    "groups": (lambda: behind(norm(), valid(groups=2)), IMAGE),
+    "depthwise": (lambda: behind(norm(), nn.Conv2d(4, 8, 3, groups=4)), IMAGE),
+    "stride and dilation": (lambda: behind(norm(), valid(2, stride=2, dilation=2)), IMAGE),
+    "padding by name, of nothing": (lambda: behind(norm(), valid(padding="valid")), IMAGE),
     "padding to the same size, of nothing": (
-        lambda: nn.Sequential(nn.BatchNorm2d(4), valid(1, padding="same")),
-        IMAGE,
+        lambda: behind(norm(), valid(1, padding="same")), IMAGE,
     ),
     "padding by reflection": (
-        lambda: nn.Sequential(nn.BatchNorm2d(4), valid(padding=1, padding_mode="reflect")),
-        IMAGE,
+        lambda: behind(norm(), valid(padding=1, padding_mode="reflect")), IMAGE,
     ),
     "padding by wrapping around": (
-        lambda: nn.Sequential(nn.BatchNorm2d(4), valid(padding=2, padding_mode="circular")),
-        IMAGE,
+        lambda: behind(norm(), valid(padding=2, padding_mode="circular")), IMAGE,
     ),
     "a product and zeros": (lambda: Before(times, valid(padding=1), 4, 1, 1), IMAGE),
     "a product and a transposed layer": (
-        lambda: Before(times, nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), 1, 4, 1, 1),
-        IMAGE,
+        lambda: Before(times, nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), 1, 4, 1, 1), IMAGE,
     ),
     "a sum": (lambda: Before(plus, valid(), 4, 1, 1), IMAGE),
     "a sum over the last dimension": (lambda: Before(plus, nn.Linear(4, 6), 4), (2, 3, 4)),
     "an image without a batch": (lambda: Before(plus, valid(), 4, 1, 1), IMAGE[1:]),
     "the normalization of an input": (
-        lambda: Before(lambda x, c: (x - 0.485) / c, valid(), 1, 4, 1, 1),
-        IMAGE,
+        lambda: Before(lambda x, c: (x - 0.485) / c, valid(), 1, 4, 1, 1), IMAGE,
     ),
     "a second reader of its shape": (
-        lambda: Before(lambda x, c: (y := x * c, y.ndim)[0], valid(), 4, 1, 1),
-        IMAGE,
+        lambda: Before(lambda x, c: (y := x * c, y.ndim)[0], valid(), 4, 1, 1), IMAGE,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FOLDS)
@@ -151,12 +132,9 @@ def test_an_example_of_a_single_channel_binds_nobody() -> None:
 
 
 def test_other_readers_see_a_single_channel() -> None:
-    class Both(Before):
-        def forward(self, x: Tensor) -> Any:
-            centred = x - 0.5
-            return self.layer(centred * self.constant), centred
-
-    model = randomize(Both(times, valid(), 4, 1, 1).double().eval())
+    scale = torch.rand(4, 1, 1) + 0.5
+    model = Forward(lambda m, x: (m.layer((y := x - 0.5) * m.c), y), layer=valid(), c=scale)
+    randomize(model.double().eval())
 
     fast = optimized(model, *inputs_like([IMAGE], "random", 0))
 
@@ -165,11 +143,9 @@ def test_other_readers_see_a_single_channel() -> None:
 
 
 def test_a_layer_fixes_its_channels() -> None:
-    class Scaled(Before):
-        def forward(self, x: Tensor) -> Any:
-            return self.layer(self.layer(x) * self.constant)
-
-    model = randomize(Scaled(times, nn.Linear(4, 4), 4).double().eval())
+    scale = torch.rand(4) + 0.5
+    model = Forward(lambda m, x: m.layer(m.layer(x) * m.c), layer=nn.Linear(4, 4), c=scale)
+    randomize(model.double().eval())
 
     fast = optimized(model, *inputs_like([(3, 4)], "random", 0))
 
@@ -200,13 +176,13 @@ def test_a_pair_that_is_called_twice_is_folded_once() -> None:
 
 
 def training() -> nn.Module:
-    model = nn.Sequential(nn.BatchNorm2d(4), valid()).eval()
+    model = nn.Sequential(norm(), valid()).eval()
     model[0].train()
     return model
 
 
 def with_mean(mean: float) -> nn.Module:
-    model = nn.Sequential(nn.BatchNorm2d(4), valid()).eval()
+    model = nn.Sequential(norm(), valid()).eval()
     nn.init.constant_(model[0].running_mean, mean)
     return model
 
@@ -217,77 +193,56 @@ class Written(Before):
         return self.layer(x * 2)
 
 
-def normalized(layer: nn.Module, channels: int = 4) -> nn.Module:
-    norm: nn.Module = nn.BatchNorm2d(channels)
-    return randomize(nn.Sequential(norm, layer).eval())
+class Both(Before):
+    def forward(self, x: Tensor) -> Any:
+        y = self.function(x, self.constant)
+        return self.layer(y), y
 
 
 ZEROS = "the layer pads with zeros, which are not shifted"
 SHAPE = "the constant changes the shape"
 REFUSALS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
-    "zero padding": (lambda: normalized(valid(padding=1)), torch.randn(IMAGE), ZEROS),
+    "zero padding": (lambda: behind(norm(), valid(padding=1)), torch.randn(IMAGE), ZEROS),
     "zero padding on one side": (
-        lambda: normalized(valid(2, padding="same")),
-        torch.randn(IMAGE),
-        ZEROS,
+        lambda: behind(norm(), valid(2, padding="same")), torch.randn(IMAGE), ZEROS,
     ),
     "a transposed layer": (
-        lambda: normalized(nn.ConvTranspose2d(4, 6, 3)),
-        torch.randn(IMAGE),
-        ZEROS,
+        lambda: behind(norm(), nn.ConvTranspose2d(4, 6, 3)), torch.randn(IMAGE), ZEROS,
     ),
     "training mode": (
-        training,
-        torch.randn(IMAGE),
-        "BatchNorm is in training mode and uses batch statistics",
+        training, torch.randn(IMAGE), "BatchNorm is in training mode and uses batch statistics",
     ),
     "BatchNorm2d and Linear": (
-        lambda: normalized(nn.Linear(4, 4)),
-        torch.randn(2, 4, 4, 4),
+        lambda: behind(norm(), nn.Linear(4, 4)), torch.randn(2, 4, 4, 4),
         "BatchNorm normalizes another axis than the layer's",
     ),
     "a second reader": (
-        lambda: Before(lambda x, c: (y := x * c) + y.mean(), valid(), 4, 1, 1),
-        torch.randn(IMAGE),
+        lambda: Before(lambda x, c: (y := x * c) + y.mean(), valid(), 4, 1, 1), torch.randn(IMAGE),
         "",
     ),
     "an output": (
-        lambda: Both(times, valid(), 4, 1, 1),
-        torch.randn(IMAGE),
+        lambda: Both(times, valid(), 4, 1, 1), torch.randn(IMAGE),
         "the layer's output is read elsewhere",
     ),
     "an image of bytes": (
         lambda: Before(lambda x, c: x / 255.0, valid(), 1),
-        torch.randint(0, 256, IMAGE, dtype=torch.uint8),
-        "dtype or device differ",
+        torch.randint(0, 256, IMAGE, dtype=torch.uint8), "dtype or device differ",
     ),
     "one channel made four": (
-        lambda: Before(times, valid(), 4, 1, 1),
-        torch.randn(2, 1, 6, 6),
-        SHAPE,
+        lambda: Before(times, valid(), 4, 1, 1), torch.randn(2, 1, 6, 6), SHAPE,
     ),
     "a dimension that the constant adds": (
-        lambda: Before(times, valid(), 4, 1, 1),
-        torch.randn(6, 6),
-        SHAPE,
+        lambda: Before(times, valid(), 4, 1, 1), torch.randn(6, 6), SHAPE,
     ),
     "weights that the forward writes": (
-        lambda: Written(times, valid(), 1).requires_grad_(False),
-        torch.randn(IMAGE),
+        lambda: Written(times, valid(), 1).requires_grad_(False), torch.randn(IMAGE),
         "the forward writes their tensors",
     ),
     "a mean far beyond the deviation": (
-        lambda: with_mean(100.0),
-        torch.randn(IMAGE),
+        lambda: with_mean(100.0), torch.randn(IMAGE),
         "the shift is so large that it would cancel after the layer only",
     ),
-}
-
-
-class Both(Before):
-    def forward(self, x: Tensor) -> Any:
-        y = self.function(x, self.constant)
-        return self.layer(y), y
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSALS)
@@ -303,16 +258,9 @@ def test_refuses(case: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_fold_in_low_precision_is_as_near_to_the_truth_as_the_model(dtype: torch.dtype) -> None:
-    model = randomize(nn.Sequential(nn.BatchNorm2d(16), nn.Conv2d(16, 32, 3))).to(dtype).eval()
-    (x,) = inputs_like([(4, 16, 12, 12)], "random", 0, dtype)
+    model = behind(norm(16), nn.Conv2d(16, 32, 3))
 
-    fast = optimized(model, x)
-
-    with torch.no_grad():
-        eager, folded = model(x).double(), fast(x).double()
-        truth = model.double()(x.double())
-    assert fast.report.counts() == {NAME: 1}
-    assert (folded - truth).abs().max() <= 4 * (eager - truth).abs().max()
+    assert_as_near_to_the_truth(NAME, model, (4, 16, 12, 12), dtype)
 
 
 def test_another_dtype_than_the_example_is_an_error() -> None:
@@ -324,7 +272,7 @@ def test_another_dtype_than_the_example_is_an_error() -> None:
 
 
 def test_without_example_inputs_nothing_is_folded() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(4), valid()).eval()
+    model = nn.Sequential(norm(), valid()).eval()
 
     fast = optimized(model)
 
@@ -334,12 +282,10 @@ def test_without_example_inputs_nothing_is_folded() -> None:
 
 
 def test_a_batchnorm_may_lay_its_output_out_anew() -> None:
-    class OfOneChannel(nn.Sequential):
-        def forward(self, x: Tensor) -> Any:
-            y = super().forward(torch.relu(x[:, :1]))
-            return torch.stack((y, y), 1)
-
-    model = OfOneChannel(nn.BatchNorm2d(1), nn.Conv2d(1, 1, 1)).eval()
+    model = Forward(
+        lambda m, x: torch.stack((y := m.pair(torch.relu(x[:, :1])), y), 1),
+        pair=nn.Sequential(norm(1), nn.Conv2d(1, 1, 1)),
+    ).eval()
     x = torch.rand(2, 4, 4, 4).contiguous(memory_format=torch.channels_last)
     fast = optimized(model, x)
 
@@ -349,12 +295,8 @@ def test_a_batchnorm_may_lay_its_output_out_anew() -> None:
 
 
 def test_a_batchnorm_of_no_elements_takes_any_channels() -> None:
-    class Scaled(nn.Sequential):
-        def forward(self, x: Tensor) -> Any:
-            return self[1](self[0](x) * self.scale)
-
-    model = Scaled(nn.BatchNorm1d(2), nn.Conv1d(2, 2, 1)).eval()
-    model.register_buffer("scale", torch.rand(2, 1))
+    layer, scale = nn.Conv1d(2, 2, 1), torch.rand(2, 1)
+    model = Forward(lambda m, x: m.c(m.bn(x) * m.s), bn=nn.BatchNorm1d(2), c=layer, s=scale).eval()
     fast = optimized(model, torch.empty(0, 2, 3))
 
     assert fast.report.counts()[NAME] >= 1

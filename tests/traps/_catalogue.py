@@ -53,6 +53,11 @@ class HolderOfOne(Holder):
 
 
 class HolderOfTwo(Holder):
+    def forward(self, x: Any, y: Any) -> Any:
+        return self.function(self, x, y)
+
+
+class HolderOfOneOrTwo(Holder):
     def forward(self, x: Any, y: Any = None) -> Any:
         return self.function(self, x, y)
 
@@ -70,7 +75,8 @@ def trap(
     def register(forward: Forward) -> Forward:
         def build() -> nn.Module:
             torch.manual_seed(0)
-            kind = HolderOfOne if forward.__code__.co_argcount == 2 else HolderOfTwo
+            kinds = {(2, None): HolderOfOne, (3, None): HolderOfTwo, (3, (None,)): HolderOfOneOrTwo}
+            kind = kinds[forward.__code__.co_argcount, forward.__defaults__]
             model = randomized(kind(forward, members).eval())
             change(model)
             return model

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.traps._catalogue import IMAGE, ROWS, SQUARE, conv, linear, norm, norm1, trap
+from tests.traps._catalogue import DEEP, IMAGE, ROWS, SQUARE, conv, linear, norm, norm1, trap
+
+Pair = namedtuple("Pair", ["first", "second"])
 
 
 @trap(82, "control flow on data", ROWS, -ROWS, fc=linear(), bn=norm1())
@@ -24,6 +27,17 @@ def optional(m: Any, x: Any, y: Any = None) -> Any:
 @trap(82, "an optional argument that is given", (ROWS, ROWS), (ROWS[:1], ROWS))
 def optional_given(m: Any, x: Any, y: Any = None) -> Any:
     return x if y is None else x + y
+
+
+@trap(82, "a rank inside a dict", {"x": ROWS}, {"x": ROWS[:2]}, fc=linear(), bn=norm1())
+def rank_in_a_dict(m: Any, given: Any) -> Any:
+    return m.bn(m.fc(given["x"]))
+
+
+@trap(82, "containers of every kind", ROWS, rewritten=True, fc=linear(), bn=norm1())
+def containers(m: Any, x: Any) -> Any:
+    y = m.bn(m.fc(x))
+    return {"b": OrderedDict(b=y, a=x), "a": [x + 1, (y, {"y": Pair(y, x + 1)})]}
 
 
 @trap(83, "dropout by self.training", ROWS, rewritten=True)
@@ -53,6 +67,11 @@ def dropout_trains(m: Any, x: Any) -> Any:
 )
 def dropouts(m: Any, x: Any) -> Any:
     return F.dropout(input=m.a(m.drop(input=x)), training=False) * 2
+
+
+@trap(84, "an LSTM", DEEP, DEEP[:, :2], layer=lambda: nn.LSTM(4, 5, 2, batch_first=True))
+def lstm(m: Any, x: Any) -> Any:
+    return m.layer(x)[0]
 
 
 @trap(88, "a value behind an opaque function", SQUARE, SQUARE)

@@ -6,7 +6,7 @@ from __future__ import annotations
 TESTED: dict[int, tuple[str, str]] = {
     25: (
         "a fold in half precision loses what eager keeps",
-        "test_laws.py::test_a_fold_in_low_precision_is_as_near_to_the_truth_as_the_model",
+        "passes/test_fold_affine.py::test_a_fold_in_low_precision_is_as_near_to_the_truth_as_the_model",
     ),
     28: (
         "autocast around a folded model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -288,12 +289,32 @@ def hooked_norm(m: Any, x: Any) -> Any:
     return m.bn(m.c(x))
 
 
+def hook_model(m: Any) -> None:
+    m.register_forward_hook(lambda module, given, result: result * 2)
+
+
+@trap(32, "a hook on the model", IMAGE, rewritten=True, change=hook_model, c=conv(), bn=norm())
+def hooked_model(m: Any, x: Any) -> Any:
+    return m.bn(m.c(x))
+
+
 def parametrize(m: Any) -> None:
     parametrizations.weight_norm(m.c)
 
 
 @trap(33, "a parametrized weight", IMAGE, change=parametrize, c=conv(), bn=norm())
 def parametrized(m: Any, x: Any) -> Any:
+    return m.bn(m.c(x))
+
+
+def parametrize_as_before(m: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(m.c)
+
+
+@trap(33, "an old weight_norm", IMAGE, change=parametrize_as_before, c=conv(), bn=norm())
+def old_weight_norm(m: Any, x: Any) -> Any:
     return m.bn(m.c(x))
 
 

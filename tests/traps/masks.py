@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from tests.traps._catalogue import CUBE, IMAGE, ROWS, SQUARE, WHOLE, trap
 
@@ -98,3 +99,23 @@ def strides(m: Any, x: Any) -> Any:
     y = x.t() * 2
     y[x > 0] = 1.0
     return y
+
+
+@trap(79, "a mask beside an integer that is given", (ROWS, 0), (ROWS, 2), rewritten=True)
+def beside_an_integer(m: Any, x: Any, n: Any) -> Any:
+    y = x * n + 1
+    y[y < 0] = 0.0
+    return y
+
+
+class OpaqueView(nn.Module):
+    def forward(self, y: Any) -> Any:
+        return y if float(y.sum()) > 1e9 else y.view(-1)
+
+
+@trap(80, "a view that opaque code makes", ROWS, child=OpaqueView)
+def opaque_view(m: Any, x: Any) -> Any:
+    y = x * 2
+    view = m.child(y)
+    y[y < 0] = 0.0
+    return view

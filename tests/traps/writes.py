@@ -11,6 +11,14 @@ from torch.nn import functional as F
 from tests.traps._catalogue import IMAGE, ROWS, conv, linear, norm, trap
 
 
+def pointwise() -> nn.Module:
+    return nn.Conv2d(4, 4, 1)
+
+
+def renormalizing() -> nn.Module:
+    return nn.Embedding(6, 3, max_norm=0.1)
+
+
 @trap(38, "an in-place method whose result nobody reads", ROWS)
 def unread_method(m: Any, x: Any) -> Any:
     x.mul_(0.0)
@@ -38,11 +46,30 @@ def unread_out(m: Any, x: Any) -> Any:
     return y
 
 
+@trap(39, "an in-place ReLU of what a norm reads", IMAGE, c=conv(), bn=norm())
+def unread_before_a_norm(m: Any, x: Any) -> Any:
+    y = m.c(x)
+    F.relu(y, inplace=True)
+    return m.bn(y)
+
+
 @trap(40, "an assignment, which has no readers", ROWS)
 def assignment(m: Any, x: Any) -> Any:
     y = x * 2
     y[:, 0] = 1.0
     return y
+
+
+@trap(40, "an assignment to all of an input", ROWS)
+def all_assigned(m: Any, x: Any) -> Any:
+    x[...] = x * 2
+    return x
+
+
+@trap(40, "a column of an input that is added to", ROWS, ROWS[:, :2])
+def column(m: Any, x: Any) -> Any:
+    x[:, 0] += 1
+    return x
 
 
 @trap(41, "a clone that is written", ROWS)
@@ -64,6 +91,34 @@ def input_written(m: Any, x: Any) -> Any:
     return x.relu_()
 
 
+@trap(42, "an input that is written as its data", ROWS)
+def data(m: Any, x: Any) -> Any:
+    x.data.add_(1)
+    return x * 2
+
+
+@trap(42, "an input that is written after a pair", IMAGE, rewritten=True, c=pointwise, bn=norm())
+def written_after(m: Any, x: Any) -> Any:
+    y = m.bn(m.c(x))
+    x[x > 0] = 0.0
+    return y + x
+
+
+@trap(43, "a chunk that is written", ROWS)
+def chunk(m: Any, x: Any) -> Any:
+    first, second = x.chunk(2, -1)
+    first.add_(1)
+    return first, second, x
+
+
+@trap(43, "a transpose that cancels and is written", ROWS, rewritten=True)
+def transposed(m: Any, x: Any) -> Any:
+    y = x * 1
+    view = y.T
+    view.T.add_(1)
+    return y, view
+
+
 @trap(43, "a view taken before a write", ROWS)
 def view_before(m: Any, x: Any) -> Any:
     y = x.clone()
@@ -78,6 +133,33 @@ def residual(m: Any, x: Any) -> Any:
     kept = y
     y = y.relu_()
     return y + kept
+
+
+@trap(
+    44,
+    "an in-place ReLU after a pair, and a residual",
+    IMAGE,
+    rewritten=True,
+    c=pointwise,
+    bn=norm(),
+    relu=lambda: nn.ReLU(inplace=True),
+)
+def residual_of_pairs(m: Any, x: Any) -> Any:
+    y = m.relu(m.bn(m.c(x)))
+    return m.bn(m.c(y)) + y
+
+
+@trap(44, "a residual that is added in place", IMAGE, rewritten=True, c=pointwise, bn=norm())
+def added_in_place(m: Any, x: Any) -> Any:
+    y = m.bn(m.c(x))
+    z = y
+    z += x
+    return y * z
+
+
+@trap(45, "an input that is returned twice", ROWS)
+def input_twice(m: Any, x: Any) -> Any:
+    return x, x
 
 
 @trap(45, "two results that share storage", ROWS, rewritten=True, drop=lambda: nn.Dropout())
@@ -115,6 +197,16 @@ def random_tensor(m: Any, x: Any) -> Any:
 @trap(50, "two dropouts in training", ROWS, ROWS)
 def two_dropouts(m: Any, x: Any) -> Any:
     return F.dropout(x, training=True) + F.dropout(x, training=True)
+
+
+@trap(50, "random numbers beside a pair", IMAGE, IMAGE, rewritten=True, c=conv(), bn=norm())
+def random_beside(m: Any, x: Any) -> Any:
+    return m.bn(m.c(x)) + torch.rand(6) + F.dropout(x[..., 2:, 2:], 0.5, training=True)
+
+
+@trap(50, "an embedding that renormalizes its weight", torch.arange(4), e=renormalizing)
+def renormalized(m: Any, x: Any) -> Any:
+    return m.e(x)
 
 
 @trap(53, "a constant that grows", ROWS, w=lambda: nn.Parameter(torch.ones(1)))

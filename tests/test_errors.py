@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import optimizer
 from optimizer import EquivalenceError, InputError, OptimizerError, PassError
+from tests.single_pass import Forward
 
 X = torch.randn(4, 3)
 
@@ -20,179 +22,84 @@ def a_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU()).eval()
 
 
-def on_meta() -> nn.Module:
-    with torch.device("meta"):
-        return nn.Linear(3, 5).eval()
-
-
 def with_a_meta_buffer() -> nn.Module:
     model = a_model()
     model.register_buffer("extra", torch.empty(2, device="meta"))
     return model
 
 
-BAD_INPUT: dict[str, tuple[Callable[[], object], type[OptimizerError], str]] = {
-    "a function for a model": (
-        lambda: optimizer.optimize(torch.relu, X, level=1),
-        InputError,
-        "no torch.nn.Module",
-    ),
-    "a class for a model": (
-        lambda: optimizer.optimize(nn.ReLU, X, level=1),
-        InputError,
-        "already constructed",
-    ),
+def optimize(inputs: object = X, **options: Any) -> Callable[[], object]:
+    return lambda: optimizer.optimize(a_model(), inputs, **{"level": 1} | options)
+
+
+REJECTS = "rejects these example inputs"
+BAD_INPUT: dict[str, tuple[Callable[[], object], str]] = {
+    "a function for a model": (lambda: optimizer.optimize(torch.relu, X), "no torch.nn.Module"),
+    "a class for a model": (lambda: optimizer.optimize(nn.ReLU, X), "already constructed"),
     "a function to check": (
-        lambda: optimizer.check(a_model(), torch.relu, X),
-        InputError,
-        "no torch.nn.Module",
-    ),
-    "a function to capture": (
-        lambda: optimizer.capture(torch.relu, X),
-        InputError,
-        "no torch.nn.Module",
-    ),
-    "inputs of a wrong type": (
-        lambda: optimizer.optimize(a_model(), 3, level=1),
-        InputError,
-        "example_inputs is of type int: pass a tensor",
-    ),
-    "inputs that are a set": (
-        lambda: optimizer.optimize(a_model(), {X}, level=1),
-        InputError,
-        "example_inputs is of type set",
-    ),
-    "inputs of a wrong shape": (
-        lambda: optimizer.optimize(a_model(), torch.randn(4, 7), level=1),
-        InputError,
-        "rejects these example inputs",
-    ),
-    "inputs of a wrong shape, unchecked": (
-        lambda: optimizer.optimize(a_model(), torch.randn(4, 7), check=None, level=1),
-        InputError,
-        "rejects these example inputs",
-    ),
-    "inputs of a wrong dtype": (
-        lambda: optimizer.optimize(a_model(), X.double(), level=1),
-        InputError,
-        "rejects these example inputs",
-    ),
-    "too many inputs": (
-        lambda: optimizer.optimize(a_model(), (X, X), level=1),
-        InputError,
-        "rejects these example inputs",
-    ),
-    "too many inputs, unchecked": (
-        lambda: optimizer.optimize(a_model(), (X, X), check=None, level=1),
-        InputError,
-        "rejects these example inputs",
-    ),
-    "an unknown keyword, unchecked": (
-        lambda: optimizer.optimize(a_model(), {"image": X}, check=None, level=1),
-        InputError,
-        "rejects these example inputs",
-    ),
-    "inputs that check cannot call the model with": (
-        lambda: optimizer.check(a_model(), a_model(), torch.randn(4, 7)),
-        InputError,
-        "rejects these example inputs",
-    ),
-    "an unknown pass in only": (
-        lambda: optimizer.optimize(a_model(), X, only=["fold_batchnrm"], level=1),
-        PassError,
-        "fold_affine",
-    ),
-    "an unknown pass in disable": (
-        lambda: optimizer.optimize(a_model(), X, disable=["remove_identity"], level=1),
-        PassError,
-        "remove_identities",
-    ),
-    "an unknown pass to explain": (
-        lambda: optimizer.explain("compose_transpose"),
-        PassError,
-        "compose_transposes",
-    ),
-    "an unknown pass near to none": (
-        lambda: optimizer.explain("zzz"),
-        PassError,
-        "fold_affine",
-    ),
-    "an unknown level": (
-        lambda: optimizer.optimize(a_model(), X, level=7),
-        InputError,
-        "level 7 does not exist: use 0",
-    ),
-    "an unknown check": (
-        lambda: optimizer.optimize(a_model(), X, check="always", level=1),
-        InputError,
-        "check='always' does not exist: use 'final'",
-    ),
-    "an unknown check without inputs": (
-        lambda: optimizer.optimize(a_model(), check="always", level=1),
-        InputError,
-        "check='always' does not exist",
-    ),
-    "a number for names of passes": (
-        lambda: optimizer.optimize(a_model(), X, only=3, level=1),
-        InputError,
-        "only is 3: pass a list",
-    ),
-    "nothing for names of passes": (
-        lambda: optimizer.bisect(a_model(), X, disable=None),
-        InputError,
-        "disable is None: pass a list",
-    ),
-    "a number for a name": (
-        lambda: optimizer.optimize(a_model(), X, only=[3], level=1),
-        PassError,
-        "no pass named 3",
-    ),
-    "a level that is no number": (
-        lambda: optimizer.optimize(a_model(), X, level=[1]),
-        InputError,
-        "level [1] does not exist",
-    ),
-    "a text for a flag": (
-        lambda: optimizer.optimize(a_model(), X, cuda_graph="no"),
-        InputError,
-        "cuda_graph is 'no': pass True or False",
-    ),
-    "a budget without a precision": (
-        lambda: optimizer.optimize(a_model(), X, error_budget=0.01),
-        InputError,
-        "error_budget=0.01 is for a precision",
-    ),
-    "a precision that is a list": (
-        lambda: optimizer.optimize(a_model(), X, precision=["bf16"], level=3),
-        InputError,
-        "precision=['bf16'] does not exist",
-    ),
-    "keywords that are no names": (
-        lambda: optimizer.optimize(a_model(), {1: X}, level=1),
-        InputError,
-        "keyword arguments by name",
+        lambda: optimizer.check(a_model(), torch.relu, X), "no torch.nn.Module",
     ),
     "a function to check against": (
-        lambda: optimizer.check(torch.relu, a_model(), X),
-        InputError,
-        "no torch.nn.Module",
+        lambda: optimizer.check(torch.relu, a_model(), X), "no torch.nn.Module",
     ),
+    "a function to capture": (lambda: optimizer.capture(torch.relu, X), "no torch.nn.Module"),
+    "inputs of a wrong type": (optimize(3), "example_inputs is of type int: pass a tensor"),
+    "inputs that are a set": (optimize({X}), "example_inputs is of type set"),
+    "inputs of a wrong shape": (optimize(torch.randn(4, 7)), REJECTS),
+    "inputs of a wrong shape, unchecked": (optimize(torch.randn(4, 7), check=None), REJECTS),
+    "inputs of a wrong dtype": (optimize(X.double()), REJECTS),
+    "too many inputs": (optimize((X, X)), REJECTS),
+    "too many inputs, unchecked": (optimize((X, X), check=None), REJECTS),
+    "an unknown keyword, unchecked": (optimize({"image": X}, check=None), REJECTS),
+    "inputs that check cannot call the model with": (
+        lambda: optimizer.check(a_model(), a_model(), torch.randn(4, 7)), REJECTS,
+    ),
+    "an unknown level": (optimize(level=7), "level 7 does not exist: use 0"),
+    "an unknown check": (
+        optimize(check="always"), "check='always' does not exist: use 'final'",
+    ),
+    "an unknown check without inputs": (
+        optimize(None, check="always"), "check='always' does not exist",
+    ),
+    "a number for names of passes": (optimize(only=3), "only is 3: pass a list"),
+    "nothing for names of passes": (
+        lambda: optimizer.bisect(a_model(), X, disable=None), "disable is None: pass a list",
+    ),
+    "a level that is no number": (optimize(level=[1]), "level [1] does not exist"),
+    "a text for a flag": (
+        optimize(level=2, cuda_graph="no"), "cuda_graph is 'no': pass True or False",
+    ),
+    "a budget without a precision": (
+        optimize(level=2, error_budget=0.01), "error_budget=0.01 is for a precision",
+    ),
+    "a precision that is a list": (
+        optimize(precision=["bf16"], level=3), "precision=['bf16'] does not exist",
+    ),
+    "keywords that are no names": (optimize({1: X}), "keyword arguments by name"),
     "parameters on the meta device": (
-        lambda: optimizer.optimize(on_meta(), X, level=1),
-        InputError,
+        lambda: optimizer.optimize(nn.Linear(3, 5, device="meta").eval(), X),
         "'weight' is on the meta device",
     ),
     "a buffer on the meta device": (
-        lambda: optimizer.optimize(with_a_meta_buffer(), X, level=1),
-        InputError,
-        "'extra' is on the meta device",
+        lambda: optimizer.optimize(with_a_meta_buffer(), X), "'extra' is on the meta device",
     ),
-}
+}  # fmt: skip
+BAD_NAMES: dict[str, tuple[Callable[[], object], str]] = {
+    "an unknown pass in only": (optimize(only=["fold_batchnrm"]), "fold_affine"),
+    "an unknown pass in disable": (optimize(disable=["remove_identity"]), "remove_identities"),
+    "an unknown pass to explain": (
+        lambda: optimizer.explain("compose_transpose"), "compose_transposes",
+    ),
+    "an unknown pass near to none": (lambda: optimizer.explain("zzz"), "fold_affine"),
+    "a number for a name": (optimize(only=[3]), "no pass named 3"),
+}  # fmt: skip
+BAD = {case: (*row, InputError) for case, row in BAD_INPUT.items()}
+BAD |= {case: (*row, PassError) for case, row in BAD_NAMES.items()}
 
 
-@pytest.mark.parametrize("case", BAD_INPUT)
+@pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_a_typed_error_in_one_sentence(case: str) -> None:
-    act, kind, words = BAD_INPUT[case]
+    act, words, kind = BAD[case]
 
     with pytest.raises(kind) as caught:
         act()
@@ -203,9 +110,7 @@ def test_bad_input_is_a_typed_error_in_one_sentence(case: str) -> None:
     assert message.endswith((".", "?"))
 
 
-CHEAP = [
-    case for case in BAD_INPUT if "rejects" not in BAD_INPUT[case][2] and "capture" not in case
-]
+CHEAP = [case for case in BAD if BAD[case][1] != REJECTS and "capture" not in case]
 
 
 @pytest.mark.parametrize("case", CHEAP)
@@ -219,7 +124,7 @@ def test_bad_input_is_an_error_before_any_work(case: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(f"optimizer.verify.{place}.answer", work)
     for name in ("_optimize.reference", "_optimize.answer", "_optimize.capture_call"):
         monkeypatch.setattr(f"optimizer.{name}", work)
-    act, kind, _ = BAD_INPUT[case]
+    act, _, kind = BAD[case]
 
     with pytest.raises(kind):
         act()
@@ -297,24 +202,22 @@ def test_without_example_inputs_the_report_says_what_was_not_done() -> None:
     assert fast.report.checked == ""
 
 
-class Two(nn.Module):
-    """Two outputs, of which the second goes through `self.slope`."""
+def two(slope: float) -> nn.Module:
+    """Two outputs, of which the second goes through `slope`."""
 
-    def __init__(self, slope: float) -> None:
-        super().__init__()
-        self.slope = slope
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(m: Any, x: Tensor) -> dict[str, Tensor]:
         hidden = torch.sin(x)
-        steep = hidden * self.slope
+        steep = hidden * slope
         return {"plain": torch.cos(hidden), "steep": torch.tanh(steep)}
+
+    return Forward(forward)
 
 
 def test_check_names_the_output_the_error_and_the_first_value_to_differ() -> None:
-    wrong = optimizer.capture(Two(1.5), X)
+    wrong = optimizer.capture(two(1.5), X)
 
     with pytest.raises(EquivalenceError) as caught:
-        optimizer.check(Two(1.0), wrong, X)
+        optimizer.check(two(1.0), wrong, X)
 
     message = str(caught.value)
     assert message.startswith("output['steep']: relative error 0.")
@@ -331,7 +234,7 @@ class Cached(nn.Module):
         self.linear, self.norm, self.shift = nn.Linear(64, 64), nn.BatchNorm1d(64), shift
         self.norm.running_var.uniform_(0.5, 2.0)
 
-    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:
         cache.copy_(self.norm(self.linear(x)))
         return (cache * 2).add_(x.mul_(1 + self.shift).mean() * 0)
 
@@ -355,40 +258,27 @@ def test_an_input_that_the_model_leaves_is_compared_in_its_bits() -> None:
         optimizer.check(Cached().eval(), Cached(1e-6).eval(), CACHED)
 
 
-class Written(nn.Module):
-    """Return the same as its sibling, and write the input or not."""
-
-    def __init__(self, write: bool) -> None:
-        super().__init__()
-        self.write = write
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.add_(1.0) if self.write else x + 1.0
-
-
-class Constant(nn.Module):
+def constant(value: object) -> nn.Module:
     """Return a fixed answer of any type."""
-
-    def __init__(self, value: object) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, x: torch.Tensor) -> object:
-        return self.value
+    return Forward(lambda m, x: value)
 
 
 NAN = torch.tensor([1.0, float("nan"), float("inf")])
 DIFFERENT: dict[str, tuple[nn.Module, nn.Module, str]] = {
-    "the shape": (Constant(X), Constant(X[:2]), "shape"),
-    "the dtype": (Constant(X), Constant(X.double()), "dtype"),
-    "the structure": (Constant((X, X)), Constant([X, X]), "structure"),
-    "a number": (Constant((X, 1)), Constant((X, 2)), "output[1]: is 2, not 1"),
-    "the type of a number": (Constant((X, 1)), Constant((X, 1.0)), "output[1]: is 1.0, not 1"),
-    "what it leaves in its input": (Written(True), Written(False), "input[0][0]"),
-    "a NaN for a number": (Constant(NAN), Constant(NAN.nan_to_num(0.5)), "inf"),
+    "the shape": (constant(X), constant(X[:2]), "shape"),
+    "the dtype": (constant(X), constant(X.double()), "dtype"),
+    "the structure": (constant((X, X)), constant([X, X]), "structure"),
+    "a number": (constant((X, 1)), constant((X, 2)), "output[1]: is 2, not 1"),
+    "the type of a number": (constant((X, 1)), constant((X, 1.0)), "output[1]: is 1.0, not 1"),
+    "what it leaves in its input": (
+        Forward(lambda m, x: x.add_(1.0)),
+        Forward(lambda m, x: x + 1.0),
+        "input[0][0]",
+    ),
+    "a NaN for a number": (constant(NAN), constant(NAN.nan_to_num(0.5)), "inf"),
     "the sign of an infinity": (
-        Constant(NAN),
-        Constant(torch.where(NAN.isinf(), -NAN, NAN)),
+        constant(NAN),
+        constant(torch.where(NAN.isinf(), -NAN, NAN)),
         "inf",
     ),
 }
@@ -405,25 +295,19 @@ def test_check_sees_a_difference_in(what: str) -> None:
 
 
 def test_check_accepts_nan_and_infinity_where_both_have_them() -> None:
-    optimizer.check(Constant(NAN), Constant(NAN.clone()), X)
+    optimizer.check(constant(NAN), constant(NAN.clone()), X)
 
     with pytest.raises(EquivalenceError):
-        optimizer.check(Constant(NAN), Constant(NAN + 1), X)
+        optimizer.check(constant(NAN), constant(NAN + 1), X)
 
 
-class Cancelling(nn.Module):
+def cancelling(shift: float, slope: float = 1.0) -> nn.Module:
     """(x + 1e4) - 1e4, summed in one order or the other: both lose the same four digits."""
-
-    def __init__(self, shift: float, slope: float = 1.0) -> None:
-        super().__init__()
-        self.first, self.slope = shift, slope
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ((x + self.first) - 1e4) + (1e4 - self.first) * self.slope
+    return Forward(lambda m, x: ((x + shift) - 1e4) + (1e4 - shift) * slope)
 
 
 def test_check_accepts_what_is_as_right_as_an_ill_conditioned_model() -> None:
-    model, fast = Cancelling(1e4), Cancelling(5e3)
+    model, fast = cancelling(1e4), cancelling(5e3)
     with torch.no_grad():
         apart = (model(X) - fast(X)).abs().max() / model(X).abs().max()
 
@@ -431,22 +315,16 @@ def test_check_accepts_what_is_as_right_as_an_ill_conditioned_model() -> None:
 
     assert apart > 1e-4
     with pytest.raises(EquivalenceError):
-        optimizer.check(model, Cancelling(5e3, slope=1.01), X)
-
-
-class Imaginary(nn.Module):
-    def __init__(self, *, conjugate: bool) -> None:
-        super().__init__()
-        self.conjugate = conjugate
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        value = torch.complex(x, x)
-        return value.conj().imag if self.conjugate else value.imag
+        optimizer.check(model, cancelling(5e3, slope=1.01), X)
 
 
 def test_what_is_negated_in_reading_has_other_values_in_the_same_bits() -> None:
+    imaginary, conjugate = (
+        Forward(lambda m, x, sign=sign: sign(torch.complex(x, x)).imag)
+        for sign in (torch.clone, torch.conj)
+    )
     x = torch.linspace(1.0, 2.0, 4)
 
-    optimizer.check(Imaginary(conjugate=True), Imaginary(conjugate=True), x)
+    optimizer.check(conjugate, conjugate, x)
     with pytest.raises(optimizer.EquivalenceError):
-        optimizer.check(Imaginary(conjugate=True), Imaginary(conjugate=False), x)
+        optimizer.check(conjugate, imaginary, x)

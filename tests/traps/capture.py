@@ -40,6 +40,18 @@ def containers(m: Any, x: Any) -> Any:
     return {"b": OrderedDict(b=y, a=x), "a": [x + 1, (y, {"y": Pair(y, x + 1)})]}
 
 
+@trap(82, "a cache in a dict that is given", (ROWS, {}))
+def cache_in_a_dict(m: Any, x: Any, cache: Any) -> Any:
+    cache["k"] = x * 2
+    return x + 1
+
+
+@trap(82, "a cache in a list that is given", (ROWS, []))
+def cache_in_a_list(m: Any, x: Any, cache: Any) -> Any:
+    cache.append(x * 2)
+    return x + 1
+
+
 @trap(83, "dropout by self.training", ROWS, rewritten=True)
 def training_flag(m: Any, x: Any) -> Any:
     return F.dropout(x, 0.5, m.training) * 2

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import optimizer
 from optimizer.core.guards import GUARDS
 from optimizer.core.node import callee
-from optimizer.testing import inputs_like, untouched
+from optimizer.testing import assert_equivalent, inputs_like, untouched
 
 
 class Forward(nn.Module):
@@ -52,6 +52,13 @@ def assert_as_near_to_the_truth(
     bound = max(4 * (eager - truth).abs().max(), 1e-15 * truth.abs().max())
     assert fast.report.counts() == {name: 1}
     assert (folded - truth).abs().max() <= bound
+
+
+def assert_left_alone(model: nn.Module, fast: Any, inputs: tuple[Any, ...], *reasons: str) -> None:
+    """Assert that nothing fired, for these reasons, and that the answer is the same to the bit."""
+    assert tuple(refusal.reason for refusal in fast.report.refused) == reasons
+    assert fast.report.fired == ()
+    assert_equivalent(model, fast, inputs, exact=True)
 
 
 def callees(fast: Any) -> list[Any]:

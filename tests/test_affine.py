@@ -15,7 +15,7 @@ import optimizer
 from optimizer.core.node import module_of
 from optimizer.testing import assert_equivalent, inputs_like, randomize
 from tests.conftest import address
-from tests.single_pass import callees, optimized_by
+from tests.single_pass import Forward, callees, optimized_by
 
 IMAGE = (2, 3, 6, 6)
 optimized = partial(optimized_by, "fold_affine")
@@ -111,42 +111,22 @@ def test_a_transposed_convolution_absorbs_over_its_second_dimension(
 
 
 def test_a_transposed_convolution_called_as_a_function_folds() -> None:
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.bn = nn.Parameter(torch.empty(4, 3, 3, 3)), nn.BatchNorm2d(6)
+    model = Forward(
+        lambda m, x: m.bn(F.conv_transpose2d(x, m.w, stride=2, groups=2, dilation=2)),
+        w=nn.Parameter(torch.empty(4, 3, 3, 3)),
+        bn=nn.BatchNorm2d(6),
+    )
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.bn(F.conv_transpose2d(x, self.weight, stride=2, groups=2, dilation=2))
-
-    assert_folds_to(Functional(), (2, 4, 5, 5), [nn.ConvTranspose2d])
+    assert_folds_to(model, (2, 4, 5, 5), [nn.ConvTranspose2d])
 
 
 def test_an_output_size_that_is_asked_for_is_kept() -> None:
-    class Sized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.bn = nn.ConvTranspose2d(3, 4, 3, stride=2), nn.BatchNorm2d(4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.bn(self.up(x, output_size=(12, 12)))
-
-    model = randomize(Sized().double().eval())
+    up = nn.ConvTranspose2d(3, 4, 3, stride=2)
+    model = Forward(lambda m, x: m.bn(m.up(x, output_size=(12, 12))), up=up, bn=nn.BatchNorm2d(4))
+    randomize(model.double().eval())
     inputs = inputs_like([(2, 3, 5, 5)], "random", 0)
 
     assert_equivalent(model, optimized(model, *inputs), inputs)
-
-
-class ReadsShape(nn.Module):
-    """timm's BatchNormAct2d checks the rank of what it is given."""
-
-    def __init__(self, read: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer, self.bn, self.read = conv(), nn.BatchNorm2d(4), read
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.layer(x)
-        return self.bn(y), self.read(y)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +135,11 @@ class ReadsShape(nn.Module):
     ids=["ndim", "shape", "size", "dim"],
 )
 def test_a_second_reader_of_the_shape_does_not_matter(read: Callable[[Tensor], Any]) -> None:
-    model = randomize(ReadsShape(read).double().eval())
+    """As timm's BatchNormAct2d checks the rank of what it is given."""
+    model = Forward(
+        lambda m, x: (m.bn(y := m.layer(x)), read(y)), layer=conv(), bn=nn.BatchNorm2d(4)
+    )
+    randomize(model.double().eval())
     inputs = inputs_like([IMAGE], "random", 0)
 
     fast = optimized(model, *inputs)
@@ -177,11 +161,12 @@ def test_a_sum_keeps_the_weight_and_a_product_adds_no_bias() -> None:
 
 
 def test_a_pair_that_is_called_twice_shares_one_folded_layer() -> None:
-    class Twice(Over):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + super().forward(x.flip(-1)) + self.layer(x) * 2.0
+    model = Forward(
+        lambda m, x: m.over(x) + m.over(x.flip(-1)) + m.over.layer(x) * 2.0,
+        over=Over(SPELLINGS["x * c"], conv(), 4, 1, 1),
+    )
 
-    fast = optimized(Twice(SPELLINGS["x * c"], conv(), 4, 1, 1).eval(), torch.randn(IMAGE).double())
+    fast = optimized(model.eval(), torch.randn(IMAGE).double())
 
     first, second, third = folded_layers(fast)
     assert first is second is not third
@@ -190,62 +175,43 @@ def test_a_pair_that_is_called_twice_shares_one_folded_layer() -> None:
 READ_ELSEWHERE = "the layer's output is read elsewhere"
 NOT_A_CHANNEL = "the constant is not one number a channel"
 OTHER_DTYPE = "dtype or device differ"
+HIGHER_RANK = "the constant has more dimensions than what it is combined with"
+OVERFLOW = "the folded weights overflow or underflow"
 times = SPELLINGS["x * c"]
 REFUSALS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "a number for each position": (lambda: Over(times, conv(), 4, 4, 4), IMAGE, NOT_A_CHANNEL),
     "a number for each column": (lambda: Over(times, conv(), 4), IMAGE, NOT_A_CHANNEL),
     "a number for each image": (lambda: Over(times, conv(), 2, 1, 1, 1), IMAGE, NOT_A_CHANNEL),
     "one channel made four": (
-        lambda: Over(times, nn.Conv2d(3, 1, 3), 4, 1, 1),
-        IMAGE,
-        NOT_A_CHANNEL,
+        lambda: Over(times, nn.Conv2d(3, 1, 3), 4, 1, 1), IMAGE, NOT_A_CHANNEL,
     ),
-    "a constant of higher rank": (
-        lambda: Over(times, conv(), 1, 1, 1, 1, 1),
-        IMAGE,
-        "the constant has more dimensions than what it is combined with",
-    ),
+    "a constant of higher rank": (lambda: Over(times, conv(), 1, 1, 1, 1, 1), IMAGE, HIGHER_RANK),
     "a batch of one that only the constant has": (
-        lambda: Over(times, conv(), 1, 4, 1, 1),
-        (3, 6, 6),
-        "the constant has more dimensions than what it is combined with",
+        lambda: Over(times, conv(), 1, 4, 1, 1), (3, 6, 6), HIGHER_RANK,
     ),
     "a constant that promotes": (
-        lambda: Over(times, conv().float(), 4, 1, 1, dtype=torch.complex128),
-        IMAGE,
-        OTHER_DTYPE,
+        lambda: Over(times, conv().float(), 4, 1, 1, dtype=torch.complex128), IMAGE, OTHER_DTYPE,
     ),
     "a constant of integers": (
-        lambda: Over(times, conv(), 4, 1, 1, dtype=torch.int64),
-        IMAGE,
-        OTHER_DTYPE,
+        lambda: Over(times, conv(), 4, 1, 1, dtype=torch.int64), IMAGE, OTHER_DTYPE,
     ),
     "a constant that is written": (
-        lambda: Over(lambda y, c: (c.add_(1), y * c)[1], conv(), 4, 1, 1),
-        IMAGE,
+        lambda: Over(lambda y, c: (c.add_(1), y * c)[1], conv(), 4, 1, 1), IMAGE,
         "the forward writes their tensors",
     ),
-    "division by zero": (
-        lambda: Over(lambda y, c: y / 0, conv(), 1),
-        IMAGE,
-        "the folded weights overflow or underflow",
-    ),
+    "division by zero": (lambda: Over(lambda y, c: y / 0, conv(), 1), IMAGE, OVERFLOW),
     "an infinite sum": (
-        lambda: Over(lambda y, c: y + float("inf"), conv(), 1),
-        IMAGE,
-        "the folded bias overflows",
+        lambda: Over(lambda y, c: y + float("inf"), conv(), 1), IMAGE, "the folded bias overflows",
     ),
     "a second reader before a flatten": (
-        lambda: Over(lambda y, c: y.flatten(0, 1) * c + y.sum(), nn.Linear(3, 4), 4),
-        (2, 5, 3),
+        lambda: Over(lambda y, c: y.flatten(0, 1) * c + y.sum(), nn.Linear(3, 4), 4), (2, 5, 3),
         READ_ELSEWHERE,
     ),
     "a second reader after a flatten": (
-        lambda: Over(lambda y, c: (z := y.flatten(0, 1)) * c + z, nn.Linear(3, 4), 4),
-        (2, 5, 3),
+        lambda: Over(lambda y, c: (z := y.flatten(0, 1)) * c + z, nn.Linear(3, 4), 4), (2, 5, 3),
         READ_ELSEWHERE,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSALS)
@@ -282,9 +248,7 @@ def test_weights_that_would_lose_their_digits_in_float16_are_left_alone() -> Non
 
     fast = optimized(model, x)
 
-    assert [each.reason for each in fast.report.refused] == [
-        "the folded weights overflow or underflow"
-    ]
+    assert [each.reason for each in fast.report.refused] == [OVERFLOW]
 
 
 def test_channels_that_are_switched_off_do_not_stop_a_fold() -> None:
@@ -310,15 +274,8 @@ def test_an_empty_layer_is_folded() -> None:
 
 
 def test_a_folded_parameter_can_be_written() -> None:
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 4, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) - 1.0
-
-    model, x = Shifted().double().eval(), torch.ones(2, 3, dtype=torch.float64)
+    model = Forward(lambda m, x: m.linear(x) - 1.0, linear=nn.Linear(3, 4, bias=False))
+    model, x = model.double().eval(), torch.ones(2, 3, dtype=torch.float64)
     fast = optimizer.optimize(model, x, only=["fold_affine"], level=1)
     fast.load_state_dict(fast.state_dict())
 

@@ -19,6 +19,7 @@ import optimizer
 from optimizer import InputError
 from optimizer.frontend.dynamo import GuardedModule
 from optimizer.frontend.module import OptimizedModule, Unchanged
+from tests.single_pass import Forward
 
 ROWS = torch.linspace(-2, 2, 32).reshape(1, 2, 4, 4)
 LEVELS = pytest.mark.parametrize("level", [0, 1, 2])
@@ -256,16 +257,20 @@ class Pair(collections.namedtuple("Pair", "first second")):
     """A tuple that code names by its class."""
 
 
-def with_default(default: Any) -> nn.Module:
+def then(function: Callable[[Tensor, Any], Any], default: Any) -> nn.Module:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x: Tensor, given: Any = default) -> Any:
-            return self.layer(x).relu(), given
+            return function(self.layer(x), given)
 
     return Model().eval()
+
+
+def with_default(default: Any) -> nn.Module:
+    return then(lambda y, given: (y.relu(), given), default)
 
 
 WITHOUT_LITERAL = (
@@ -285,18 +290,6 @@ def test_a_default_without_a_literal_is_returned_as_in_eager(default: Any, level
 
     torch.testing.assert_close(fast(ROWS)[0], model(ROWS)[0])
     assert type(fast(ROWS)[1]) is type(default)
-
-
-def then(function: Callable[[Tensor, Any], Tensor], default: Any) -> nn.Module:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, given: Any = default) -> Any:
-            return function(self.layer(x), given)
-
-    return Model().eval()
 
 
 BOUND: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any, Any]] = {
@@ -356,21 +349,12 @@ RETURNED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-class Returns(nn.Module):
-    def __init__(self, what: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer, self.what = nn.Linear(4, 4), what
-
-    def forward(self, x: Tensor) -> Any:
-        return self.what(self.layer(x))
-
-
 @LEVELS
 @pytest.mark.parametrize("check", ["final", None])
 @pytest.mark.parametrize("case", RETURNED)
 @torch.no_grad()
 def test_what_is_returned_is_written_down_or_left(case: str, check: Any, level: int) -> None:
-    model = Returns(RETURNED[case]).eval()
+    model = Forward(lambda m, x: RETURNED[case](m.layer(x)), layer=nn.Linear(4, 4)).eval()
 
     fast = optimized(model, ROWS, level=level, check=check)
 

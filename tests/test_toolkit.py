@@ -14,22 +14,29 @@ from torch.nn import functional as F
 import optimizer
 from optimizer import toolkit
 from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
+from tests.single_pass import Forward as Held
 
 Forward = Callable[[Any, Tensor], Any]
 
 
-class Layers(nn.Module):
+class Layers(Held):
     """Runs a forward of a case over layers of its own."""
 
     def __init__(self, forward: Forward) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, eps=0.125)
-        self.relu, self.inplace, self.linear = nn.ReLU(), nn.ReLU(inplace=True), nn.Linear(5, 2)
-        self.drop = nn.Dropout(0.25)
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
+        super().__init__(
+            forward,
+            conv=nn.Conv2d(3, 4, 3),
+            bn=nn.BatchNorm2d(4, eps=0.125),
+            conv2=nn.Conv2d(4, 4, 1, bias=False),
+            bn2=nn.BatchNorm2d(4, eps=0.5),
+            conv3=nn.Conv2d(4, 4, 1),
+            linear=nn.Linear(5, 2),
+            drop=nn.Dropout(0.25),
+            pool=nn.MaxPool2d(2),
+            pool3=nn.MaxPool2d(3),
+            relu=nn.ReLU(),
+            inplace=nn.ReLU(inplace=True),
+        )
 
 
 X = inputs_like([(2, 3, 5, 5)], "random", 0)
@@ -96,63 +103,40 @@ def test_a_table_has_a_row_for_each_node() -> None:
 REPLACEMENTS: dict[str, tuple[Forward, Any, Any, Forward]] = {
     "add by mul": (lambda m, x: torch.add(x, x), torch.add, torch.mul, lambda m, x: x * x),
     "the operator too": (
-        lambda m, x: torch.add(x, 3) + x,
-        (torch.add, operator.add),
-        torch.mul,
+        lambda m, x: torch.add(x, 3) + x, (torch.add, operator.add), torch.mul,
         lambda m, x: x * 3 * x,
     ),
     "ReLU by a function": (
-        lambda m, x: m.relu(m.conv(x)),
-        nn.ReLU,
-        F.gelu,
-        lambda m, x: F.gelu(m.conv(x)),
+        lambda m, x: m.relu(m.conv(x)), nn.ReLU, F.gelu, lambda m, x: F.gelu(m.conv(x)),
     ),
     "ReLU by a class": (
-        lambda m, x: F.relu(x).relu(),
-        nn.ReLU,
-        nn.GELU,
-        lambda m, x: F.gelu(F.gelu(x)),
+        lambda m, x: F.relu(x).relu(), nn.ReLU, nn.GELU, lambda m, x: F.gelu(F.gelu(x)),
     ),
     "ReLU by a module": (
-        lambda m, x: m.relu(x),
-        "relu",
-        nn.LeakyReLU(0.5),
-        lambda m, x: F.leaky_relu(x, 0.5),
+        lambda m, x: m.relu(x), "relu", nn.LeakyReLU(0.5), lambda m, x: F.leaky_relu(x, 0.5),
     ),
     "a method": (lambda m, x: x.sum(dim=1), "sum", "mean", lambda m, x: x.mean(dim=1)),
     "settings that count": (
-        lambda m, x: F.softmax(x, dim=1),
-        F.softmax,
-        F.log_softmax,
+        lambda m, x: F.softmax(x, dim=1), F.softmax, F.log_softmax,
         lambda m, x: F.log_softmax(x, dim=1),
     ),
     "an identity": (lambda m, x: m.drop(x) + 1, nn.Dropout, nn.Identity, lambda m, x: x + 1),
     "in place on a layer's result": (
-        lambda m, x: m.inplace(m.conv(x)),
-        nn.ReLU,
-        F.gelu,
-        lambda m, x: F.gelu(m.conv(x)),
+        lambda m, x: m.inplace(m.conv(x)), nn.ReLU, F.gelu, lambda m, x: F.gelu(m.conv(x)),
     ),
     "in place, read again": (
-        lambda m, x: (y := m.conv(x), m.inplace(y))[0] + y,
-        nn.ReLU,
-        F.gelu,
+        lambda m, x: (y := m.conv(x), m.inplace(y))[0] + y, nn.ReLU, F.gelu,
         lambda m, x: 2 * F.gelu(m.conv(x)),
     ),
     "in place on a view": (
-        lambda m, x: (y := m.conv(x), F.relu(y[0], inplace=True))[0],
-        nn.ReLU,
-        nn.GELU,
+        lambda m, x: (y := m.conv(x), F.relu(y[0], inplace=True))[0], nn.ReLU, nn.GELU,
         lambda m, x: (y := m.conv(x), y[0].copy_(F.gelu(y[0])))[0],
     ),
     "in place on an input": (
-        lambda m, x: m.inplace(x),
-        nn.ReLU,
-        torch.neg,
-        lambda m, x: x.copy_(-x),
+        lambda m, x: m.inplace(x), nn.ReLU, torch.neg, lambda m, x: x.copy_(-x),
     ),
     "nothing to replace": (NETWORK, nn.GELU, nn.ReLU, NETWORK),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REPLACEMENTS)

@@ -14,64 +14,25 @@ from torch.nn.utils import fuse_conv_bn_eval
 
 import optimizer
 from optimizer import CaptureError, InputError, toolkit
-from optimizer.testing import assert_equivalent, inputs_like, randomize, untouched
-
-Forward = Callable[[Any, Tensor], Any]
-
-
-class Layers(nn.Module):
-    """Runs a forward of a case over layers of its own."""
-
-    def __init__(self, forward: Forward) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, eps=0.125)
-        self.conv2, self.bn2 = nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4, eps=0.5)
-        self.conv3 = nn.Conv2d(4, 4, 1)
-        self.pool, self.pool3 = nn.MaxPool2d(2), nn.MaxPool2d(3)
-        self.relu, self.drop = nn.ReLU(), nn.Dropout(0.25)
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
+from optimizer.testing import untouched
+from tests.single_pass import Forward as Held
+from tests.test_toolkit import Forward, captured, computes
 
 
-X = inputs_like([(2, 3, 5, 5)], "random", 0)
+def conv_of(forward: Forward) -> nn.Module:
+    return Held(forward, conv=nn.Conv2d(1, 1, 1))
 
 
-def model_of(forward: Forward) -> nn.Module:
-    return randomize(Layers(forward).double().eval())
+def pair_of(forward: Forward) -> nn.Module:
+    return Held(forward, conv=nn.Conv2d(1, 1, 1), bn=nn.BatchNorm2d(1))
 
 
-def captured(forward: Forward) -> Any:
-    return optimizer.capture(model_of(forward))
+def conv_norm() -> nn.Module:
+    return pair_of(lambda m, x: m.bn(m.conv(x)))
 
 
-def computes(module: nn.Module, forward: Forward) -> None:
-    """Assert that an edited module computes what another forward does, on any data."""
-    assert_equivalent(model_of(forward), module, X)
-
-
-class ConvNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.conv(x))
-
-
-class ConvOnly(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x)
-
-
-class NormFirst(ConvNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(self.bn(x))
+def block_of(forward: Forward) -> nn.Module:
+    return Held(forward, inner=conv_norm())
 
 
 TWO_BLOCKS: Forward = lambda m, x: m.bn2(m.conv2(m.bn(m.conv(x)).relu()))  # noqa: E731
@@ -80,7 +41,7 @@ TWO_BLOCKS: Forward = lambda m, x: m.bn2(m.conv2(m.bn(m.conv(x)).relu()))  # noq
 def test_a_pattern_keeps_the_weights_of_what_it_matched() -> None:
     module = captured(TWO_BLOCKS)
 
-    edited = toolkit.replace_pattern(module, ConvNorm(), fuse_conv_bn_eval_of)
+    edited = toolkit.replace_pattern(module, conv_norm(), fuse_conv_bn_eval_of)
 
     assert toolkit.find(edited, nn.BatchNorm2d) == []
     assert len(toolkit.find(edited, nn.Conv2d)) == 2
@@ -92,52 +53,22 @@ def fuse_conv_bn_eval_of(conv: nn.Conv2d, bn: nn.BatchNorm2d) -> nn.Module:
 
 
 def test_modules_of_one_name_are_the_ones_that_were_matched() -> None:
-    edited = toolkit.replace_pattern(captured(TWO_BLOCKS), ReluBlock(), HalvedBlock())
+    relu, halved = block_of(lambda m, x: m.inner(x).relu()), block_of(lambda m, x: m.inner(x) * 0.5)
+    edited = toolkit.replace_pattern(captured(TWO_BLOCKS), relu, halved)
 
     computes(edited, lambda m, x: m.bn2(m.conv2(m.bn(m.conv(x)) * 0.5)))
 
 
-class ReluBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = ConvNorm()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).relu()
-
-
-class HalvedBlock(ReluBlock):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * 0.5
-
-
 def test_a_function_may_leave_a_match_alone() -> None:
     edited = toolkit.replace_pattern(
-        captured(TWO_BLOCKS), ConvNorm(), lambda bn: nn.Identity() if bn.eps == 0.5 else None
+        captured(TWO_BLOCKS), conv_norm(), lambda bn: nn.Identity() if bn.eps == 0.5 else None
     )
 
     computes(edited, lambda m, x: m.bn(m.conv(x)).relu())
 
 
-class Again(ConvOnly):
-    """One layer, called twice."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(self.conv(x))
-
-
-class Once(ConvOnly):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x) * 0.5
-
-
-class Pool(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool, self.drop = nn.MaxPool2d(2), nn.Dropout(0.25)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.pool(self.drop(x))
+def pool() -> nn.Module:
+    return Held(lambda m, x: m.pool(m.drop(x)), pool=nn.MaxPool2d(2), drop=nn.Dropout(0.25))
 
 
 PATTERNS: dict[str, tuple[Forward, Any, Any, Forward]] = {
@@ -161,14 +92,14 @@ PATTERNS: dict[str, tuple[Forward, Any, Any, Forward]] = {
     ),
     "settings agree": (
         lambda m, x: m.pool3(m.drop(x)) + m.pool(m.drop(x)).sum(),
-        Pool(),
+        pool(),
         nn.Identity(),
         lambda m, x: m.pool3(x) + x.sum(),
     ),
     "one layer is one layer": (
         lambda m, x: m.conv2(m.conv2(m.conv(x))) + m.conv2(m.conv3(m.conv(x))),
-        Again(),
-        Once(),
+        conv_of(lambda m, x: m.conv(m.conv(x))),
+        conv_of(lambda m, x: m.conv(x) * 0.5),
         lambda m, x: m.conv2(m.conv(x)) * 0.5 + m.conv2(m.conv3(m.conv(x))),
     ),
     "slices and lists": (
@@ -221,28 +152,22 @@ def test_replaces_a_pattern_where_that_is_right(case: str) -> None:
     computes(edited, expected)
 
 
-class CountsUp(nn.Module):
+def counts_up() -> nn.Module:
     """In training mode a BatchNorm writes what the sum around it reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shifted = x + self.bn.running_mean
-        self.bn(x)
-        return shifted.relu()
+    return Held(
+        lambda m, x: (y := x + m.bn.running_mean, m.bn(x), y.relu())[2], bn=nn.BatchNorm1d(3)
+    ).double()
 
 
 def test_a_layer_in_training_mode_writes_meanwhile() -> None:
-    module = optimizer.capture(CountsUp().double())
+    module = optimizer.capture(counts_up())
 
     edited = toolkit.replace_pattern(
         module, lambda a, b: torch.relu(a + b), lambda a, b: (a + b).clamp(min=0)
     )
 
     x = torch.linspace(-1, 3, 12, dtype=torch.float64).reshape(4, 3)
-    assert torch.equal(edited(x), CountsUp().double()(x))
+    assert torch.equal(edited(x), counts_up()(x))
 
 
 def two_values(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,7 +226,9 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
         lambda g: toolkit.decompose(g, {nn.ReLU: steered}), CaptureError, "the rule for F.relu",
     ),
     "weights that would be lost": (
-        lambda g: toolkit.replace_pattern(g, ConvNorm(), ConvOnly()), InputError, "has no 'bn'",
+        lambda g: toolkit.replace_pattern(g, conv_norm(), conv_of(lambda m, x: m.conv(x))),
+        InputError,
+        "has no 'bn'",
     ),
     "a module of another class": (
         lambda g: toolkit.replace_pattern(g, nn.Sequential(nn.ReLU(), nn.Conv2d(1, 1, 1)),
@@ -310,10 +237,12 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
         "'1' is a Conv2d in the pattern",
     ),
     "an unknown module": (
-        lambda g: toolkit.replace_pattern(g, ConvNorm(), lambda norm: None), InputError, "'norm'",
+        lambda g: toolkit.replace_pattern(g, conv_norm(), lambda norm: None), InputError, "'norm'",
     ),
     "no module": (
-        lambda g: toolkit.replace_pattern(g, ConvOnly(), lambda conv: 3), InputError, "made a int",
+        lambda g: toolkit.replace_pattern(g, conv_of(lambda m, x: m.conv(x)), lambda conv: 3),
+        InputError,
+        "made a int",
     ),
     "a pattern of two values": (
         lambda g: toolkit.replace_pattern(g, two_values, torch.neg), InputError, "one value",
@@ -362,17 +291,16 @@ overwrite.__module__ = "torch_scatter"  # a package whose name begins with torch
 fx.wrap("overwrite")
 
 
-class Overwritten(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + 0.5
-        y = x * 2
-        overwrite(x)
-        return torch.add(x, y)
+def overwritten(m: Any, x: Tensor) -> Tensor:
+    x = x + 0.5
+    y = x * 2
+    overwrite(x)
+    return torch.add(x, y)
 
 
 def test_code_of_a_package_called_like_torch_may_write() -> None:
-    module = optimizer.capture(Overwritten(), torch.ones(2))
+    module = optimizer.capture(Held(overwritten), torch.ones(2))
 
     replaced = toolkit.replace_pattern(module, lambda x: torch.add(x, x * 2), lambda x: x * 3)
 
-    assert torch.equal(replaced(torch.ones(2)), Overwritten()(torch.ones(2)))
+    assert torch.equal(replaced(torch.ones(2)), Held(overwritten)(torch.ones(2)))

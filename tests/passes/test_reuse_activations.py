@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer.testing import Optimize, assert_equivalent, inputs_like, randomize
-from tests.single_pass import Forward, optimized_by
+from tests.single_pass import Forward, assert_left_alone, optimized_by
 
 NAME = "reuse_activations"
 optimized = partial(optimized_by, NAME)
@@ -143,8 +143,7 @@ def test_what_is_in_place_is_no_news(case: str) -> None:
 
     fast = optimized(model, *inputs)
 
-    assert (fast.report.fired, fast.report.refused) == ((), ())
-    assert_equivalent(model, fast, inputs, exact=True)
+    assert_left_alone(model, fast, inputs)
 
 
 NEEDED = "its input is needed elsewhere"
@@ -169,45 +168,32 @@ def test_refuses(case: str) -> None:
 
     fast = optimized(model, *inputs)
 
-    assert [refusal.reason for refusal in fast.report.refused] == [NEEDED]
-    assert fast.report.fired == ()
-    assert_equivalent(model, fast, inputs, exact=True)
+    assert_left_alone(model, fast, inputs, NEEDED)
 
 
-NEGATIVE: dict[str, Callable[[Any, Tensor], Any]] = {
-    "a module": lambda m, x: m.activation(m.linear(x)),
+def written_later(m: Any, x: Tensor) -> Tensor:
+    result = F.leaky_relu(m.linear(x), 0.5)
+    result[result > 0] = 0.0
+    return result
+
+
+SIGNS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a module of a negative slope": lambda m, x: m.activation(m.linear(x)),
     "a function": lambda m, x: F.leaky_relu(m.linear(x), -0.5),
     "by name": lambda m, x: F.leaky_relu(m.linear(x), negative_slope=-0.5),
+    "a result that is written later": written_later,
     "computed": lambda m, x: F.leaky_relu(m.linear(x), 1 - x.shape[0]),
 }
 
 
-def test_a_leaky_relu_that_is_written_later_keeps_its_input() -> None:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        result = F.leaky_relu(m.linear(x), 0.5)
-        result[result > 0] = 0.0
-        return result
-
-    model = randomize(Layers(forward).double().eval())
+@pytest.mark.parametrize("case", SIGNS)
+def test_refuses_what_loses_the_signs(case: str) -> None:
+    model = randomize(Layers(SIGNS[case], nn.LeakyReLU(-0.5)).double().eval())
     inputs = inputs_like([(3, 4)], "random", 0)
 
     fast = optimized(model, *inputs)
 
-    reason = "a gradient needs the signs, which would not be kept"
-    assert [refusal.reason for refusal in fast.report.refused] == [reason]
-    fast(*inputs).sum().backward()  # raised an error
-
-
-@pytest.mark.parametrize("case", NEGATIVE)
-def test_refuses_a_negative_slope(case: str) -> None:
-    model = randomize(Layers(NEGATIVE[case], nn.LeakyReLU(-0.5)).double().eval())
-    inputs = inputs_like([(3, 4)], "random", 0)
-
-    fast = optimized(model, *inputs)
-
-    reason = "a gradient needs the signs, which would not be kept"
-    assert [refusal.reason for refusal in fast.report.refused] == [reason]
-    assert_equivalent(model, fast, inputs, exact=True)
+    assert_left_alone(model, fast, inputs, "a gradient needs the signs, which would not be kept")
     fast(*inputs).sum().backward()  # raised an error
 
 
@@ -223,17 +209,9 @@ def test_a_hooked_activation_is_left_alone() -> None:
     assert_equivalent(model, fast, inputs, exact=True)
 
 
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.LeakyReLU(0.5), nn.Hardtanh())
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first = self.inner(x + 1)
-        return first, self.inner(first)
-
-
 def test_a_module_of_a_module_stays_for_its_other_calls() -> None:
-    model, x = Nested().eval(), torch.linspace(-4, 4, 6, dtype=torch.float64)
+    inner = nn.Sequential(nn.LeakyReLU(0.5), nn.Hardtanh())
+    model = Forward(lambda m, x: (first := m.inner(x + 1), m.inner(first)), inner=inner).eval()
+    x = torch.linspace(-4, 4, 6, dtype=torch.float64)
 
     assert_equivalent(model, Optimize(only=("reuse_activations",))(model, (x,)), (x,))

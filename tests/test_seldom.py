@@ -32,6 +32,7 @@ from optimizer.rewrite.edit import (
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
 from optimizer.testing import Optimize, assert_equivalent
 from optimizer.verify.equivalence import answer, compare_answers
+from tests.single_pass import Forward
 
 aten = torch.ops.aten
 
@@ -45,26 +46,22 @@ ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
 SQUARE = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
 
 
-class Holder(nn.Module):
+class Rows(Forward):
     """Runs a forward of a case; it has a layer, a parameter and buffers."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
-        self.register_buffer("matrix", torch.randn(4, 4))
-        self.register_buffer("row", torch.randn(4))
-        self.register_buffer("spread", torch.rand(4) + 1)
-        self.function = function
+        super().__init__(
+            function,
+            linear=nn.Linear(4, 4),
+            weight=nn.Parameter(torch.randn(4, 4)),
+            matrix=torch.randn(4, 4),
+            row=torch.randn(4),
+            mean=torch.rand(4) + 1,
+            spread=torch.rand(4) + 1,
+            kernel=torch.randn(4, 2, 3),
+        )
         self.eval()
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(self, *args)
-
-
-class Rows(Holder):
-    def forward(self, x: Any) -> Any:
-        return self.function(self, x)
 
 
 def optimized(function: Callable[..., Any], x: Any = ROWS, **options: Any) -> Any:
@@ -87,23 +84,31 @@ def of_its_type(m: Any, x: Any) -> Any:
     return m.linear(x)
 
 
-@pytest.mark.parametrize("function", [read_as_python, of_its_type])
-def test_what_the_model_knows_of_its_own_tensors_is_recorded(function: Any) -> None:
-    assert optimized(function).report.front_end == "symbolic"
+def written_elsewhere(m: Any, x: Any) -> Any:
+    return (
+        torch.transpose(x, 0, 1) + torch.relu(x).t() + torch.mul(x, 2, out=torch.empty_like(x)).t()
+    )
 
 
-BY_NAME: dict[str, Callable[..., Any]] = {
-    "linear": lambda m, x: F.linear(bias=m.row, weight=m.matrix, input=x),
-    "conv1d": lambda m, x: F.conv1d(x, m.matrix[None, :3, :1], padding=1, stride=2),
-    "dropout": lambda m, x: F.dropout(x, training=False, p=0.3),
-    "flatten": lambda m, x: torch.flatten(x[None], end_dim=1),
-    "movedim": lambda m, x: torch.movedim(x[None], destination=2, source=0),
+SPELLED: dict[str, Callable[..., Any]] = {
+    "its own tensors, read as Python": read_as_python,
+    "its own tensors, of their types": of_its_type,
+    "linear by name": lambda m, x: F.linear(bias=m.row, weight=m.matrix, input=x),
+    "conv1d by name": lambda m, x: F.conv1d(x, m.matrix[None, :3, :1], padding=1, stride=2),
+    "dropout by name": lambda m, x: F.dropout(x, training=False, p=0.3),
+    "flatten by name": lambda m, x: torch.flatten(x[None], end_dim=1),
+    "movedim by name": lambda m, x: torch.movedim(x[None], destination=2, source=0),
+    "mm by name": lambda m, x: torch.mm(x, mat2=m.matrix),
+    "out=": written_elsewhere,
+    "cpu()": lambda m, x: m.linear(x.cpu()),
+    "a layer of buffers": lambda m, x: F.linear(x, m.matrix, m.row),
+    "a constant of one dtype": lambda m, x: x + m.matrix.view(torch.int32).reshape(4, 4)[0] * 0,
 }
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_keywords_come_in_any_order(name: str) -> None:
-    assert optimized(BY_NAME[name]).report.front_end == "symbolic"
+@pytest.mark.parametrize("name", SPELLED)
+def test_a_rare_spelling_has_the_same_answer(name: str) -> None:
+    assert optimized(SPELLED[name]).report.front_end == "symbolic"
 
 
 def iterated(m: Any, x: Any) -> Any:
@@ -122,28 +127,15 @@ def test_what_cannot_be_recorded_is_told(reason: str) -> None:
         optimizer.capture(Rows(REFUSED[reason]))
 
 
-class Core(nn.Module):
-    """One operator of ATen on the attributes of a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        for name, shape in (("weight", (4, 4)), ("row", (4,)), ("wide", (3, 4))):
-            setattr(self, name, nn.Parameter(torch.randn(shape)))
-        for name in ("mean", "variance"):
-            self.register_buffer(name, torch.rand(4) + 1)
-        self.register_buffer("kernel", torch.randn(4, 2, 3))
-
-
 def aten_graph(build: Callable[[fx.Graph, fx.Node, Callable[[str], fx.Node]], Any]) -> Any:
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output(build(graph, x, graph.get_attr))
-    return fx.GraphModule(Core().eval(), graph)
+    return fx.GraphModule(Rows(iterated), graph)
 
 
 def normalized(g: fx.Graph, x: fx.Node, get: Callable[[str], fx.Node], place: int) -> fx.Node:
-    tensors = [get(name) for name in ("row", "row", "mean", "variance")]
+    tensors = [get(name) for name in ("row", "row", "mean", "spread")]
     whole = g.call_function(
         aten._native_batch_norm_legit_no_training.default, (x, *tensors, 0.1, 1e-5)
     )
@@ -155,8 +147,8 @@ ATEN: dict[str, tuple[Callable[..., Any], Tensor, Any]] = {
         lambda g, x, a: g.call_function(aten.mm.default, (x, a("weight"))), ROWS, torch.mm,
     ),
     "addmm": (
-        lambda g, x, a: g.call_function(aten.addmm.default, (a("wide"), x, a("weight"))),
-        ROWS, torch.addmm,
+        lambda g, x, a: g.call_function(aten.addmm.default, (a("weight"), x, a("weight"))),
+        SQUARE, torch.addmm,
     ),
     "a transposed convolution": (
         lambda g, x, a: g.call_function(
@@ -308,10 +300,11 @@ def test_what_has_no_signature_may_take_anything() -> None:
         toolkit.replace_pattern(optimizer.capture(Rows(lambda m, x: x + 1)), vars, F.relu)
 
 
-def test_bisect_tells_of_a_graph_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*given: Any, **options: Any) -> Any:
-        raise ValueError("no such thing")
+def failing(*given: Any, **options: Any) -> Any:
+    raise ValueError("no such thing")
 
+
+def test_bisect_tells_of_a_graph_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optimizer.verify.bisect.answer", failing)
     culprit = optimizer.bisect(Rows(lambda m, x: m.linear(x)), ROWS)
 
@@ -319,9 +312,6 @@ def test_bisect_tells_of_a_graph_that_raises(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_graph_that_raises_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*given: Any, **options: Any) -> Any:
-        raise ValueError("no such thing")
-
     monkeypatch.setattr("optimizer._optimize.answer", failing)
     fast: Any = optimizer.optimize(Rows(lambda m, x: m.linear(x)), ROWS, level=1)
 
@@ -344,25 +334,6 @@ def test_a_phase_that_never_comes_to_an_end_is_a_faulty_pass() -> None:
 
     with pytest.raises(FaultyPassError, match="never come to an end"):
         pipeline.run(optimizer.all_passes())
-
-
-def written_elsewhere(m: Any, x: Any) -> Any:
-    return (
-        torch.transpose(x, 0, 1) + torch.relu(x).t() + torch.mul(x, 2, out=torch.empty_like(x)).t()
-    )
-
-
-SPELLED: dict[str, Callable[..., Any]] = {
-    "out=": written_elsewhere,
-    "cpu()": lambda m, x: m.linear(x.cpu()),
-    "a layer of buffers": lambda m, x: F.linear(x, m.matrix, m.row),
-    "mm by name": lambda m, x: torch.mm(x, mat2=m.matrix),
-}
-
-
-@pytest.mark.parametrize("name", SPELLED)
-def test_a_rare_spelling_has_the_same_answer(name: str) -> None:
-    assert optimized(SPELLED[name]).report.front_end == "symbolic"
 
 
 def test_a_norm_of_six_dimensions_stays_a_function() -> None:
@@ -397,20 +368,9 @@ def test_a_pickle_of_a_pickle_can_be_refitted() -> None:
     torch.testing.assert_close(fast.refit(model.state_dict())(ROWS), model(ROWS))
 
 
-class Shifted(nn.Module):
-    """Holds a layer, a parameter and a buffer, which its user gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
-        self.register_buffer("shift", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.weight + self.shift
-
-
 def test_a_replacement_brings_its_layers_and_tensors() -> None:
-    module, shifted = optimizer.capture(Rows(lambda m, x: F.relu(x) + 1), ROWS), Shifted()
+    module = optimizer.capture(Rows(lambda m, x: F.relu(x) + 1), ROWS)
+    shifted = Rows(lambda m, x: m.linear(x) @ m.weight + m.row)
     replaced = toolkit.replace_pattern(module, F.relu, shifted)
 
     torch.testing.assert_close(replaced(ROWS), shifted(ROWS) + 1)
@@ -437,21 +397,6 @@ def test_a_call_with_what_is_no_number_has_no_signature() -> None:
     assert Signature.of((ROWS, 1), {}) is not None
 
 
-BRANCHES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "a constant of one dtype only": (
-        lambda m, x: x + m.matrix.view(torch.int32).reshape(4, 4)[0] * 0,
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BRANCHES)
-def test_a_branch_that_few_models_take_has_the_same_answer(name: str) -> None:
-    function, options = BRANCHES[name]
-
-    assert optimized(function, **options).report.level == options.get("level", 1)
-
-
 def test_a_node_gives_way_where_nothing_is_known_of_the_graph() -> None:
     graph = fx.symbolic_trace(Rows(lambda m, x: x.relu().abs())).graph
     relu, absolute = (node for node in graph.nodes if node.op == "call_method")
@@ -471,36 +416,27 @@ def test_what_is_lowered_to_another_answer_is_not_lowered(monkeypatch: pytest.Mo
     torch.testing.assert_close(fast(x), model(x))
 
 
+IMAGE = torch.linspace(-1.0, 1.0, 192).reshape(1, 3, 8, 8)
+
+
+def convolved(function: Callable[..., Any]) -> nn.Module:
+    return Forward(function, conv=nn.Conv2d(3, 8, 3)).eval()
+
+
 def test_a_matrix_that_is_transposed_after_a_convolution_is_lowered() -> None:
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.conv(self.conv(x).relu()[:, :3].mT).mT
-
-    model, x = Turned().eval(), torch.randn(1, 3, 8, 8)
-    fast = Optimize(2)(model, (x,))
+    model = convolved(lambda m, x: m.conv(m.conv(x).relu()[:, :3].mT).mT)
+    fast = Optimize(2)(model, (IMAGE,))
 
     assert fast.meta["lowered"]
-    assert_equivalent(model, fast, (x,))
+    assert_equivalent(model, fast, (IMAGE,))
 
 
 def test_a_function_of_unknown_code_is_not_lowered() -> None:
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return doubled(self.conv(x).relu())
-
-    model, x = Wrapped().eval(), torch.randn(1, 3, 8, 8)
-    fast = Optimize(2)(model, (x,))
+    model = convolved(lambda m, x: doubled(m.conv(x).relu()))
+    fast = Optimize(2)(model, (IMAGE,))
 
     assert "runs code that may do more" in str(fast.report)
-    assert_equivalent(model, fast, (x,))
+    assert_equivalent(model, fast, (IMAGE,))
 
 
 def test_without_a_reference_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,12 +446,9 @@ def test_without_a_reference_nothing_is_compared(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_cost_of_what_raises_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*call: Any) -> None:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr("optimizer.analysis.cost._runs_a_kernel", fail)
+    monkeypatch.setattr("optimizer.analysis.cost._runs_a_kernel", failing)
     costs = roofline(Rows(lambda m, x: x.relu()), ROWS).rows
-    assert {each.unknown for each in costs} == {"no such kernel"}
+    assert {each.unknown for each in costs} == {"no such thing"}
 
 
 def test_indices_are_timed_as_they_are() -> None:
@@ -524,22 +457,17 @@ def test_indices_are_timed_as_they_are() -> None:
     assert varied(indices) is indices
 
 
-class Scaled(nn.Module):
-    """relu(x * weight), as a pattern and as what has it."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor] = torch.relu) -> None:
-        super().__init__()
-        self.weight, self.function = nn.Parameter(torch.tensor([2.0, -1.0, 0.5, 3.0])), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x * self.weight)
+def scaled(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A function of x * weight, as a pattern and as what has it."""
+    weight = nn.Parameter(torch.tensor([2.0, -1.0, 0.5, 3.0]))
+    return Forward(lambda m, x: function(x * m.weight), weight=weight).eval()
 
 
 def test_a_pattern_may_read_a_parameter() -> None:
-    module = optimizer.capture(Scaled().eval())
+    module = optimizer.capture(scaled(torch.relu))
     with torch.no_grad():
         module.weight.mul_(2)
-    edited = toolkit.replace_pattern(module, Scaled(), Scaled(torch.abs))
+    edited = toolkit.replace_pattern(module, scaled(torch.relu), scaled(torch.abs))
 
     torch.testing.assert_close(edited(ROWS), torch.abs(ROWS * module.weight))
 

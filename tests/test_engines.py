@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer import InputError
+from optimizer.core.node import name_of_call
 from optimizer.lowering import engines
 from optimizer.lowering.candidates import AS_IT_IS
 from optimizer.lowering.choose import Times
 from optimizer.lowering.engines import Compiled, engines_here, engines_named
 from optimizer.lowering.module import LoweredModule
-from optimizer.lowering.partition import name_of
 
 
 class Net(nn.Module):
@@ -146,7 +146,7 @@ def test_what_makes_nan_of_numbers_is_no_part_of_a_region(function: Callable[...
     fast = lowered(model, x, "openvino")
     [part] = compiled(fast, x)
 
-    called = {name_of(node) for node in part.region.graph.nodes if node.op[:4] == "call"}
+    called = {name_of_call(node) for node in part.region.graph.nodes if node.op[:4] == "call"}
     assert "conv2d" in called
     assert called <= {"conv2d", "relu", "add", "mean", "pow"}
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_what_makes_numbers_of_numbers_is_part_of_it(function: Callable[..., Any
     model, x = Then(lambda y: F.relu(function(y) + 1)), image()
     [part] = compiled(lowered(model, x, "openvino"), x)
 
-    assert "relu" in map(name_of, part.region.graph.nodes)
+    assert "relu" in map(name_of_call, part.region.graph.nodes)
 
 
 class Masked(nn.Module):

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer.core.inputs import Call
+from optimizer.core.node import name_of_call
 from optimizer.lowering import choose as _choose
 from optimizer.lowering.module import LoweredModule
-from optimizer.lowering.partition import name_of
 from optimizer.lowering.precision import in_int8
 from optimizer.lowering.trace import NotStraightLineError, straight_line
 from optimizer.verify.equivalence import relative_error
@@ -53,7 +53,7 @@ def reduced(model: nn.Module, *inputs: Any, **options: Any) -> Any:
 def callees(function: Any, *inputs: torch.Tensor, held: Any) -> list[str]:
     line = straight_line(function, held, Call(inputs, {}))
     module = in_int8(line.module, line.inputs)
-    return [name_of(node) for node in module.graph.nodes if node.op == "call_function"]
+    return [name_of_call(node) for node in module.graph.nodes if node.op == "call_function"]
 
 
 @pytest.mark.parametrize("sizes", [(5,), (2, 5), ()], ids=str)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import optimizer
 from optimizer import InputError
 from optimizer.core.inputs import Call
+from optimizer.core.node import name_of_call
 from optimizer.lowering import choose as _choose
 from optimizer.lowering import module as _lowered
 from optimizer.lowering import packed as _packed
@@ -29,7 +30,6 @@ from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES
 from optimizer.lowering.choose import Chooser, Times, varied
 from optimizer.lowering.engines import engines_here
 from optimizer.lowering.module import LoweredModule
-from optimizer.lowering.partition import name_of
 from optimizer.lowering.signature import Signature
 from optimizer.lowering.trace import NotStraightLineError, straight_line
 from optimizer.verify.equivalence import BOUNDS
@@ -907,7 +907,7 @@ class TestStraightLine:
 
         module, x = recorded(function, torch.ones(2, 3)), torch.randn(2, 3)
 
-        assert [name_of(n) for n in module.graph.nodes if n.op.startswith("call")] == ["mul"]
+        assert [name_of_call(n) for n in module.graph.nodes if n.op.startswith("call")] == ["mul"]
         torch.testing.assert_close(module(x)[0], function(x))
 
     @pytest.mark.parametrize(
@@ -935,7 +935,7 @@ class TestStraightLine:
 
         assert torch.equal(first, function(x))
         assert torch.equal(module(x)[0], first)
-        assert not any(name_of(node).endswith("_") for node in module.graph.nodes)
+        assert not any(name_of_call(node).endswith("_") for node in module.graph.nodes)
 
     @pytest.mark.parametrize(
         ("function", "reason"),
@@ -965,7 +965,7 @@ class TestStraightLine:
         layer = nn.MultiheadAttention(8, 2, batch_first=True).eval()
         x = torch.randn(1, 5, 8)
         module = recorded(lambda x: layer(x, x, x)[0], x, held=list(layer.parameters()))
-        called = set(map(name_of, module.graph.nodes))
+        called = set(map(name_of_call, module.graph.nodes))
 
         assert {"linear", "scaled_dot_product_attention"} <= called or "bmm" in called
         torch.testing.assert_close(module(x)[0], layer(x, x, x)[0])

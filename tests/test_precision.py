@@ -80,7 +80,7 @@ def calls(function: Any, low: torch.dtype, *inputs: torch.Tensor, held: Any = ()
         def run_node(self, n: torch.fx.Node) -> Any:
             value = super().run_node(n)
             if isinstance(value, torch.Tensor):
-                seen[_choose.name_of(n)] = value.dtype
+                seen[_choose.name_of_call(n)] = value.dtype
             return value
 
     Seeing(module).run(*line.inputs)

@@ -11,8 +11,11 @@ from torch import nn
 
 import optimizer
 from optimizer.core.inputs import Call, tensors_in
+from optimizer.core.node import name_of_call
+from optimizer.lowering.choose import Chooser
 from optimizer.lowering.module import LoweredModule
-from optimizer.lowering.partition import name_of
+from optimizer.lowering.plan import Plan
+from optimizer.lowering.precision import Precision
 from optimizer.lowering.trace import NotStraightLineError, StraightLine, straight_line
 
 Program = Callable[..., Any]
@@ -189,6 +192,36 @@ def test_an_output_that_is_returned_twice_is_computed_once() -> None:
     torch.testing.assert_close(first, model(x)[0])
 
 
+def test_what_no_line_repeats_is_refused() -> None:
+    def two_dtypes(x: Any) -> Any:
+        constant = torch.zeros(2, 3)
+        flags = constant.view(torch.int32)
+        constant.copy_(x)
+        return flags + 1
+
+    for program, reason in (
+        (lambda x: (x * 2).set_(x.clone()), "other memory"),
+        (two_dtypes, "of two dtypes"),
+    ):
+        with pytest.raises(NotStraightLineError, match=reason):
+            line_of(program)
+
+
+def test_a_call_that_writes_is_one_of_operators_in_its_own_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Casts, and a CUDA graph, which has memory of its own, would write copies."""
+
+    def never(*args: Any) -> Any:
+        raise AssertionError("the whole call is offered to a graph")
+
+    line = line_of(PROGRAMS["an input"])
+    monkeypatch.setattr(Chooser, "for_call", never)
+    Plan(line, Chooser(0, {}))
+    with pytest.raises(NotStraightLineError, match="other names"):
+        Plan(line, Chooser(0, {}), Precision.of("bf16", None))
+
+
 class Viewed(nn.Module):
     """A function of what a convolution of images in channels_last returns."""
 
@@ -273,7 +306,7 @@ def test_what_is_written_is_in_no_region() -> None:
     model = Written().eval()
     fast = optimizer.optimize(model, images(0), level=2, tune_seconds=0)
     line = straight_line(model, list(model.parameters()), Call(images(0), {}))
-    bound = {name_of(n) for n in line.module.graph.nodes if n.meta["bound"]}
+    bound = {name_of_call(n) for n in line.module.graph.nodes if n.meta["bound"]}
 
     assert {"relu", "copy_", "slice"} <= bound
     assert "mean" not in bound

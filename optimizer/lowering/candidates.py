@@ -17,9 +17,10 @@ from torch.backends.cpu import get_cpu_capability
 
 from optimizer.core.device import Cuda, device_of
 from optimizer.core.errors import InputError
+from optimizer.core.node import name_of_call
 from optimizer.lowering import packed as _packed
 from optimizer.lowering.packed import packable_in, with_packed_weights
-from optimizer.lowering.partition import arguments_of, as_function, convolutions_of, name_of
+from optimizer.lowering.partition import arguments_of, as_function, convolutions_of
 
 AS_IT_IS = "as it is"
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -40,11 +41,11 @@ def in_channels_last(
         if node.op == "placeholder":
             memory_format = _MEMORY_FORMATS.get(next(example).dim())
             # Where a product reads it, the channels are its last dimension already.
-            if memory_format and all(name_of(user) != "linear" for user in node.users):
+            if memory_format and all(name_of_call(user) != "linear" for user in node.users):
                 options: dict[str, Any] = {"memory_format": memory_format}
                 copies[node] = graph.call_method("contiguous", (copies[node],), options)
                 copies[node].meta = dict(node.meta)
-        elif name_of(node) == "view" and isinstance(node.args[-1], int | tuple | list):
+        elif name_of_call(node) == "view" and isinstance(node.args[-1], int | tuple | list):
             copies[node].target = torch.ops.aten.reshape.default  # a layout may not allow a view
         elif node.op == "get_attr" and weights:
             weight = getattr(region, str(node.target))

@@ -18,11 +18,11 @@ from torch import fx
 from optimizer.core.device import device_of
 from optimizer.core.errors import InputError
 from optimizer.core.inputs import Call, require_flags, require_seconds, tensors_in
-from optimizer.core.node import tensors_of
+from optimizer.core.node import name_of_call, tensors_of
 from optimizer.core.report import Choice
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, LaidOut, Maker, Program, policy_of
 from optimizer.lowering.engines import Compiled, Engines, engines_here, engines_named, passed_over
-from optimizer.lowering.partition import WEIGHTED, extract_layers, name_of
+from optimizer.lowering.partition import WEIGHTED, extract_layers
 from optimizer.lowering.precision import Precision
 from optimizer.lowering.trace import NotStraightLineError, exact_copy, require
 from optimizer.rewrite.contract import LOWERED, REDUCED
@@ -106,7 +106,7 @@ def key_of(
     for node in region.graph.nodes:
         arguments = fx.map_arg((node.args, node.kwargs), lambda arg: places[arg])
         held = _geometry(getattr(region, str(node.target))) if node.op == "get_attr" else ""
-        parts.append(f"{node.op} {held or name_of(node)} {arguments}")
+        parts.append(f"{node.op} {held or name_of_call(node)} {arguments}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -234,7 +234,7 @@ class Chooser:
         engines = self.engines if policy.takes_engines else {}
         kernels = policy.offered(region, inputs)
         untimed = [*engines, *kernels[: policy.pays(region, inputs)]]
-        counts = Counter(name for n in region.graph.nodes if (name := name_of(n)) in WEIGHTED)
+        counts = Counter(name for n in region.graph.nodes if (name := name_of_call(n)) in WEIGHTED)
         what = ", ".join(f"{count} x {name}" for name, count in counts.items()) or "attention"
         key, makers = key_of(region, inputs, engines), self._makers(region, times)
         program = self.choose(what, key, makers, [*engines, *kernels], untimed, times)

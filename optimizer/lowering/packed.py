@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimizer.core.node import attribute_of
-from optimizer.lowering.partition import arguments_of, constant_weight, name_of
+from optimizer.core.node import attribute_of, name_of_call
+from optimizer.lowering.partition import arguments_of, constant_weight
 
 _Activation = tuple[str, list[float], str]  # as the operator names it, its numbers, its algorithm
 _OPERATORS = (
@@ -55,14 +55,14 @@ def with_packed_weights(
     module = fx.GraphModule(region, copy.deepcopy(region.graph))
     products = set[fx.Node]()
     for node in packable_in(module):
-        if name_of(node) == "linear":
+        if name_of_call(node) == "linear":
             products.add(_replaced(node, _linear(module, node)))
         elif convolutions:
             products.add(_replaced(node, _convolution(module, node)))
     for node in module.graph.nodes:
-        product = node.args[0] if name_of(node) in _ACTIVATIONS and node.args else None
+        product = node.args[0] if name_of_call(node) in _ACTIVATIONS and node.args else None
         if product in products and len(product.users) == 1:
-            activation = _ACTIVATIONS[name_of(node)](*node.args, **node.kwargs)
+            activation = _ACTIVATIONS[name_of_call(node)](*node.args, **node.kwargs)
             _replaced(node, (product.target, (*product.args[:-3], *activation)))
     module.graph.eliminate_dead_code()
     return fx.GraphModule(module, module.graph)  # without the weights that were packed

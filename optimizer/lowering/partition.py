@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from optimizer.core.node import attribute_of, is_attribute
+from optimizer.core.node import attribute_of, is_attribute, name_of_call
 
 CONVOLUTIONS = {"conv2d": 2, "conv3d": 3}  # of so many dimensions, which channels_last is for
 WEIGHTED = CONVOLUTIONS.keys() | {
@@ -47,12 +47,6 @@ LARGEST = 2.0**32  # of what is moderate
 _SMALLEST = 1e-12  # that keeps a norm of equal values from a division by zero
 
 
-def name_of(node: fx.Node) -> str:
-    """Return the name of the operator that a node calls, of whichever overload."""
-    target: Any = node.target
-    return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
-
-
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """Return what an operator of ATen is called with, by name, with the defaults of its schema."""
     target: Any = node.target
@@ -62,7 +56,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 def constant_weight(node: fx.Node) -> fx.Node | None:
     """What reads the weight of a Linear layer or convolution, if that is one constant."""
-    dimensions = {"linear": 0, **CONVOLUTIONS}.get(name_of(node))
+    dimensions = {"linear": 0, **CONVOLUTIONS}.get(name_of_call(node))
     if dimensions is None:
         return None
     given = arguments_of(node)
@@ -73,7 +67,7 @@ def constant_weight(node: fx.Node) -> fx.Node | None:
 
 def convolutions_of(module: fx.GraphModule) -> list[fx.Node]:
     """The convolutions in the code."""
-    return [node for node in module.graph.nodes if name_of(node) in CONVOLUTIONS]
+    return [node for node in module.graph.nodes if name_of_call(node) in CONVOLUTIONS]
 
 
 def extract_layers(outer: fx.GraphModule) -> None:
@@ -96,7 +90,7 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 def _is_moderate(node: fx.Node) -> bool:
     """Whether it makes finite numbers of all finite numbers that are not huge."""
-    name = name_of(node)
+    name = name_of_call(node)
     if name not in KNOWN or node.meta["bound"]:
         return False
     if name not in MOVED and not all(abs(each) <= LARGEST for each in _numbers(node)):  # nor NaN
@@ -108,20 +102,20 @@ def _keeps_from_zero(divisor: Any) -> bool:
     """Whether a divisor is at least so large that no number becomes huge, or NaN."""
     if not isinstance(divisor, fx.Node):
         return bool(abs(divisor) >= 1 / LARGEST)
-    if name_of(divisor) in ("expand", "sqrt"):
+    if name_of_call(divisor) in ("expand", "sqrt"):
         return _keeps_from_zero(divisor.args[0])
-    if name_of(divisor) not in ("add", "clamp_min"):
+    if name_of_call(divisor) not in ("add", "clamp_min"):
         return False
     value, least, *alpha = arguments_of(divisor).values()
     enough = isinstance(least, float) and least >= _SMALLEST and alpha in ([], [1])
-    return enough and (name_of(divisor) == "clamp_min" or _is_not_negative(value))
+    return enough and (name_of_call(divisor) == "clamp_min" or _is_not_negative(value))
 
 
 def _is_not_negative(node: fx.Node) -> bool:
     """Whether no number of a value is below zero, of what norms divide by."""
-    if name_of(node) in ("expand", "mean", "sum"):
+    if name_of_call(node) in ("expand", "mean", "sum"):
         return _is_not_negative(node.all_input_nodes[0])
-    return name_of(node) in ("linalg_vector_norm", "pow")
+    return name_of_call(node) in ("linalg_vector_norm", "pow")
 
 
 _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -148,8 +142,8 @@ def _numbers(node: fx.Node) -> list[float]:
 
 def _trimmed(run: list[fx.Node]) -> Iterator[list[fx.Node]]:
     """The run without the moves at its ends; nothing if it has no weights."""
-    kept = [place for place, node in enumerate(run) if name_of(node) not in MOVED]
-    if any(name_of(node) in WEIGHTED for node in run):
+    kept = [place for place, node in enumerate(run) if name_of_call(node) not in MOVED]
+    if any(name_of_call(node) in WEIGHTED for node in run):
         yield run[kept[0] : kept[-1] + 1]
 
 

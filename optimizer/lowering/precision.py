@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from optimizer.core.errors import InputError
 from optimizer.core.inputs import tensors_in
-from optimizer.core.node import attribute_of
-from optimizer.lowering.partition import MOVED, POINTWISE, constant_weight, name_of
+from optimizer.core.node import attribute_of, name_of_call
+from optimizer.lowering.partition import MOVED, POINTWISE, constant_weight
 from optimizer.lowering.trace import NotStraightLineError
 from optimizer.verify.equivalence import BOUNDS
 
@@ -133,9 +133,9 @@ class _Writer:
         floats = [read for read in node.all_input_nodes if read in self.ranges.wide]
         if not floats or not self.ranges.overflowing.isdisjoint((node, *floats)):
             return False
-        if name_of(node) in _PRODUCTS:
+        if name_of_call(node) in _PRODUCTS:
             return True
-        return name_of(node) in _FOLLOWING and self.low.issuperset(floats)
+        return name_of_call(node) in _FOLLOWING and self.low.issuperset(floats)
 
     def _read(self, node: fx.Node, low: bool) -> fx.Node:
         """What stands for a node where its value is read in 16 bits, or in its own."""
@@ -196,7 +196,7 @@ def int8_linear(
 
 
 def _quantize(module: fx.GraphModule, node: fx.Node) -> None:
-    read = constant_weight(node) if name_of(node) == "linear" else None
+    read = constant_weight(node) if name_of_call(node) == "linear" else None
     if read is None or attribute_of(read).dtype != torch.float32:
         return
     name = f"{read.target}_in_8_bits"

@@ -25,9 +25,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from optimizer.core.copy import is_ordinary, on_storage
 from optimizer.core.inputs import Call, storages_in, tensors_in
+from optimizer.core.node import name_of_call
 from optimizer.core.ops import READS_DATA
 from optimizer.facts.effects import is_sized_by_values, written_by
-from optimizer.lowering.partition import KNOWN, arguments_of, name_of
+from optimizer.lowering.partition import KNOWN, arguments_of
 
 _WHOLE = KNOWN | {"group_norm", "gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
 _LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
@@ -208,7 +209,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target = kwargs.get("out", args[0])
         with self:
             made = pure(*args, **{key: value for key, value in kwargs.items() if key != "out"})
-        alike = isinstance(made, torch.Tensor) and _geometry(made) == _geometry(target)
+        alike = isinstance(made, torch.Tensor) and layout_of(made) == layout_of(target)
         return self.nodes[made] if alike and made is not target else None
 
     def _thaw(self, constant: torch.Tensor) -> None:
@@ -301,11 +302,11 @@ def _filled(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 def _is_copy(node: fx.Node) -> bool:
     """Whether a node returns values as it gets them, and as they lie."""
-    if name_of(node) not in ("cat", "clone", "pad") or len(node.all_input_nodes) > 1:
+    if name_of_call(node) not in ("cat", "clone", "pad") or len(node.all_input_nodes) > 1:
         return False
     same = not any(arguments_of(node).get("pad", ())) and "val" in node.meta
     read = node.all_input_nodes[0].meta["val"]
-    return same and _geometry(node.meta["val"]) == _geometry(read)
+    return same and layout_of(node.meta["val"]) == layout_of(read)
 
 
 def exact_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -314,7 +315,8 @@ def exact_copy(tensor: torch.Tensor) -> torch.Tensor:
     return on_storage(tensor, tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
 
 
-def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The shape, dtype and strides of a tensor, but those of single elements, which say nothing."""
     strides = [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
     return tensor.shape, strides, tensor.dtype
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from optimizer.core.node import attribute_of
-from optimizer.lowering.partition import LARGEST, as_function, name_of
-from optimizer.lowering.trace import Recorder
+from optimizer.core.node import attribute_of, name_of_call
+from optimizer.lowering.partition import LARGEST, as_function
+from optimizer.lowering.trace import Recorder, layout_of
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -54,7 +54,7 @@ class Compiled(nn.Module):
     ) -> None:
         super().__init__()
         read = region.graph.find_nodes(op="get_attr")
-        read = [node for node in read if any(name_of(user) != "index" for user in node.users)]
+        read = [node for node in read if any(name_of_call(user) != "index" for user in node.users)]
         held = list(map(attribute_of, read))
         if not all(each.is_cpu and each.dtype == torch.float32 for each in (*inputs, *held)):
             raise ValueError("it is not in float32 on the CPU")
@@ -100,8 +100,11 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.scaled_dot_product_attention.default:
             with self:
                 args, kwargs = _ungrouped(args, kwargs)
-        if func is torch.ops.aten.as_strided_.default and _lies_as_before(*args):
-            return func(*args)
+        if func is torch.ops.aten.as_strided_.default:  # as averages do
+            moved = torch.as_strided(*args)
+            same = moved.storage_offset() == args[0].storage_offset()
+            if same and layout_of(moved) == layout_of(args[0]):
+                return func(*args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -125,13 +128,3 @@ def _slices(tensor: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]
     starts = range(0, tensor.shape[dim], size)
     cut = torch.ops.aten.slice.Tensor
     return [cut(tensor, dim, at, min(at + size, tensor.shape[dim])) for at in starts]
-
-
-def _lies_as_before(
-    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], *offset: int
-) -> bool:
-    """Whether other strides are only those of single elements, as after an average of an image."""
-    if offset or tuple(tensor.shape) != tuple(size):
-        return False
-    strides = zip(size, tensor.stride(), stride, strict=True)
-    return all(count == 1 or before == after for count, before, after in strides)

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from optimizer.core.node import attribute_of, name_of_call
-from optimizer.lowering.partition import LARGEST, as_function
+from optimizer.lowering.partition import ENLARGED, LARGEST, as_function
 from optimizer.lowering.trace import Recorder, layout_of
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -81,7 +81,7 @@ def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphM
     An engine may keep the memory of those beside what it packs; it asks for it as if to write it,
     so that a snapshot has its own from then on.
     """
-    recorder = _Recorder(inputs, region.buffers(), frozenset())
+    recorder = _Recorder(inputs, region.buffers(), ENLARGED)
     with torch.inference_mode(), recorder:
         outputs = region(*inputs)
     made = recorder.finished(outputs)
@@ -97,6 +97,10 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.split.Tensor:
             with self:
                 return _slices(*args)
+        if func._opname in ENLARGED:  # OpenVINO wants the size alone
+            corners = [each for each in args[2:3] if isinstance(each, bool)]
+            args = (args[0], [*func(*args).shape[2:]], *corners, None)
+            func = func.overloadpacket.vec
         if func is torch.ops.aten.scaled_dot_product_attention.default:
             with self:
                 args, kwargs = _ungrouped(args, kwargs)
@@ -106,11 +110,6 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
             if same and layout_of(moved) == layout_of(args[0]):
                 return func(*args)
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
-        if func is torch.ops.aten.upsample_bilinear2d.default:  # OpenVINO wants the size alone
-            return super()._call(func.overloadpacket.vec, (*args[:3], None), {})
-        return super()._call(func, args, kwargs)
 
 
 def _ungrouped(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], Any]:

@@ -67,6 +67,20 @@ class Secretive(Slots):
 secretive = Secretive()
 
 
+dice = random.Random(0)
+
+
+class Drawing(nn.Module):
+    """Draws in the code of its class, which runs inside a call that hooks surround."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda module, inputs, output: output * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * dice.random()
+
+
 class Counted(nn.Module):
     """Scales by what a function gives, which may keep state anywhere."""
 
@@ -249,6 +263,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
             imported,
         )
     },
+    "drawn within a hook": Drawing,
     "nonlocal": lambda: Counted(closure()),
     "partial": lambda: Counted(functools.partial(by_a_list)),
     "random.random": lambda: Counted(lambda self, x: random.random()),
@@ -278,6 +293,7 @@ def start() -> None:
     vars(by_a_function).clear()
     by_a_default.__defaults__[0][0] = 0  # type: ignore[index]
     random.seed(0)
+    dice.seed(0)
     if np:
         np.random.seed(0)
     torch.manual_seed(0)

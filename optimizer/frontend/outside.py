@@ -58,11 +58,11 @@ class Outside(Code):
         unwatched = torch.jit.ScriptModule, Constants
         held = [each for each in self.modules if not isinstance(each, unwatched)]
         self.modules = [each for each in held if not _is_installed(type(each).forward)]
-        for table in map(vars, held):
+        for forward, table in ((type(each).forward, vars(each)) for each in held):
             self.objects += table, table["_parameters"], table["_buffers"], table["_modules"]
             own = [value for name, value in table.items() if name not in OF_EVERY_MODULE]
             hooks = [hook for name in HOOKS for hook in table[name].values()]
-            list(self._visit([*own, *hooks], ""))
+            list(self._visit([forward, *own, *hooks], ""))
         list(self.obstacles())
 
     def _visit_function(self, function: FunctionType) -> Iterator[str]:

@@ -1,40 +1,105 @@
-"""What the tests of the passes share: a model of one forward, one pass alone, what came of it."""
+"""What the tests of the passes share: models of one forward, one pass alone, what came of it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import optimizer
 from optimizer.core.guards import GUARDS
-from optimizer.core.node import callee
+from optimizer.core.node import callee, module_of
 from optimizer.testing import assert_equivalent, inputs_like, untouched
+
+EXACT = {each.name for each in optimizer.all_passes() if each.numerics == "exact"}
+# How often a pass fires, and gives no reason where it does not; what a graph in which it fired
+# calls in the end; or the reason for which it leaves the graph as it is.
+Outcome: TypeAlias = int | list[Any] | str
 
 
 class Forward(nn.Module):
-    """Runs `forward(self, x)` of a case over some layers, parameters and buffers."""
+    """Runs a forward of a case, or statements, over some layers, parameters and buffers."""
 
-    def __init__(self, forward: Callable[..., Any], **held: nn.Module | Tensor | None) -> None:
+    arguments = "m, x"
+
+    def __init__(
+        self, forward: Callable[..., Any] | str, **held: nn.Module | Tensor | None
+    ) -> None:
         super().__init__()
         for name, value in held.items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 self.register_buffer(name, value)
             else:
                 setattr(self, name, value)
-        self.function = forward
+        if isinstance(forward, str):
+            names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "math": math}
+            exec(f"def forward({self.arguments}): {forward}", names)
+            forward = names["forward"]
+        self.function: Any = forward
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self, x)
 
 
+class ForwardOfTwo(Forward):
+    arguments = "m, x, z"
+
+    def forward(self, x: Tensor, z: Tensor) -> Any:  # type: ignore[override]
+        return self.function(self, x, z)
+
+
+class ForwardOfThree(Forward):
+    arguments = "m, q, k, v"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:  # type: ignore[override]
+        return self.function(self, q, k, v)
+
+
+def rows(cells: str, *tables: dict[str, Any]) -> pytest.MarkDecorator:
+    """Run a test on each row of some tables by name; `cells` are the arguments that it holds."""
+    found = [pytest.param(*row, id=name) for table in tables for name, row in table.items()]
+    return pytest.mark.parametrize(cells.split(), found)
+
+
+def alike(outcome: Any, forwards: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Rows of forwards that have one outcome."""
+    return {name: (forward, outcome) for name, forward in forwards.items()}
+
+
 def optimized_by(name: str, model: nn.Module, *inputs: Any, **options: Any) -> Any:
     """What one pass makes of a model at level 1, unchecked; the model is left as it was."""
-    options = {"level": 1, "check": None} | options
+    options = {"level": 1, "check": None, "only": [name]} | options
     with untouched(model):
-        return optimizer.optimize(model, inputs or None, only=[name], **options)
+        return optimizer.optimize(model, inputs or None, **options)
+
+
+def tried(
+    name: str, model: nn.Module, inputs: tuple[Any, ...], outcome: Outcome, *later: tuple[Any, ...]
+) -> Any:
+    """Optimize by one pass alone, assert the outcome, and the answer in this and later calls."""
+    fast = optimized_by(name, model, *inputs)
+    assert_outcome(name, fast, outcome)
+    exact = name in EXACT or not fast.report.fired
+    for call in filter(None, (inputs, *later)):
+        assert_equivalent(model, fast, call, exact=exact)
+    return fast
+
+
+def assert_outcome(name: str, fast: Any, outcome: Outcome) -> None:
+    counts = fast.report.counts()
+    reasons = [each.reason.partition(":")[0] for each in fast.report.refused]
+    if isinstance(outcome, str):
+        assert (counts, reasons) == ({}, [outcome])
+    elif isinstance(outcome, list):
+        assert (set(counts), callees(fast)) == ({name}, outcome)
+    else:
+        assert counts == ({name: outcome} if outcome else {})
+        assert outcome or reasons == []
 
 
 def assert_as_near_to_the_truth(
@@ -54,14 +119,12 @@ def assert_as_near_to_the_truth(
     assert (folded - truth).abs().max() <= bound
 
 
-def assert_left_alone(model: nn.Module, fast: Any, inputs: tuple[Any, ...], *reasons: str) -> None:
-    """Assert that nothing fired, for these reasons, and that the answer is the same to the bit."""
-    assert tuple(refusal.reason for refusal in fast.report.refused) == reasons
-    assert fast.report.fired == ()
-    assert_equivalent(model, fast, inputs, exact=True)
-
-
 def callees(fast: Any) -> list[Any]:
     """The functions, classes and methods that a graph calls, in order, but for its guards."""
     called = [callee(node) or node.target for node in fast.graph.nodes if node.op[:4] == "call"]
     return [each for each in called if each not in GUARDS]
+
+
+def layers_of(fast: Any) -> list[Any]:
+    """The modules that a graph calls, in order."""
+    return [module_of(node) for node in fast.graph.nodes if node.op == "call_module"]

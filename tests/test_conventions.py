@@ -245,18 +245,17 @@ def reasons(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", PASSES, ids=named)
-def test_every_reason_to_refuse_has_a_row_in_the_test_of_its_pass(path: Path) -> None:
-    tests = [tree(ROOT / "tests" / "passes" / f"test_{name}.py") for name in declared(path)]
-    nodes = [node for test in tests for node in ast.walk(test)]
+def test_every_reason_to_refuse_has_a_row_in_the_test_of_its_file(path: Path) -> None:
+    nodes = ast.walk(tree(ROOT / "tests" / "passes" / f"test_{path.stem}.py"))
     written = {node.value for node in nodes if isinstance(node, ast.Constant)}
 
     assert [reason for reason in reasons(path) if reason not in written] == []
 
 
-def test_every_test_of_a_pass_is_of_a_pass_that_exists() -> None:
+def test_every_file_of_passes_has_a_test_of_its_name() -> None:
     tested = {path.stem for path in (ROOT / "tests" / "passes").glob("test_*.py")}
 
-    assert tested == {f"test_{name}" for path in PASSES for name in declared(path)}
+    assert tested == {f"test_{path.stem}" for path in PASSES}
 
 
 def run_at_once(node: ast.AST) -> Iterator[ast.AST]:

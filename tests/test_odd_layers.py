@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import optimizer
 from optimizer.testing import randomize
+from tests.single_pass import Forward
 
 
 def as_buffer(layer: nn.Module, name: str) -> None:
@@ -25,75 +26,48 @@ def as_plain_tensor(layer: nn.Module, name: str) -> None:
     setattr(layer, name, value)
 
 
-class Both(nn.Module):
-    """One of each pair, of which one has an odd layer."""
-
-    def __init__(self, make: Callable[[], nn.Sequential]) -> None:
-        super().__init__()
-        self.odd, self.usual = make(), make()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.odd(x), self.usual(x)
-
-
-def linears() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-
-def linears_after() -> nn.Sequential:
-    return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
-
-
-def convolutions() -> nn.Sequential:
-    return nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4))
-
-
-def padded() -> nn.Sequential:
-    return nn.Sequential(nn.ZeroPad2d(1), nn.Conv2d(4, 4, 3))
-
-
-def pooled() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(4, 4, 1), nn.AvgPool2d(4))
-
-
-def activated() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-
-
+PAIRS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
+    "linears": lambda: (nn.Linear(4, 4), nn.BatchNorm1d(4)),
+    "linears after": lambda: (nn.BatchNorm1d(4), nn.Linear(4, 4)),
+    "convolutions": lambda: (nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)),
+    "padded": lambda: (nn.ZeroPad2d(1), nn.Conv2d(4, 4, 3)),
+    "pooled": lambda: (nn.Conv2d(4, 4, 1), nn.AvgPool2d(4)),
+    "activated": lambda: (nn.Linear(4, 4), nn.ReLU()),
+}
 ROW, ROWS, IMAGE = torch.ones(3, 4), torch.ones(3, 4, 5), torch.ones(2, 4, 8, 8)
-# What is made, which of the two is odd, its tensor, an input, and the pass that takes the pair.
-PAIRS = [
-    (linears, 0, "weight", ROW, "fold_affine"),
-    (linears, 0, "bias", ROW, "fold_affine"),
-    (linears, 1, "weight", ROW, "fold_affine"),
-    (linears, 1, "bias", ROW, "fold_affine"),
-    (linears, 1, "running_mean", ROW, "fold_affine"),
-    (linears, 1, "running_var", ROW, "fold_affine"),
-    (linears_after, 0, "running_var", ROW, "fold_affine_forward"),
-    (linears_after, 1, "weight", ROW, "fold_affine_forward"),
-    (linears_after, 1, "bias", ROW, "fold_affine_forward"),
-    (convolutions, 0, "weight", ROWS, "fold_affine"),
-    (convolutions, 0, "bias", ROWS, "fold_affine"),
-    (padded, 1, "weight", IMAGE, "fold_padding"),
-    (padded, 1, "bias", IMAGE, "fold_padding"),
-    (pooled, 0, "weight", IMAGE, "sink_convolutions"),
-    (activated, 0, "weight", ROW, "fuse_linear_relu"),
-    (activated, 0, "bias", ROW, "fuse_linear_relu"),
+# The pair, which of the two is odd, its tensors, an input, and the pass that takes the pair.
+ODD = [
+    (pair, place, name, x, by)
+    for pair, place, names, x, by in (
+        ("linears", 0, "weight bias", ROW, "fold_affine"),
+        ("linears", 1, "weight bias running_mean running_var", ROW, "fold_affine"),
+        ("linears after", 0, "running_var", ROW, "fold_affine_forward"),
+        ("linears after", 1, "weight bias", ROW, "fold_affine_forward"),
+        ("convolutions", 0, "weight bias", ROWS, "fold_affine"),
+        ("padded", 1, "weight bias", IMAGE, "fold_padding"),
+        ("pooled", 0, "weight", IMAGE, "sink_convolutions"),
+        ("activated", 0, "weight bias", ROW, "fuse_linear_relu"),
+    )
+    for name in names.split()
 ]
+each_odd = pytest.mark.parametrize(("pair", "place", "name", "x", "by"), ODD)
 
 
-def made(make: Any, place: int, name: str, change: Any) -> nn.Module:
-    model = randomize(Both(make).eval().double())
+def made(pair: str, place: int, name: str, change: Any) -> nn.Module:
+    """A model of two pairs, of which one has an odd layer."""
+    odd, usual = (nn.Sequential(*PAIRS[pair]()) for _ in range(2))
+    model = Forward(lambda m, x: (m.odd(x), m.usual(x)), odd=odd, usual=usual)
+    randomize(model.eval().double())
     change(model.get_submodule(f"odd.{place}"), name)
     return model
 
 
-@pytest.mark.parametrize(("make", "place", "name", "x", "by"), PAIRS)
+@each_odd
 @pytest.mark.parametrize(("change", "times"), [(as_buffer, 2), (as_plain_tensor, 1)])
 def test_only_the_odd_layer_is_left_alone(
-    make: Any, place: int, name: str, x: Tensor, by: str, change: Any, times: int
+    pair: str, place: int, name: str, x: Tensor, by: str, change: Any, times: int
 ) -> None:
-    model, x = made(make, place, name, change), torch.randn(x.shape, dtype=torch.float64)
+    model, x = made(pair, place, name, change), torch.randn(x.shape, dtype=torch.float64)
     fast = optimizer.optimize(model, x, level=1, only=[by])
 
     assert fast.report.counts() == {by: times}
@@ -102,9 +76,9 @@ def test_only_the_odd_layer_is_left_alone(
     torch.testing.assert_close(fast(x), model(x))
 
 
-@pytest.mark.parametrize(("make", "place", "name", "x", "by"), PAIRS)
-def test_a_tensor_that_a_layer_lacks(make: Any, place: int, name: str, x: Tensor, by: str) -> None:
-    model = made(make, place, name, lambda layer, name: setattr(layer, name, None))
+@each_odd
+def test_a_tensor_that_a_layer_lacks(pair: str, place: int, name: str, x: Tensor, by: str) -> None:
+    model = made(pair, place, name, lambda layer, name: setattr(layer, name, None))
     optional = name == "bias" or isinstance(model.get_submodule(f"odd.{place}"), nn.BatchNorm1d)
     if not optional or name.startswith("running"):
         with pytest.raises(optimizer.InputError, match="rejects"):
@@ -117,7 +91,7 @@ def test_a_tensor_that_a_layer_lacks(make: Any, place: int, name: str, x: Tensor
 
 
 def test_a_buffer_in_the_place_of_a_weight_is_moved_with_the_result() -> None:
-    model = made(activated, 0, "weight", as_buffer)
+    model = made("activated", 0, "weight", as_buffer)
     fast = optimizer.optimize(model, ROW.double(), level=1)
 
     assert {tensor.dtype for tensor in fast.float().state_dict().values()} == {torch.float32}

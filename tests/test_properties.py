@@ -49,7 +49,8 @@ PROPERTIES: dict[str, str] = {
     "level 0 keeps the bits": "test_fuzz.py test_level_0_keeps_the_bits",
     "level 2 keeps the answer": "test_level_2_keeps_the_answer",
     "float32 is as near to the truth": "test_float32_is_as_precise_as_the_model",
-    "so are half as many bits": "test_every_pass.py test_it_keeps_its_promise_in_low_precision",
+    "so are half as many bits": "test_every_pass.py "
+    "test_it_fires_and_keeps_its_promise_in_every_precision",
     "NaNs and infinities stay": "test_nans_and_infinities_stay",
     "every prefix of the pipeline keeps the answer": "test_every_prefix_keeps_the_answer",
     "any subset of the passes does": "test_fuzz.py test_any_subset_of_the_passes_keeps_the_answer",
@@ -65,11 +66,12 @@ PROPERTIES: dict[str, str] = {
     "optimizing twice changes nothing more": "test_fuzz.py "
     "test_optimizing_twice_changes_nothing_more",
     "the report says whether anything changed": "test_a_report_of_nothing_is_true",
-    "no more nodes than before": "test_every_pass.py test_it_leaves_no_more_nodes_than_there_were",
+    "no more nodes than before": "test_every_pass.py "
+    "test_it_leaves_no_more_nodes_and_finds_nothing_to_do_the_second_time",
     "a planted motif fires": "test_fuzz.py test_every_pass_fires_on_its_motif",
     "a near miss keeps the answer": "test_fuzz.py test_a_near_miss_keeps_the_answer",
     "every refusal has its reason": "test_conventions.py "
-    "test_every_reason_to_refuse_has_a_row_in_the_test_of_its_pass",
+    "test_every_reason_to_refuse_has_a_row_in_the_test_of_its_file",
     # The same graph, written otherwise
     "other names": "test_names_do_not_matter",
     "another order of independent nodes": "test_the_order_of_independent_nodes_does_not_matter",

@@ -17,22 +17,7 @@ from torch.utils import _pytree as pytree
 
 import optimizer
 from optimizer.testing import randomize
-
-
-class Holder(nn.Module):
-    """A weight, a buffer, a plain tensor and two layers, and a forward that is given."""
-
-    def __init__(self, forward: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.register_buffer("buffer", torch.randn(4, 4))
-        self.plain = torch.randn(4, 4)
-        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.forward_ = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.forward_(self, x)
-
+from tests.single_pass import Forward
 
 FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a parameter": lambda m, x: (x + 1, m.weight),
@@ -74,8 +59,10 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("name", FORWARDS)
 def test_who_writes_what_is_returned_sees_what_the_model_would_show(name: str, level: int) -> None:
-    model = randomize(Holder(FORWARDS[name]).eval())
-    x = torch.randn(4, 4)
+    held = {"linear": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "buffer": torch.randn(4, 4)}
+    model = Forward(FORWARDS[name], weight=nn.Parameter(torch.randn(4, 4)), **held)
+    model.plain, x = torch.randn(4, 4), torch.randn(4, 4)
+    randomize(model.eval())
     fast, model = optimizer.optimize(model, x, level=level), copy.deepcopy(model)
     inputs = x.clone(), x.clone()
     with torch.no_grad():
@@ -94,3 +81,27 @@ def sharing(*tensors: Tensor) -> list[int]:
     """For each tensor, the first that shares its memory."""
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     return [memory.index(each) for each in memory]
+
+
+class Viewed(nn.Module):
+    """A buffer that is a view of a parameter, by which the forward writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.register_buffer("view", self.weight.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = (x + self.weight) * 2
+        self.view.add_(1)
+        return result
+
+
+def test_a_view_of_a_parameter_stays_its_view() -> None:
+    model, other = Viewed().eval(), Viewed().eval()
+    fast = optimizer.optimize(model, torch.ones(4), level=0)
+
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(fast(torch.ones(4)), other(torch.ones(4)))
+    assert not model.weight.any()

@@ -27,7 +27,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from random import Random
 from types import CodeType, ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 import optimizer
 from optimizer.testing.motifs import MOTIFS
@@ -151,8 +151,8 @@ def imported(path: Path) -> frozenset[str]:
 def tests_of(mutant: Mutant) -> list[str]:
     """The unit tests that import the file, or what imports it, themselves or by a helper.
 
-    A file that names its pass at its head, `NAME = "a_pass"`, imports it; so does one that is
-    named after the file. The top of the package counts for nothing, as it is everybody's.
+    A test that is named after a file of passes imports it; one of that name is about any other.
+    The top of the package counts for nothing, as it is everybody's.
     """
     files = [each for each in PACKAGE.rglob("*.py") if each.parent != PACKAGE]
     near = {mutant.module, *(_dotted(file) for file in files if mutant.module in imported(file))}
@@ -168,14 +168,8 @@ def _used_by(test: Path) -> frozenset[str]:
     if any(name.startswith("tests.quality") for name in own):
         return frozenset()
     helpers = [TESTS / f"{name.removeprefix('tests.').replace('.', '/')}.py" for name in own]
-    lines = ast.parse(test.read_text(encoding="utf-8")).body
-    named = {ast.literal_eval(line.value) for line in lines if _names(line)}
-    passes = {f"optimizer.{homes()[name].replace('/', '.')}" for name in named}
-    return own.union(passes, *(imported(each) for each in helpers if each.is_file()))
-
-
-def _names(line: ast.stmt) -> TypeGuard[ast.Assign]:
-    return isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "NAME"
+    its_pass = f"optimizer.passes.{test.stem.removeprefix('test_')}"
+    return own.union({its_pass}, *(imported(each) for each in helpers if each.is_file()))
 
 
 def _dotted(file: Path) -> str:

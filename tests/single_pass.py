@@ -22,8 +22,15 @@ EXACT = {each.name for each in optimizer.all_passes() if each.numerics == "exact
 Outcome: TypeAlias = int | list[Any] | str
 
 
+def function_of(arguments: str, text: Any) -> Callable[..., Any]:
+    """What computes an expression, or runs statements that return something."""
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "math": math}
+    exec(f"def function({arguments}): {text if 'return ' in text else f'return {text}'}", names)
+    return names["function"]  # type: ignore[no-any-return]
+
+
 class Forward(nn.Module):
-    """Runs a forward of a case, or statements, over some layers, parameters and buffers."""
+    """Runs a forward of a case, or its text, over some layers, parameters and buffers."""
 
     arguments = "m, x"
 
@@ -36,11 +43,8 @@ class Forward(nn.Module):
                 self.register_buffer(name, value)
             else:
                 setattr(self, name, value)
-        if isinstance(forward, str):
-            names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "math": math}
-            exec(f"def forward({self.arguments}): {forward}", names)
-            forward = names["forward"]
-        self.function: Any = forward
+        text = isinstance(forward, str)
+        self.function: Any = function_of(self.arguments, forward) if text else forward
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self, x)
@@ -69,6 +73,12 @@ def rows(cells: str, *tables: dict[str, Any]) -> pytest.MarkDecorator:
 def alike(outcome: Any, forwards: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Rows of forwards that have one outcome."""
     return {name: (forward, outcome) for name, forward in forwards.items()}
+
+
+def texts(joined: str) -> dict[str, str]:
+    """Forwards of one expression, with `;` between them, which are their own names."""
+    found = [" ".join(each.split()) for each in joined.split(";")]
+    return dict(zip(found, found, strict=True))
 
 
 def optimized_by(name: str, model: nn.Module, *inputs: Any, **options: Any) -> Any:

@@ -27,6 +27,7 @@ from tests.single_pass import (
     layers_of,
     optimized_by,
     rows,
+    texts,
     tried,
 )
 
@@ -60,25 +61,18 @@ def layers(forward: Callable[..., Any]) -> nn.Module:
     return randomize(Forward(forward, **held, **own).double().eval())
 
 
-FUSED = {
-    "modules": lambda m, x: m.relu(m.linear(x)),
-    "an in-place module": lambda m, x: m.inplace(m.linear(x)),
-    "keyword calls": lambda m, x: m.relu(input=m.linear(input=x)),
-    "F.relu": lambda m, x: F.relu(m.linear(x)),
-    "F.relu in place": lambda m, x: F.relu(m.linear(x), inplace=True),
-    "F.relu with keywords": lambda m, x: F.relu(inplace=False, input=m.linear(x)),
-    "F.relu_": lambda m, x: F.relu_(m.linear(x)),
-    "torch.relu": lambda m, x: torch.relu(m.linear(x)),
-    "torch.relu with a keyword": lambda m, x: torch.relu(input=m.linear(x)),
-    "torch.relu_": lambda m, x: torch.relu_(m.linear(x)),
-    "a method": lambda m, x: m.linear(x).relu(),
-    "an in-place method": lambda m, x: m.linear(x).relu_(),
-    "F.linear": lambda m, x: F.linear(x, m.w, m.b).relu(),
-    "F.linear without bias": lambda m, x: F.linear(x, m.w).relu(),
-    "F.linear with keywords": lambda m, x: F.relu(F.linear(input=x, bias=m.b, weight=m.w)),
-}
+FUSED = texts(
+    """
+    m.relu(m.linear(x)); m.inplace(m.linear(x)); m.relu(input=m.linear(input=x));
+    F.relu(m.linear(x)); F.relu(m.linear(x), inplace=True);
+    F.relu(inplace=False, input=m.linear(x)); F.relu_(m.linear(x)); torch.relu(m.linear(x));
+    torch.relu(input=m.linear(x)); torch.relu_(m.linear(x)); m.linear(x).relu();
+    m.linear(x).relu_(); F.linear(x, m.w, m.b).relu(); F.linear(x, m.w).relu();
+    F.relu(F.linear(input=x, bias=m.b, weight=m.w))
+    """
+)
 
-PLAIN = FUSED["modules"]
+PLAIN = "m.relu(m.linear(x))"
 
 
 @pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3)])
@@ -207,20 +201,15 @@ ACTIVATIONS = {
     "GELU": nn.GELU,
     "GELU by tanh": lambda: nn.GELU("tanh"),
 }
-FUNCTIONS = {
-    "relu": lambda m, x: torch.relu(m.linear(x)),
-    "relu, a method": lambda m, x: m.linear(x).relu(),
-    "relu6": lambda m, x: F.relu6(m.linear(x)),
-    "hardtanh": lambda m, x: F.hardtanh(m.linear(x), -0.5, max_val=0.25),
-    "leaky_relu": lambda m, x: F.leaky_relu(m.linear(x), negative_slope=0.25),
-    "leaky_relu without names": lambda m, x: F.leaky_relu(m.linear(x), 0.25, False),
-    "silu": lambda m, x: F.silu(m.linear(x)),
-    "mish": lambda m, x: F.mish(m.linear(x), inplace=False),
-    "hardswish": lambda m, x: F.hardswish(m.linear(x)),
-    "hardsigmoid": lambda m, x: F.hardsigmoid(m.linear(x)),
-    "gelu": lambda m, x: F.gelu(m.linear(x)),
-    "gelu by tanh": lambda m, x: F.gelu(m.linear(x), approximate="tanh"),
-}
+FUNCTIONS = texts(
+    """
+    torch.relu(m.linear(x)); m.linear(x).relu(); F.relu6(m.linear(x));
+    F.hardtanh(m.linear(x), -0.5, max_val=0.25); F.leaky_relu(m.linear(x), negative_slope=0.25);
+    F.leaky_relu(m.linear(x), 0.25, False); F.silu(m.linear(x));
+    F.mish(m.linear(x), inplace=False); F.hardswish(m.linear(x)); F.hardsigmoid(m.linear(x));
+    F.gelu(m.linear(x)); F.gelu(m.linear(x), approximate='tanh')
+    """
+)
 
 
 def holds_its_input(fast: Any, x: Tensor) -> bool:
@@ -281,18 +270,14 @@ WRITTEN_OVER: dict[str, tuple[Callable[[Any, Tensor], Any], nn.Module | None, An
     ),
     "a computed slope": (lambda m, x: F.leaky_relu(m.linear(x), 1 - x.shape[0]), None, SIGNS),
 }  # fmt: skip
-INPUTS = {
-    "an input of the model": lambda m, x: F.silu(x),
-    "a parameter": lambda m, x: F.silu(m.weight) + x,
-    "a view of an input": lambda m, x: F.silu(x.t()),
-    "what may be a view": lambda m, x: F.silu(m.linear(x).contiguous()),
-    "what may be the input": lambda m, x: F.silu(F.dropout(x, 0.5, False)),
-    "a second reader": lambda m, x: (y := m.linear(x), F.silu(y)),
-    "a residual": lambda m, x: (y := m.linear(x)) + F.silu(y),
-    "a view that is read later": lambda m, x: (y := m.linear(x), z := y.t(), F.silu(y))[1] + z,
-    "a result given by the caller": lambda m, x: F.silu(torch.add(x, 1.0, out=x.clone())),
-    "what a backward pass needs": lambda m, x: F.silu(torch.sigmoid(x)),
-}
+INPUTS = texts(
+    """
+    F.silu(x); F.silu(m.weight) + x; F.silu(x.t()); F.silu(m.linear(x).contiguous());
+    F.silu(F.dropout(x, 0.5, False)); ((y := m.linear(x)), F.silu(y));
+    (y := m.linear(x)) + F.silu(y); ((y := m.linear(x)), (z := y.t()), F.silu(y))[1] + z;
+    F.silu(torch.add(x, 1.0, out=x.clone())); F.silu(torch.sigmoid(x))
+    """
+)
 
 
 @rows("forward activation outcome", WRITTEN_OVER)
@@ -404,11 +389,12 @@ REFUSALS = {
     "another dtype": (lambda m, x: m.linear(x) + x.float(), UNLIKE),
     "another layout": (lambda m, x: m.linear(x) + x.t().contiguous().t(), UNLIKE),
 }  # fmt: skip
-NO_MATTER = {
-    "numbers": lambda m, x: x.reshape(x.shape[0] * x.shape[1] + 0),
-    "a tensor and a number": lambda m, x: m.linear(x) * 2.0 + 1,
-    "a setting": lambda m, x: torch.add(m.linear(x), m.other(x), alpha=2),
-}
+NO_MATTER = texts(
+    """
+    x.reshape(x.shape[0] * x.shape[1] + 0); m.linear(x) * 2.0 + 1;
+    torch.add(m.linear(x), m.other(x), alpha=2)
+    """
+)
 
 
 @rows("forward outcome", REFUSALS, alike(0, NO_MATTER))

@@ -18,7 +18,7 @@ import optimizer
 from models._torchvision_import import import_torchvision
 from optimizer.core.guards import expect_tensor
 from optimizer.testing import assert_equivalent, inputs_like, randomize
-from tests.single_pass import Forward, alike, callees, layers_of, optimized_by, rows, tried
+from tests.single_pass import Forward, alike, callees, layers_of, optimized_by, rows, texts, tried
 
 CSE = "eliminate_common_subexpressions"
 (SQUARE,) = inputs_like([(4, 4)], "random", 0)
@@ -47,37 +47,22 @@ TWICE = {
     "one that is returned": (lambda m, x: (x.exp(), x.exp() + 1), 1),
     "two operands": (lambda m, x: (x @ x.t()) * (x @ x.t()), 2),
 }
-UNLIKE = {
-    "an integer and a float": lambda m, x: (x + 1, x + 1.0),
-    "an integer and a flag": lambda m, x: (x * 1, x * True),
-    "zeros of two signs": lambda m, x: x / 0.0 + x / -0.0,
-    "zeros in a list": lambda m, x: x.new_tensor([0.0, 1.0]) / x.new_tensor([-0.0, 1.0]),
-    "zeros in keywords": lambda m, x: (
-        torch.full_like(x, fill_value=0.0) / torch.full_like(x, fill_value=-0.0)
-    ),
-    "a list and a tuple": lambda m, x: x[[0, 1]].sum() + x[(0, 1)],
-    "another flag": lambda m, x: x.sum(1, True) + x.sum(1, False),
-    "another keyword": lambda m, x: x.sum(dim=1) + x.sum(axis=1),
-    "another slice": lambda m, x: x[1:3] + x[0:2],
-    "another start": lambda m, x: x[1:].sum() + x[2:].sum(),
-    "another stop": lambda m, x: x[:, :2].sum() + x[:, :3].sum(),
-    "another step": lambda m, x: x[::2] + x[::3],
-    "another step beside others": lambda m, x: x[1:, 0:4:2] + x[1:, 0:4:3],
-    "another place in an index": lambda m, x: x[..., None] + x[None, ...],
-    "another function": lambda m, x: torch.exp(x) + torch.sin(x),
-    "another method": lambda m, x: x.exp() + x.sin(),
-    "another operator": lambda m, x: (x + 2.0) * (x - 2.0),
-    "another argument": lambda m, x: x.sum(0) + x.sum(1),
-    "another keyword's name": lambda m, x: x.clamp(min=0.5) + x.clamp(max=0.5),
-    "another keyword's value": lambda m, x: x.sum(dim=0) + x.sum(dim=1),
-    "another keyword's type": lambda m, x: (x.sum(dtype=torch.int64), x.sum(dtype=torch.float32)),
-    "a number and its text": lambda m, x: (x.sum(0), x.type("torch.FloatTensor"), x.float()),
-    "another layer": lambda m, x: m.linear(x) + m.other(x),
-    "operands the other way round": lambda m, x: (x - m.scale) + (m.scale - x),
-    "random choices": lambda m, x: F.dropout(x, 0.5, True) + F.dropout(x, 0.5, True),
-    "a layer in training mode": lambda m, x: m.norm(x) + m.norm(x),
-    "random numbers": lambda m, x: x + torch.rand(4).double() + torch.rand(4).double(),
-}
+UNLIKE = texts(
+    """
+    (x + 1, x + 1.0); (x * 1, x * True); x / 0.0 + x / -0.0;
+    x.new_tensor([0.0, 1.0]) / x.new_tensor([-0.0, 1.0]);
+    torch.full_like(x, fill_value=0.0) / torch.full_like(x, fill_value=-0.0);
+    x[[0, 1]].sum() + x[0, 1]; x.sum(1, True) + x.sum(1, False); x.sum(dim=1) + x.sum(axis=1);
+    x[1:3] + x[0:2]; x[1:].sum() + x[2:].sum(); x[:, :2].sum() + x[:, :3].sum();
+    x[::2] + x[::3]; x[1:, 0:4:2] + x[1:, 0:4:3]; x[..., None] + x[None, ...];
+    torch.exp(x) + torch.sin(x); x.exp() + x.sin(); (x + 2.0) * (x - 2.0); x.sum(0) + x.sum(1);
+    x.clamp(min=0.5) + x.clamp(max=0.5); x.sum(dim=0) + x.sum(dim=1);
+    (x.sum(dtype=torch.int64), x.sum(dtype=torch.float32));
+    (x.sum(0), x.type('torch.FloatTensor'), x.float()); m.linear(x) + m.other(x);
+    x - m.scale + (m.scale - x); F.dropout(x, 0.5, True) + F.dropout(x, 0.5, True);
+    m.norm(x) + m.norm(x); x + torch.rand(4).double() + torch.rand(4).double()
+    """
+)
 CHANGED = "what it reads may be written in between"
 SEEN_WRITTEN = "a result is written, which the other must not see"
 
@@ -358,11 +343,11 @@ MODULES = {
     "AlphaDropout": (nn.AlphaDropout, (2, 3)),
     "FeatureAlphaDropout": (nn.FeatureAlphaDropout, (2, 3, 4)),
 }
-CALLS = {
-    "called": lambda m, x: m.layer(x).exp(),
-    "called with a keyword": lambda m, x: m.layer(input=x).exp(),
-    "last": lambda m, x: m.layer(x.exp()),
-}
+CALLS = texts(
+    """
+    m.layer(x).exp(); m.layer(input=x).exp(); m.layer(x.exp())
+    """
+)
 
 
 @pytest.mark.parametrize("examples", [True, False])
@@ -372,7 +357,7 @@ def test_every_module_that_is_an_identity(
     build: Any, shape: Any, call: str, examples: bool
 ) -> None:
     inputs = inputs_like([shape], "random", 0)
-    model = Forward(CALLS[call], layer=build()).eval()
+    model = Forward(call, layer=build()).eval()
 
     tried(IDENTITIES, model, inputs if examples else (), ["exp"], inputs)
 
@@ -441,8 +426,8 @@ def test_the_result_is_the_input_itself_also_for_a_writer() -> None:
 
 TRAINING = "it is in training mode and drops values"
 AT_WORK = {
-    "Dropout in training mode": (CALLS["called"], nn.Dropout(), TRAINING),
-    "Dropout2d in training mode": (CALLS["called"], nn.Dropout2d(), TRAINING),
+    "Dropout in training mode": ("m.layer(x).exp()", nn.Dropout(), TRAINING),
+    "Dropout2d in training mode": ("m.layer(x).exp()", nn.Dropout2d(), TRAINING),
     "F.dropout with its default": (lambda m, x: F.dropout(x), None, TRAINING),
     "F.dropout in training": (lambda m, x: F.dropout(x, 0.5, True), None, TRAINING),
     "torch.dropout in training": (lambda m, x: torch.dropout(x, 0.5, True), None, TRAINING),
@@ -492,23 +477,18 @@ def holding(forward: Callable[..., Any], **more: Any) -> nn.Module:
     return Forward(forward, **held, **more).double().eval()
 
 
-CONSTANT = {
-    "a function of a parameter": lambda m, x: x.exp() + torch.sigmoid(m.weight),
-    "a method of a buffer": lambda m, x: x.exp() + m.table[0].tanh(),
-    "an operator with a literal": lambda m, x: x.exp() + 16 * m.weight,
-    "a power that a literal is the base of": lambda m, x: x.exp() + 2.0**m.weight,
-    "a row that an index picks": lambda m, x: x.exp() + m.table[m.index].sum(0),
-    "a call with keywords": lambda m, x: x.exp() + torch.sum(input=m.matrix, dim=0),
-    "a layer": lambda m, x: x.exp() + m.linear(m.weight),
-    "a megabyte": lambda m, x: x.exp() + m.weight[:1].repeat(1 << 17, 1, 1),
-    "layers, views and all": lambda m, x: x.exp() + m.linear(m.table).t().unsqueeze(0)[0, :, 1],
-    "a layer in eval mode": lambda m, x: x.exp() + m.norm(m.table)[2],
-    "a mask": lambda m, x: torch.where(m.weight > 0, x.exp(), 0.0),
-    "an integer": lambda m, x: x.exp()[:, (m.index - 1) % 3],
-    "two parameters": lambda m, x: x.exp() + m.matrix @ m.weight,
-    "one that was detached": lambda m, x: x.exp() + m.weight.detach().exp(),
-    "a large one made of larger ones": lambda m, x: x.exp() + torch.outer(m.large, m.large).mean(),
-}
+CONSTANT = texts(
+    """
+    x.exp() + torch.sigmoid(m.weight); x.exp() + m.table[0].tanh(); x.exp() + 16 * m.weight;
+    x.exp() + 2.0 ** m.weight; x.exp() + m.table[m.index].sum(0);
+    x.exp() + torch.sum(input=m.matrix, dim=0); x.exp() + m.linear(m.weight);
+    x.exp() + m.weight[:1].repeat(1 << 17, 1, 1);
+    x.exp() + m.linear(m.table).t().unsqueeze(0)[0, :, 1]; x.exp() + m.norm(m.table)[2];
+    torch.where(m.weight > 0, x.exp(), 0.0); x.exp()[:, (m.index - 1) % 3];
+    x.exp() + m.matrix @ m.weight; x.exp() + m.weight.detach().exp();
+    x.exp() + torch.outer(m.large, m.large).mean()
+    """
+)
 
 
 PART = lambda m, x: x.exp() + (m.linear(m.table).relu() + 1).chunk(5)[2] * 2  # noqa: E731
@@ -647,13 +627,12 @@ def test_a_cast_casts_what_it_casts_in_the_model(case: str) -> None:
     assert fast(x).dtype == model.float()(x).dtype
 
 
-NO_CONSTANT = {
-    "random numbers": lambda m, x: x + torch.rand(3, dtype=x.dtype) * 2,
-    "a random choice of constants": lambda m, x: x + nn.functional.dropout(m.weight, 0.5, True),
-    "a view": lambda m, x: x @ m.matrix.t(),
-    "a number": lambda m, x: x * m.matrix.shape[0],
-    "what depends on the input": lambda m, x: x.new_ones(3) * 2 + x,
-}
+NO_CONSTANT = texts(
+    """
+    x + torch.rand(3, dtype=x.dtype) * 2; x + nn.functional.dropout(m.weight, 0.5, True);
+    x @ m.matrix.t(); x * m.matrix.shape[0]; x.new_ones(3) * 2 + x
+    """
+)
 
 
 @rows("forward outcome", alike(0, NO_CONSTANT))
@@ -693,11 +672,11 @@ def test_what_autocast_computes_otherwise_is_refused() -> None:
 
 
 def test_nothing_is_folded_without_example_inputs() -> None:
-    tried(CONSTANTS, holding(CONSTANT["a layer"]), (), 0, PAIR)
+    tried(CONSTANTS, holding("x.exp() + m.linear(m.weight)"), (), 0, PAIR)
 
 
 def test_the_result_outlives_copies_files_and_gradients() -> None:
-    model, file = holding(CONSTANT["a layer"]), io.BytesIO()
+    model, file = holding("x.exp() + m.linear(m.weight)"), io.BytesIO()
     fast = optimized_by(CONSTANTS, model, *PAIR)
     torch.save(fast, file)
     file.seek(0)

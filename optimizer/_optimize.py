@@ -80,8 +80,8 @@ def optimize(
             after every pass; None does not. A pass that changes the answer is rolled back.
         only: names of the passes to run, or passes of your own; all there are if None.
         disable: names of passes not to run.
-        tune_seconds: from level 2 on, how long candidates are timed. With 0 none is: the choice is
-            always the same.
+        tune_seconds: how long graphs of Dynamo, and from level 2 on candidates, are timed. With 0
+            none is: the choice is always the same.
         precision: at level 3, what matrix products and convolutions of calls like the example are
             computed in, where that is faster. Norms, softmax and means stay as they are. "int8" is
             for Linear layers only, and needs torchao.
@@ -204,13 +204,12 @@ class Run:
             return f"its graphs give another answer ({found})"
         if not (guarded.report.fired or guarded.report.choices):
             return "nothing can be rewritten in its graphs"
-        if self.level < LOWERED or not self.tuning.seconds:
+        if not self.tuning.seconds:
             return ""
         both = {"portable": guarded.model, "plan": guarded}
         runs = {name: lambda c, m=m: m(*c.args, **c.kwargs) for name, m in both.items()}
         with own_random_numbers():
-            deadline = time.perf_counter() + self.tuning.seconds
-            slower = Times((call.copied(),)).slower(runs, deadline)
+            slower = Times((call.copied(),)).slower(runs, time.perf_counter() + self.tuning.seconds)
         return f"it is not faster in graphs: {slower}" if slower else ""
 
     def _attempt(self) -> OptimizedModule:

@@ -28,6 +28,7 @@ import optimizer
 from optimizer import InputError
 from optimizer.frontend.dynamo import GuardedModule
 from optimizer.frontend.module import Unchanged
+from optimizer.lowering.choose import Times
 
 # Importing Dynamo and compiling warn of what torch itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -606,16 +607,42 @@ def test_a_number_that_is_another_in_another_model_is_no_input() -> None:
         assert not any("not lowered" in remark for remark in fast.report.remarks)
 
 
+@pytest.mark.parametrize(("share", "kind"), [(1.0, Unchanged), (0.5, GuardedModule)])
+def test_a_model_is_not_made_slower_by_its_graphs(
+    share: float, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"portable": 1.0, "plan": share}
+    monkeypatch.setattr("optimizer._optimize.Times", Times)
+    monkeypatch.setattr(Times, "race", lambda *args, **options: seconds)
+
+    fast = optimizer.optimize(Program(masked), ROWS, level=1)
+
+    told = [each for each in fast.report.remarks if "it is not faster in graphs: 1.00" in each]
+    assert isinstance(fast, kind)
+    assert bool(told) is (kind is Unchanged)
+    untimed = optimizer.optimize(Program(masked), ROWS, level=1, tune_seconds=0)
+    assert isinstance(untimed, GuardedModule)
+
+
 @torch.no_grad()
 def test_nothing_keeps_the_weights_of_a_result_that_is_gone() -> None:
+    """Dynamo keeps what a backend returns as long as the process lives: weights are not in it."""
+    before = weights_held()
     fast = guarded()
     fast(ROWS[:2])
     alive = [weakref.ref(parameter) for parameter in fast.parameters()]
+    assert weights_held() > before
 
     del fast
-    gc.collect()
 
+    assert weights_held() == before
     assert [each() for each in alive] == [None] * len(alive)
+
+
+def weights_held() -> int:
+    """How many parameters there are in the process, but for those that hold no memory."""
+    gc.collect()
+    return sum(type(each) is nn.Parameter for each in gc.get_objects())
 
 
 def test_it_is_checked_measured_and_reported_like_any_result() -> None:

@@ -79,7 +79,7 @@ class DynamoGraph:
         if known is None:
             return None
         same = all(was() is each for was, each in zip(known.weights, weights, strict=True))
-        fits = same and (self.frozen or known.addresses == _addresses(weights))
+        fits = same and (self.frozen or known.addresses == [*map(_torch._data_address, weights)])
         return known.run if fits else None
 
     def _made(self, args: tuple[Any, ...]) -> Callable[..., Any]:
@@ -91,7 +91,9 @@ class DynamoGraph:
         snapshot = self._snapshot(args)
         weights = [args[i] for i in self.held]
         run = self._run(self._bound(snapshot), args)
-        variant = _Variant(list(map(weakref.ref, weights)), _addresses(weights), snapshot, run)
+        variant = _Variant(
+            list(map(weakref.ref, weights)), [*map(_torch._data_address, weights)], snapshot, run
+        )
         self.variants[tuple(map(id, weights))] = variant
         return run
 
@@ -136,10 +138,6 @@ def _is_held(node: fx.Node, value: Any) -> bool:
     known = node.meta.get("tensor_dict") or {}
     static = isinstance(value, nn.Parameter) or "_dynamo_static_input_type" in known
     return static and value.layout is torch.strided
-
-
-def _addresses(tensors: list[torch.Tensor]) -> list[int]:
-    return list(map(_torch._data_address, tensors))
 
 
 def _copied(module: fx.GraphModule, weights: Container[fx.Node] = ()) -> fx.Graph:
@@ -202,16 +200,23 @@ def capture_by_dynamo(model: nn.Module, call: Call) -> tuple[fx.GraphModule, Cal
 def _compiled(model: nn.Module, backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`torch.compile` of a model, as code that no other model runs.
 
-    By code, and for the life of a process, Dynamo remembers which numbers were others before, such
-    as two models' rates of dropout, and makes them inputs of the graph.
+    For the life of a process Dynamo remembers by code which numbers were others before, such as two
+    models' rates of dropout, and makes them inputs; and keeps what a backend returns. The graphs,
+    with their weights, are no part of that: they live as long as what is returned here.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
+    def told(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        owner().graphs.append(backend(graph, examples))
+        made: Any = weakref.ref(owner().graphs[-1])
+        return lambda *args: made()(*args)
+
+    vars(call)["graphs"] = []
+    owner: Any = weakref.ref(call)
     call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
-    recorded: Callable[..., Any] = torch.compile(call, backend=backend, **options, **_RECORDINGS)
-    return recorded
+    return torch.compile(call, backend=told, **options, **_RECORDINGS)
 
 
 class GuardedModule(Constants):
@@ -247,14 +252,12 @@ class GuardedModule(Constants):
     @cached_property
     def _recorded(self) -> Callable[..., Any]:
         """What Dynamo makes of the model: not a submodule."""
-        # Dynamo keeps what it recorded as long as the code of the model's class.
-        this, optimize, reports = weakref.ref(self), self._optimize, list[Report]()
+        optimize, reports = self._optimize, list[Report]()
+        self._reports = reports
 
         def told(graph: fx.GraphModule, call: Call) -> Any:
             fast: Any = optimize(graph, call)
             reports.append(fast.report)
-            if (module := this()) is not None:
-                module._reports = reports
             return fast
 
         # Where no write to a weight can be seen, only this module's methods may change them.

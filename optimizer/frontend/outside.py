@@ -55,8 +55,7 @@ class Outside(Code):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        unwatched = torch.jit.ScriptModule, Constants
-        held = [each for each in self.modules if not isinstance(each, unwatched)]
+        held = [m for m in self.modules if not isinstance(m, torch.jit.ScriptModule | Constants)]
         self.modules = [each for each in held if not _is_installed(type(each).forward)]
         for forward, table in ((type(each).forward, vars(each)) for each in held):
             self.objects += table, table["_parameters"], table["_buffers"], table["_modules"]

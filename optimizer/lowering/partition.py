@@ -136,8 +136,7 @@ _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def _numbers(node: fx.Node) -> list[float]:
-    leaves = pytree.tree_leaves((node.args, node.kwargs))
-    return [each for each in leaves if isinstance(each, float | int)]
+    return [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, float | int)]
 
 
 def _trimmed(run: list[fx.Node]) -> Iterator[list[fx.Node]]:

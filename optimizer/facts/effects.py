@@ -119,14 +119,12 @@ def devices_named_by(node: fx.Node) -> set[torch.device]:
 
 def called_as_they_are(module: fx.GraphModule) -> list[str]:
     """What was not recorded, because nothing is known of what it does; and the reasons."""
-    nodes = module.graph.find_nodes(op="call_module")
-    calls = {node.target: module_of(node) for node in nodes}
-    scripted = torch.jit.ScriptModule
+    calls = {n.target: module_of(n) for n in module.graph.find_nodes(op="call_module")}
     return [
         f"'{name}' ({type(each).__name__}) is called as it is: it is scripted, or it has hooks,"
         " parametrizations or a __call__"
         for name, each in calls.items()
-        if isinstance(each, scripted) or not is_plain(each)
+        if isinstance(each, torch.jit.ScriptModule) or not is_plain(each)
     ]
 
 

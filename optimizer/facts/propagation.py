@@ -170,6 +170,8 @@ class Facts:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": "meta"}
+        if isinstance(node.kwargs.get("training"), fx.Node):
+            kwargs = {**kwargs, "training": True}  # which it may be in another call
         named = torch.device | str if node.target == "to" else torch.device
         given = ["meta" if isinstance(each, named) else each for each in args]
         module = self.to_meta(module_of(node)) if node.op == "call_module" else None

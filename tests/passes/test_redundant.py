@@ -24,7 +24,7 @@ CSE = "eliminate_common_subexpressions"
 (SQUARE,) = inputs_like([(4, 4)], "random", 0)
 
 
-def repeated(forward: Callable[..., Any]) -> nn.Module:
+def repeated(forward: Callable[..., Any] | str) -> nn.Module:
     """A model of layers, one of them in training mode, and a buffer."""
     layers = {"linear": nn.Linear(4, 4), "other": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)}
     model = Forward(forward, scale=torch.ones(4), **layers).double().eval()
@@ -107,6 +107,13 @@ def test_common_subexpressions(forward: Any, outcome: Any) -> None:
 @pytest.mark.parametrize("forward", [lambda m, x: (x + 1, x + 1.0), lambda m, x: (x * 1, x * True)])
 def test_integers_tell_numbers_of_two_types_apart(forward: Any) -> None:
     tried(CSE, repeated(forward), (SQUARE,), 0, (torch.arange(16).reshape(4, 4),))
+
+
+def test_statistics_that_only_another_size_updates_are_updated_twice() -> None:
+    normed = "F.batch_norm(x, m.norm.running_mean, m.norm.running_var, training=many)"
+    model = repeated(f"many = x.shape[0] > 4; return {normed} + {normed}")
+
+    tried(CSE, model, (SQUARE,), 0, (SQUARE.repeat(2, 1),))
 
 
 def test_nothing_is_merged_without_example_inputs() -> None:

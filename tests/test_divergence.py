@@ -53,7 +53,9 @@ def test_a_wrong_fold_is_named_at_its_node(monkeypatch: pytest.MonkeyPatch) -> N
 
     report = caught.value.text()
     assert "first guilty pass: fold_affine\n" in report
-    named = "first divergent node: 'linear0_folded' (Linear) for 'bn1' (BatchNorm1d): relative"
+    named = (
+        "first divergent node: 'linear0_folded' (Linear) for 'batchnorm1' (BatchNorm1d): relative"
+    )
     assert named in report
 
 
@@ -69,7 +71,7 @@ def test_a_right_value_before_the_wrong_one_is_not_named() -> None:
 
 
 def test_a_value_that_is_left_out_shows_where_it_is_read() -> None:
-    found = located(lambda model, inputs: graph_without(model, "bn1"))
+    found = located(lambda model, inputs: graph_without(model, "batchnorm1"))
 
     assert found.startswith("'transpose' (.transpose): relative error")
 

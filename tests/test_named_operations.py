@@ -30,6 +30,7 @@ NOT_MET = {
     "what ends a recording as item() does": {".numpy", ".tolist"},
     "an address, or of autograd": {".data_ptr", ".untyped_storage", ".requires_grad_"},
     "needs a GPU": {".cuda"},
+    "Python, of which fx records the method": {"F.sigmoid", "F.tanh"},
     "what passes make": {"add_over", "mul_over"},
 }
 

@@ -1,9 +1,11 @@
-"""The total interpreter of tokens: a `Spec` is a program, its source text and its module."""
+"""The total interpreter of words: a `Spec` is a program, its source text and its module."""
 
 from __future__ import annotations
 
 import hashlib
 import linecache
+import re
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -15,42 +17,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from optimizer.testing._classes import HELPERS as OF_CLASSES
-from optimizer.testing._control import HOOK, PRE_HOOK
+from optimizer.testing._classes import HELPERS
 from optimizer.testing._data import inputs_like, randomize
 from optimizer.testing._graph import as_graph
 from optimizer.testing._machine import Machine, Shape
 from optimizer.testing._tokens import TOKENS
-
-HELPERS = OF_CLASSES | {
-    "Doubled": """\
-class Doubled(nn.Linear):
-    def forward(self, input):
-        return 2 * super().forward(input)
-""",
-    "Branching": """\
-class Branching(nn.Linear):
-    def forward(self, input):
-        return super().forward(input) * (1 if input.sum().isnan() else 2)
-""",
-    "Constant": """\
-class Constant(nn.Module):
-    def __init__(self, *shape):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape))
-
-    def forward(self, input):
-        return input * self.weight
-""",
-    HOOK: """\
-def double_output(module, arguments, output):
-    return output * 2
-""",
-    PRE_HOOK: """\
-def double_input(module, arguments):
-    return tuple(2 * argument for argument in arguments)
-""",
-}
 
 Entry: TypeAlias = Literal["module", "graph"]
 
@@ -81,7 +52,7 @@ class Spec:
 
     def source(self) -> str:
         """Python source of `class Model(nn.Module)`, with the helpers that it needs."""
-        return _source(self._assembled)
+        return _source(self._assembled, bound=self.entry == "graph")
 
     def build(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """The module, with every parameter and statistic drawn anew; the same on each call."""
@@ -124,10 +95,12 @@ class Spec:
 
     @cached_property
     def _assembled(self) -> Machine:
-        machine = Machine(self.shape)
-        machine.autocast = "autocast" in self.tokens
-        for token in self.tokens:
-            TOKENS[token](machine)
+        machine = Machine(self.shape, autocast="autocast" in self.tokens)
+        with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("error")  # what torch warns of is not written either
+            for token in self.tokens:
+                TOKENS[token](machine)
+        machine.scope.clear()
         return machine
 
 
@@ -154,24 +127,33 @@ def _compiled(source: str, filename: str) -> CodeType:
     return compile(source, filename, "exec")
 
 
-def _source(machine: Machine) -> str:
-    helpers = [text + "\n\n" for name, text in HELPERS.items() if name in machine.helpers]
-    written = "".join([*helpers, *machine.statements])
-    modules = {name: name.rstrip(".") for name in ("functools.", "types.")}
-    modules |= {"random.Random": "random", "np.": "numpy as np"}
-    imports = "".join(f"import {name}\n" for use, name in modules.items() if use in written)
-    helpers = [imports + "\n\n", *helpers] if imports else helpers
-    arguments = ", ".join([*(value.name for value in machine.arguments), *machine.defaults])
-    decorator = "    @doubled_by_keyword\n" if "doubled_by_keyword" in machine.helpers else ""
+def _source(machine: Machine, *, bound: bool) -> str:
+    """The program; what arguments have by default is `bound` to their names if that is asked."""
+    arguments = [value.name for value in machine.arguments]
+    given = [each.replace("*more", "more=()") for each in machine.defaults if each != "*"]
+    bindings = [each.replace("=", " = ", 1) for each in given] if bound else []
+    arguments += [] if bound else machine.defaults
     setup = ["super().__init__()", *machine.members, "self.eval()", *machine.finishing]
-    body = [*machine.statements, f"return {_returned(machine)}"]
+    body = [*bindings, *machine.statements, f"return {_returned(machine)}"]
     return (
-        f"{''.join(helpers)}class Model(nn.Module):\n"
+        f"{_preamble(machine)}class Model(nn.Module):\n"
         "    def __init__(self):\n"
         f"{indent(chr(10).join(setup), ' ' * 8)}\n\n"
-        f"{decorator}    def forward(self, {arguments}):\n"
+        f"{machine.decorator}    def forward(self, {', '.join(arguments)}):\n"
         f"{indent(chr(10).join(body), ' ' * 8)}\n"
     )
+
+
+def _preamble(machine: Machine) -> str:
+    """The classes and functions that the program names, and what they import."""
+    text = "\n".join([*machine.members, *machine.finishing, machine.decorator])
+    used = set(re.findall(r"\w+", text))
+    helpers = "".join(f"{HELPERS[name]}\n\n" for name in HELPERS if name in used)
+    modules = {name: name.rstrip(".") for name in ("functools.", "types.")}
+    modules |= {"random.Random": "random", "np.": "numpy as np"}
+    written = "\n".join([helpers, *machine.statements])
+    imports = "".join(f"import {name}\n" for use, name in modules.items() if use in written)
+    return f"{imports}\n\n{helpers}" if imports else helpers
 
 
 def _returned(machine: Machine) -> str:

@@ -1,16 +1,170 @@
-"""Tokens for what Python does around tensors: keywords, constants of numpy, NaN from within."""
+"""The text of classes and functions that generated programs use, by their names."""
 
 from __future__ import annotations
 
-from optimizer.testing._convolutions import conv
-from optimizer.testing._elementwise import broadcast, expression
-from optimizer.testing._layers import linear
-from optimizer.testing._machine import KEYWORD, Emit, Machine, ranked
-from optimizer.testing._outside import OUTSIDE
-from optimizer.testing._python import PYTHON
+from textwrap import indent
+
+_NONLOCAL = """\
+def counter():
+    count = 0
+
+    def put(value):
+        nonlocal count
+        count = value
+
+    return lambda: count, put
+
+
+GET, PUT = counter()"""
+_FUNCTION = "def held():\n    pass\n\n\nheld.count = 0"
+_DEFAULT = "def of_default(counts=[0]):\n    return counts"
+_KEYWORD = "def of_keyword(*, counts=[0]):\n    return counts"
+
+# What keeps a number, how to read it, how to put it there; and what is drawn where none is counted.
+_KEEPERS: dict[str, tuple[str, str, str, str]] = {
+    "attribute": ("", "self.count", "self.count = {}", ""),
+    "global": ("COUNT = 0", "COUNT", "global COUNT; COUNT = {}", ""),
+    "list": ("ITEMS = []", "len(ITEMS)", "ITEMS[:] = [1] * ({})", ""),
+    "tuple": ("PAIR = (0, [0])", "PAIR[1][0]", "PAIR[1][0] = {}", ""),
+    "dict": ("COUNTS = {}", 'COUNTS.get("n", 0)', 'COUNTS["n"] = {}', ""),
+    "bytes": ("BYTES = bytearray(1)", "BYTES[0]", "BYTES[0] = {}", ""),
+    "array": ("ARRAY = np.zeros(1)", "float(ARRAY[0])", "ARRAY[0] = {}", ""),
+    "class": ("class Counts:\n    count = 0", "Counts.count", "Counts.count = {}", ""),
+    "function": (_FUNCTION, "held.count", "held.count = {}", ""),
+    "default": (_DEFAULT, "of_default()[0]", "of_default()[0] = {}", ""),
+    "keyword": (_KEYWORD, "of_keyword()[0]", "of_keyword()[0] = {}", ""),
+    "nonlocal": (_NONLOCAL, "GET()", "PUT({})", ""),
+    "random": ("DICE = random.Random(0)", "DICE.getstate()", "DICE.setstate({})", "DICE.random()"),
+    "numpy": (
+        "BITS = np.random.default_rng(0)", "BITS.bit_generator.state",
+        "BITS.bit_generator.state = {}", "BITS.random()",
+    ),
+}  # fmt: skip
+
+# `get_state` and `put_state` are for the oracle: see `put_back` of `_observe`.
+_KEEPER = """\
+{holder}
+
+
+class Kept_{name}(nn.Module):
+    count = 0
+
+    def forward(self, input):
+        {count}
+        return input * {read}
+
+    def get_state(self):
+        return {get}
+
+    def put_state(self, value):
+        {put}
+
+
+Kept_{name}.first = Kept_{name}().get_state()
+"""
+
+
+def _keeper(name: str) -> str:
+    holder, get, put, drawn = _KEEPERS[name]
+    counted = "pass" if drawn else put.format(f"{get} + 1")
+    parts = {"holder": holder, "get": get, "put": put.format("value"), "count": counted}
+    return _KEEPER.format(name=name, read=drawn or get, **parts)
+
+
+# What `__init__` does, where it does something.
+_HOLDS = {
+    "cached": "self.cache = {}",
+    "writes_buffer": "self.register_buffer('total', torch.zeros(()))",
+    "modules": "self.each = nn.ModuleList([nn.LeakyReLU(0.5), nn.Hardtanh(-4.0, 4.0)])",
+    "shared": "self.one = self.two = nn.LeakyReLU(0.5)",
+    "exchanged": "self.one, self.two = nn.PReLU(), nn.PReLU()",
+    "replaced": "self.one, self.two = nn.LeakyReLU(0.5), nn.Tanh()",
+    "trains_within": "self.drop = nn.Dropout(0.5)",
+    "norm_trains_within": "self.norm = nn.BatchNorm1d(1)",
+    "own_complex": "self.turn = nn.Parameter(torch.ones(()))",
+    "hides": "self.register_buffer('held', torch.ones(()))",
+}
+# The body of the forward; what it changes for a while is put back also where torch refuses.
+_BODIES = {
+    "cached": "if not self.cache: self.cache['sum'] = torch.arange(3.0).sum()\n"
+    "return input + self.cache['sum']",
+    "asks_type": "return input * (2.0 if isinstance(input, torch.Tensor) else 3.0)",
+    "asks_none": "return input * (3.0 if input is None else 2.0)",
+    "asks_rank": "return input * (2.0 if input.dim() > 2 else 3.0)",
+    "asks_modes": "return input * (2.0 if torch.is_grad_enabled() else 3.0)",
+    "swallows": "try: return input * (3.0 if input.sum() > 1e30 else 2.0)\n"
+    "except Exception: return input * 5.0",
+    "loops": "return torch.stack([row * 2.0 for row in input]) if len(input) else input",
+    "keeps_value": "self.kept = input * 2.0\nreturn input + self.kept",
+    "writes_buffer": "self.total.add_(1.0)\nreturn input * self.total",
+    "writes_input": "return input.mul_(2.0)",
+    "draws_alike": "return input + torch.rand_like(input)",
+    "draws_in_place": "return input + torch.empty_like(input).uniform_()",
+    "draws_in_vain": "torch.rand(3)\nreturn input * 2.0",
+    "seeds": "torch.manual_seed(3)\nreturn input + torch.rand(())",
+    "generator": "given = torch.Generator().manual_seed(3)\n"
+    "return input + torch.rand((), generator=given)",
+    "forks": "with torch.random.fork_rng(devices=[]):\n"
+    "    torch.manual_seed(3)\n    return input + torch.rand(())",
+    "puts_back": "state = torch.get_rng_state()\ntorch.manual_seed(3)\ndrawn = torch.rand(())\n"
+    "torch.set_rng_state(state)\nreturn input + drawn",
+    "views": "return input.view_as(input)",
+    "without_gradients": "with torch.no_grad(): return input * 2.0",
+    "autocasts": "with torch.autocast('cpu', torch.bfloat16): return input + input.sum() * 0",
+    "modules": "for each in self.each: input = each(input)\nreturn input",
+    "shared": "first, self.two.negative_slope = self.one(input), 0.25\n"
+    "try: return first - 2.0 * self.one(input)\nfinally: self.two.negative_slope = 0.5",
+    "exchanged": "one, two = self.one.weight, self.two.weight\n"
+    "self.one.weight, self.two.weight = two, one\ntry: return self.one(input)\n"
+    "finally: self.one.weight, self.two.weight = one, two",
+    "replaced": "one, self.one = self.one, self.two\n"
+    "try: return self.one(input)\nfinally: self.one = one",
+    "trains_within": "self.drop.train()\ntry: return self.drop(input)\nfinally: self.drop.eval()",
+    "norm_trains_within": "flat = torch.cat([input.reshape(-1, 1), input.new_ones(2, 1)])\n"
+    "self.norm.train()\ntry: self.norm(flat)\nfinally: self.norm.eval()\n"
+    "return input + self.norm(flat).sum() * 0.125",
+    "complex_number": "return (input * (2 + 1j)).real",
+    "own_complex": "return (input * torch.complex(self.turn, 2.0 * self.turn)).real",
+    # A view of what it is given, what it holds, and an object that hides one.
+    "hides": "self.kept = 1\n"
+    "return [input.view_as(input), self.held, types.SimpleNamespace(held=input)]",
+}
+# What code that nothing is known of may do with what it is given, and holds.
+_UNKNOWN = (
+    "hides", "views", "writes_input", "writes_buffer", "draws_in_vain", "keeps_value", "modules",
+    "seeds",
+)  # fmt: skip
+_LAYER = """\
+class {name}(nn.Module):
+    def __init__(self):
+        super().__init__()
+{init}
+
+    def forward(self, input):
+{body}
+"""
+_UNKNOWN_LAYER = """\
+
+
+class Unknown_{name}({name}):
+    def __init__(self):
+        super().__init__()
+        self.register_forward_hook(lambda module, inputs, output: None)
+"""
+
+
+def _text(name: str, unknown: str = "") -> str:
+    init, body = (indent(each, " " * 8) for each in (_HOLDS.get(name, ""), _BODIES[name]))
+    return (_LAYER + unknown).format(name=f"Py_{name}", init=init, body=body)
+
+
+KEPT = {f"Kept_{name}": _keeper(name) for name in _KEEPERS}
+# Layers whose forwards do what Python can do around tensors: each keeps the shape.
+PYTHON = {f"Py_{name}": _text(name) for name in _BODIES}
+PYTHON |= {f"Unknown_Py_{name}": _text(name, _UNKNOWN_LAYER) for name in _UNKNOWN}
 
 HELPERS = {
-    **OUTSIDE,
+    **KEPT,
     **PYTHON,
     "doubled_by_keyword": """\
 def doubled_by_keyword(forward):
@@ -77,90 +231,31 @@ class Grandparent(nn.Module):
     def forward(self, input):
         return self.parent(input) + 1.0
 """,
-}
+    "Doubled": """\
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+""",
+    "Branching": """\
+class Branching(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * (1 if input.sum().isnan() else 2)
+""",
+    "Constant": """\
+class Constant(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
 
-
-def called(name: str) -> Emit:
-    """A layer of `HELPERS` that keeps the shape, and has no weights."""
-
-    def emit(machine: Machine) -> None:
-        machine.helpers.add(name)
-        machine.call(machine.add("called", f"{name}()", lambda shape: shape))
-
-    return emit
-
-
-def written_part(name: str) -> Emit:
-    """A layer of `HELPERS` that gives an object, of which what it holds is written and read."""
-    parts = ("{n} = self.{m}({v})", "{n}[0].mul_(2.0)", "{n}[1].add_(1.0)")
-
-    def emit(machine: Machine) -> None:
-        machine.helpers.add(name)
-        layer = machine.add("called", f"{name}()", lambda shape: None)
-        given = [each.replace("{m}", layer.name) for each in parts]
-        expression("{v} + {n}[0] * {n}[1]", *given)(machine)
-
-    return emit
-
-
-def single(hold: str, spelling: str) -> Emit:
-    """A Linear in float32 of what is above zero, which rounds nothing, times the model's own."""
-
-    def emit(machine: Machine) -> None:
-        if size := machine.top.shape[-1]:
-            name = f"single{len(machine.members)}"
-            machine.helpers.add("single_linear")
-            machine.members += [
-                f"self.{name} = single_linear({size}, {hold})",
-                f"self.{name}_scale = nn.Parameter(torch.zeros({size}))",
-            ]
-            machine.replace(spelling.replace("{m}", name) + f" * self.{name}_scale")
-
-    return emit
-
-
-def branches(machine: Machine) -> None:
-    """The top, what a convolution and what one for each channel makes of it, added."""
-    shape, first = machine.top.shape, machine.top
-    conv(3, padding=1)(machine)
-    dense = machine.top
-    machine.stack[-1] = first
-    conv(3, padding=1, grouped=True)(machine)
-    if dense is not first and machine.top.shape == dense.shape == shape:
-        machine.replace(f"{dense.name} + {{v}} + {first.name}")
-
-
-def residuals(machine: Machine) -> None:
-    """Two Linear layers, each added to what it reads."""
-    for _ in range(2):
-        before = machine.top
-        linear()(machine)
-        machine.replace(f"{{v}} + {before.name}")
-
-
-def decorated(machine: Machine) -> None:
-    """The model's forward tells arguments given by keyword from others."""
-    machine.helpers.add("doubled_by_keyword")
-
-
-CLASSES: dict[str, Emit] = {
-    "decorated": decorated,
-    "draw_normal": expression("{v} + torch.normal(0.0, 1.0, ())"),
-    "linear_keyed": linear(cls="Keyed"),
-    "linear_keyed_kw": linear(cls="Keyed", spelling=KEYWORD),
-    "linear_held": linear(cls="Held"),
-    **{f"{name.lower()}_written": written_part(name) for name in ("Py_hides", "Unknown_Py_hides")},
-    **{name.lower(): called(name) for name in OUTSIDE | PYTHON if "hides" not in name},
-    "linear_grandchild": linear(cls="Grandparent"),
-    "linear_single": single("nn.Module.register_buffer", "self.{m}(({v} > 0).float())"),
-    "linear_plain": single("setattr", "self.{m}(({v} > 0).float()).relu()"),
-    "numpy_scale": expression("{v} * np.float64(0.5)"),
-    "numpy_shift": expression("{v} + np.float32(2.0)"),
-    "zero_over_zero": expression("{v} + (({v} - {v}) / ({v} - {v})).nan_to_num(0.0)"),
-    "blank_deviation": ranked(
-        2, broadcast("{n} / {n}.std(-1, keepdim=True, correction=0)", "{n} = {v} - {v}")
-    ),
-    "log_negative": expression("({v}.abs() + 1.0).log() + ({v}.clamp(-1.0, 0.0) - 1.0).log()"),
-    "branches": ranked(3, branches),
-    "residuals": residuals,
+    def forward(self, input):
+        return input * self.weight
+""",
+    "double_output": """\
+def double_output(module, arguments, output):
+    return output * 2
+""",
+    "double_input": """\
+def double_input(module, arguments):
+    return tuple(2 * argument for argument in arguments)
+""",
 }

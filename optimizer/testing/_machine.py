@@ -1,22 +1,43 @@
-"""The stack machine that a list of tokens drives: its values, its layers, the code so far."""
+"""The stack machine that a list of words drives: its values, its layers, the code so far.
+
+Each line is executed on small tensors while it is written. What torch refuses is not written, so
+that a word is a template of one line, and every list of words is a program.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
+import random
+import re
+import types
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
 from math import prod
-from typing import TypeAlias
+from types import CodeType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from optimizer.testing._classes import HELPERS
+from optimizer.testing._data import KINDS
 
 MAX_ELEMENTS = 4096
 MAX_RANK = 5
 # The power to which the input can appear in a value: keeps float64 far from overflow.
 MAX_DEGREE = 4
 
-# How a layer is called: `{m}` is its name, `{v}` the top.
-MODULE = "self.{m}({v})"
-KEYWORD = "self.{m}(input={v})"
-
 Shape: TypeAlias = tuple[int, ...]
+# Where numpy is missing, so are the words that name it.
+MODULES = {"torch": torch, "nn": nn, "F": functional, "functools": functools}
+MODULES |= {"random": random, "types": types}
+with suppress(ImportError):
+    MODULES["np"] = import_module("numpy")
 
 
 @dataclass(frozen=True)
@@ -32,35 +53,25 @@ class Value:
     kind: str = "value"
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A submodule that a later token can call again, tie or hook.
-
-    `result` gives the shape that comes out for the shape that goes in, None where it cannot go.
-    """
-
-    name: str
-    result: Callable[[Shape], Shape | None]
-    weight: tuple[str, Shape] | None = None
-
-
 class Machine:
-    """Mutable state of one assembly. Tokens read `top` and call the verbs below."""
+    """Mutable state of one assembly. Words read `top` and `write`."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, autocast: bool = False) -> None:
         self.shape = shape
-        self.arguments = [Value("x", shape)]
+        self.model = nn.Module().eval()
+        self.scope: dict[str, Any] = MODULES | {"self": self.model}
+        self.arguments: list[Value] = []
         self.defaults: list[str] = []
-        self.stack = [self.arguments[0]]
-        self.history = [self.arguments[0]]
-        self.layers: list[Layer] = []
+        self.layers: list[str] = []
         self.members: list[str] = []
         self.finishing: list[str] = []
         self.statements: list[str] = []
         self.outputs: list[Value] = []
-        self.helpers: set[str] = set()
         self.returned = "({})"
-        self.autocast = False
+        self.decorator = ""
+        self.autocast = autocast
+        self.stack = [self.argument()]
+        self.history = [self.top]
 
     @property
     def top(self) -> Value:
@@ -68,81 +79,168 @@ class Machine:
 
     def below(self) -> Value:
         """The value under the top if it has the top's shape, else the top itself."""
-        if len(self.stack) > 1 and self.stack[-2].shape == self.top.shape:
-            return self.stack[-2]
-        return self.top
-
-    def replace(self, expression: str, shape: Shape | None = None, degree: int = 0) -> None:
-        """Bind `expression`, in which `{v}` is the top, to a new name that becomes the top."""
-        value = self.top
-        new = Value(
-            f"v{len(self.history)}",
-            value.shape if shape is None else shape,
-            degree or value.degree,
-        )
-        self.statements.append(f"{new.name} = {expression.format(v=value.name)}")
-        self.history.append(new)
-        self.stack[-1] = new
-
-    def combine(
-        self, expression: str, other: Value, degree: int, shape: Shape | None = None
-    ) -> None:
-        """Bind `expression` of the top `{v}` and `{w}`; `other` leaves the stack if it is below."""
-        if degree > MAX_DEGREE:
-            return
-        if len(self.stack) > 1 and self.stack[-2] is other:
-            del self.stack[-2]
-        self.replace(expression.replace("{w}", other.name), shape, degree)
+        under = self.stack[-2:][0]
+        return under if under.shape == self.top.shape else self.top
 
     def argument(self, kind: str = "value") -> Value:
         """A further argument of forward, shaped like the first."""
-        value = Value(f"x{len(self.arguments)}", self.shape, kind=kind)
+        value = Value(f"x{len(self.arguments) or ''}", self.shape, kind=kind)
         self.arguments.append(value)
+        numbers = torch.arange(prod(self.shape), dtype=torch.float64).reshape(self.shape)
+        self.scope[value.name] = KINDS[kind](numbers % 5 - 2)
         return value
 
     def default(self, value: str) -> str:
         """The name of a further argument of forward, which is not given and has a default."""
         name = f"option{len(self.defaults)}"
         self.defaults.insert(0, f"{name}={value}")  # what is starred stays the last
+        self.scope[name] = ast.literal_eval(value)
         return name
 
-    def do(self, statement: str) -> None:
-        """Execute `statement`, in which `{v}` is the top, for its effect."""
-        self.statements.append(statement.format(v=self.top.name))
+    def write(
+        self, text: str, *, members: str = "", finishing: str = "", product: bool = False
+    ) -> bool:
+        """Add statements, of which the last becomes the top if it is an expression.
 
-    def add(
-        self,
-        kind: str,
-        constructor: str,
-        result: Callable[[Shape], Shape | None],
-        weight: tuple[str, Shape] | None = None,
-    ) -> Layer:
-        """Register `self.<kind><n> = constructor` and return it as the newest layer."""
-        layer = Layer(f"{kind}{len(self.members)}", result, weight)
-        self.members.append(f"self.{layer.name} = {constructor}")
-        self.layers.append(layer)
-        return layer
+        Args:
+            text: a template (see `_fields`) of statements with `;` between them; one that ends
+                with `;` leaves the top. A value below that the expression reads leaves the stack.
+            members: statements of `__init__` that make `self.{m}`.
+            finishing: statements of `__init__` after all members.
+            product: whether the degrees of what is read are added.
 
-    def call(self, layer: Layer, spelling: str = MODULE) -> None:
-        """Call `layer` on the top as `spelling`."""
-        shape = layer.result(self.top.shape)
-        if shape is not None and fits(shape):
-            self.replace(spelling.replace("{m}", layer.name), shape)
+        Returns:
+            Whether torch takes all of it and what comes out is small; else nothing is added.
+        """
+        fields, second = self._fields(members), self._second(text)
+        member = str(fields["m"])
+        made, finished, (*lines, result) = (
+            [_filled(each.strip(), fields) for each in part.split(";")]
+            for part in (members, finishing, text)
+        )
+        degrees = self.top.degree, (second or self.top).degree
+        degree, name = sum(degrees) if product else max(degrees), f"v{len(self.history)}"
+        lines += [f"{name} = {result}"] * bool(result)
+        if degree > MAX_DEGREE or not self._takes(made, member, [*finished, *lines]):
+            return False
+        shape = tuple(getattr(self.scope[name], "shape", ())) if result else self.top.shape
+        if not fits(shape) or prod(shape) == 0 < prod(self.shape):
+            return False
+        if members and isinstance(getattr(self.model, member, None), nn.Module):
+            self.layers.append(member)
+        self.members += filter(None, made)
+        self.finishing += filter(None, finished)
+        self.statements += filter(None, lines)
+        if result:
+            self._push(Value(name, shape, degree), second)
+        return True
+
+    def _push(self, value: Value, second: Value | None) -> None:
+        if len(self.stack) > 1 and self.stack[-2] is second:
+            del self.stack[-2]
+        self.stack[-1] = value
+        self.history.append(value)
+
+    def _second(self, text: str) -> Value | None:
+        """What the expression at the end reads beside the top, by the names of `_fields`."""
+        result = text.rpartition(";")[2]
+        if "{w}" in result:
+            return self.below()
+        return self.stack[-2:][0] if "{under}" in result else None
+
+    def _takes(self, members: list[str], name: str, lines: list[str]) -> bool:
+        """Whether torch executes it all on the values so far."""
+        try:
+            for line in filter(None, members):
+                self._execute(line)
+                self._settle(name)
+            for line in filter(None, lines):
+                self._execute(line)
+        except Exception:  # whatever torch, or a layer, refuses it with
+            return False
+        return True
+
+    def _settle(self, name: str) -> None:
+        """Bring what was just made to the mode and the dtype that the model has when it is done."""
+        if isinstance(child := getattr(self.model, name, None), nn.Module):
+            child.eval()
+        self.model.to(torch.float64)
+        for module in self.model.modules():
+            module.to(getattr(module, "single", None))
+
+    def _execute(self, line: str) -> None:
+        for name in HELPERS.keys() & set(re.findall(r"\w+", line)) - self.scope.keys():
+            exec(_compiled(HELPERS[name]), self.scope)
+        exec(_compiled(line), self.scope)
+
+    def _fields(self, members: str) -> dict[str, object]:
+        """What a template names.
+
+        Values: `{v}` is the top, `{w}` the value below of the same shape, `{under}` that of any
+        shape, `{b}` as `{w}`, to be written to the top; `{n}` is a new name, `{m}` a new member.
+        Sizes: `{c}` channels, twice as many are `{wide}`, one more `{more}`, `{last}` features,
+        `{d}` dimensions to slide along, `{1..3}` as many numbers, of which the last is another.
+        """
+        shape, axes = self.top.shape, [*range(len(self.top.shape))]
+        channels, made = shape[:2][-1], re.search(r"\b([A-Z]\w+)(?:{d0?}d)?\(", members)
+        even = channels % 2 == 0
+        below = self.below().name
+        return {
+            "v": self.top.name,
+            "w": below,
+            "under": self.stack[-2:][0].name,
+            "b": f"{below}.type_as({self.top.name})" if self.autocast else below,
+            "n": f"n{len(self.statements)}",
+            "m": f"{made[1].lower() if made else 'held'}{len(self.members)}",
+            "c": channels,
+            "wide": 2 * channels,
+            "more": channels + 1,
+            "c0": shape[0],
+            "last": shape[-1],
+            "d": max(1, len(shape) - 2),
+            "d0": len(shape) - 1,
+            "groups": 2 if even else channels,
+            "pairs": 2 if even else 1,
+            "paired": channels if even else channels + 1,
+            "ones": _listed([1] * (len(shape) - 2)),
+            "channels": _listed([channels, *[1] * (len(shape) - 2)]),
+            "rest": _listed([*shape[1:]]),
+            "after": _listed([*shape[2:]] or [1]),
+            "sizes": (1, 1) * max(1, len(shape) - 2),
+            "cycle": _listed([*axes[1:], 0]),
+            "cycle_negative": _listed([d - len(shape) for d in [*axes[1:], 0]]),
+            "cycle_back": _listed([*axes[-1:], *axes[:-1]]),
+            "reverse": _listed([-1 - d for d in axes]),
+            "same": _listed(axes),
+        }
 
 
-Emit: TypeAlias = Callable[[Machine], None]
-
-
-def ranked(minimum: int, emit: Emit) -> Emit:
-    """`emit` where the top has at least so many dimensions; nothing elsewhere."""
-
-    def guarded(machine: Machine) -> None:
-        if len(machine.top.shape) >= minimum:
-            emit(machine)
-
-    return guarded
+Emit: TypeAlias = Callable[[Machine], object]
 
 
 def fits(shape: Shape) -> bool:
-    """Whether a value of this shape is small enough for a fast example."""
-    return len(shape) <= MAX_RANK and prod(shape) <= MAX_ELEMENTS
+    """Whether a value of this shape has a dimension, and is small enough for a fast example."""
+    return 0 < len(shape) <= MAX_RANK and prod(shape) <= MAX_ELEMENTS
+
+
+def _filled(text: str, fields: dict[str, object]) -> str:
+    """A template with what its names stand for; what is no name stays, such as a set."""
+
+    def value(found: re.Match[str]) -> str:
+        others, last = found[1], found[2]
+        if last is None:
+            return str(fields.get(others, found[0]))
+        count = int(str(fields["d"])) - 1
+        return str((*[int(others)] * count, int(last)))
+
+    return re.sub(r"{(\w+)(?:\.\.(\d+))?}", value, text)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+@lru_cache(4096)
+def _compiled(line: str) -> CodeType:
+    """The code of a line: programs have many in common."""
+    return compile(line, "<line>", "exec")

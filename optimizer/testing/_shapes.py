@@ -1,165 +1,199 @@
-"""Tokens that change the shape: reshapes, slices, and what joins several values to one."""
+"""Words that change the shape, view, or write: reshapes, pools, joins, masked assignment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import prod
-
-from torch import broadcast_shapes
-
-from optimizer.testing._machine import MAX_DEGREE, Emit, Machine, Shape, fits, ranked
+from optimizer.testing._words import Word, by_rank, product
 
 
-def reshaped(text: str, result: Callable[[Shape], Shape | None]) -> Emit:
-    """`text` gives the top the shape that `result` says; nothing where that is None or large.
-
-    In `text`, `{n}` is the size of dimension 1.
-    """
-
-    def emit(machine: Machine) -> None:
-        shape = result(machine.top.shape)
-        if shape is not None and fits(shape) and len(shape) > 0:
-            size = str(machine.top.shape[1]) if len(machine.top.shape) > 1 else ""
-            machine.replace(text.replace("{n}", size), shape)
-
-    return emit
+def gathered(before: str = "", mask: str = "{n}", after: str = "", source: str = "{b}") -> Word:
+    """What `mask` chooses of `source`, written under mask `{n}` after `before`."""
+    chosen = f"{{n}} = {{v}} > 0.5; {{n}}_chosen = {source}[{mask}]"
+    return f"{chosen}; {before}{{v}}[{{n}}] = {{n}}_chosen;{after}"
 
 
-def indexed(text: str, dim: int, size: Callable[[int], int], minimum: int = 1) -> Emit:
-    """`text` makes `size(n)` of the `n`, at least `minimum`, of one dimension; 0 removes it."""
+MATMUL = product("{w} @ {v}.mT")
 
-    def result(shape: Shape) -> Shape | None:
-        if len(shape) <= max(dim, 0) or shape[dim] < minimum:
-            return None
-        kept = size(shape[dim])
-        place = dim % len(shape)
-        return (*shape[:place], *([kept] if kept else []), *shape[place + 1 :])
-
-    return reshaped(text, result)
-
-
-def joined(text: str, result: Callable[[Shape], Shape], *, product: bool = False) -> Emit:
-    """`text` joins the top `{v}` and the value below it `{w}`, which has the same shape."""
-
-    def emit(machine: Machine) -> None:
-        below, shape = machine.below(), result(machine.top.shape)
-        degrees = machine.top.degree, below.degree
-        degree = sum(degrees) if product else max(degrees)
-        if fits(shape) and degree <= MAX_DEGREE:
-            machine.combine(text, below, degree, shape)
-
-    return emit
-
-
-def _flat(shape: Shape) -> Shape:
-    return (prod(shape),)
-
-
-def _rows(shape: Shape) -> Shape | None:
-    return (prod(shape[:-1]), shape[-1]) if prod(shape) else None
-
-
-def _columns(shape: Shape) -> Shape | None:
-    return (shape[0], prod(shape[1:])) if prod(shape) else None
-
-
-def _halves(shape: Shape) -> Shape | None:
-    even = len(shape) > 1 and shape[1] > 0 and shape[1] % 2 == 0
-    return (shape[0], 2, shape[1] // 2, *shape[2:]) if even else None
-
-
-def _squeezed(shape: Shape) -> Shape | None:
-    return (shape[0], *shape[2:]) if len(shape) > 1 and shape[1] == 1 else None
-
-
-def _shuffled(shape: Shape) -> Shape | None:
-    return shape if _halves(shape) else None
-
-
-def _wider(shape: Shape) -> Shape:
-    return (*shape[:-1], 2 * shape[-1])
-
-
-def _square(shape: Shape) -> Shape:
-    return (*shape[:-1], shape[-2])
-
-
-RESHAPES: dict[str, Emit] = {
-    "reshape_flat": reshaped("{v}.reshape(-1)", _flat),
-    "reshape_rows": reshaped("{v}.reshape(-1, {v}.size(-1))", _rows),
-    "view_columns": reshaped("{v}.contiguous().view({v}.shape[0], -1)", _columns),
-    "reshape_torch": reshaped("torch.reshape({v}, {v}.shape)", lambda shape: shape),
-    "unflatten": reshaped("{v}.unflatten(1, (2, -1))", _halves),
-    "shuffle": reshaped("{v}.unflatten(1, (2, {n} // 2)).transpose(1, 2).flatten(1, 2)", _shuffled),
-    "squeeze": reshaped("{v}.squeeze(1)", _squeezed),
-    "flatten_all": reshaped("torch.flatten({v})", _flat),
-    "flatten_module": reshaped("torch.flatten({v}, start_dim=-1)", lambda shape: shape),
-    "none_last": reshaped("{v}[..., None]", lambda shape: (*shape, 1)),
-    "none_first": reshaped("{v}[None]", lambda shape: (1, *shape)),
-    "expand": reshaped("{v}[:1].expand({v}.shape) + {v}", lambda s: s if s[0] else None),
-    "repeat": reshaped("torch.repeat_interleave({v}, 2, dim=-1)", _wider),
+RESHAPES: dict[str, Word] = {
+    "reshape_flat": "{v}.reshape(-1)",
+    "reshape_rows": "{v}.reshape(-1, {v}.size(-1))",
+    "view_columns": "{v}.contiguous().view({v}.shape[0], -1)",
+    "reshape_torch": "torch.reshape({v}, {v}.shape)",
+    "unflatten": "{v}.unflatten(1, (2, -1))",
+    "shuffle": "{v}.unflatten(1, (2, {c} // 2)).transpose(1, 2).flatten(1, 2)",
+    "squeeze": "{v}.squeeze(1)",
+    "flatten_all": "torch.flatten({v})",
+    "flatten_module": "torch.flatten({v}, start_dim=-1)",
+    "none_last": "{v}[..., None]",
+    "none_first": "{v}[None]",
+    "expand": "{v}[:1].expand({v}.shape) + {v}",
+    "repeat": "torch.repeat_interleave({v}, 2, dim=-1)",
+    "head": "{v}[:, :-1]",
+    "first_channel": "{v}[:, :1]",
+    "tail": "{v}[:, 1:]",
+    "every_other": "{v}[..., ::2]",
+    "narrow": "{v}.narrow(-1, 1, 1)",
+    "select": "{v}.select(1, 0)",
+    "pick": "{v}[..., -1]",
+    "list_index": "{v}[:, [0, 0]]",
+    "flip": "{v}.flip(-1)",
+    "roll": "torch.roll({v}, 1, -1)",
+    "pad": "F.pad({v}, (1, 0))",
+    "pad_even": "F.pad({v}, (1, 1))",
+    "pad_kw": "F.pad({v}, pad=(0, 0, 1, 1), value=0.0)",
+    "pad_ones": "F.pad({v}, (1, 1), value=1.0)",
+    "chunk_swapped": "torch.cat({v}.chunk(2, 1)[::-1], dim=1)",
+    "flatten_method": "{v}.flatten()",
+    "flatten_last": "{v}.flatten(-2)",
+    "ravel": "{v}.ravel()",
+    "flatten_nn": "nn.Flatten()",
+    "squeeze_inplace": "{v}.clone().unsqueeze_(0).squeeze_(0)",
+    "pad_module": "nn.ZeroPad{d}d(1)",
+    "pad_constant_module": "nn.ConstantPad{d}d(1, 0.0)",
+    "pad_ones_module": "nn.ConstantPad{d}d(1, 1.0)",
+    "pad_reflect": "F.pad({v}, {sizes}, mode='reflect')",
+    "pad_replicate": "F.pad({v}, {sizes}, mode='replicate')",
+    "pad_circular": "F.pad({v}, {sizes}, mode='circular')",
 }
 
-SLICES: dict[str, Emit] = {
-    "head": indexed("{v}[:, :-1]", 1, lambda n: n - 1, 2),
-    "first_channel": indexed("{v}[:, :1]", 1, lambda n: 1),
-    "tail": indexed("{v}[:, 1:]", 1, lambda n: n - 1, 2),
-    "every_other": indexed("{v}[..., ::2]", -1, lambda n: (n + 1) // 2),
-    "narrow": indexed("{v}.narrow(-1, 1, 1)", -1, lambda n: 1, 2),
-    "select": ranked(2, indexed("{v}.select(1, 0)", 1, lambda n: 0)),
-    "pick": ranked(2, indexed("{v}[..., -1]", -1, lambda n: 0)),
-    "list_index": indexed("{v}[:, [0, 0]]", 1, lambda n: 2),
-    "flip": reshaped("{v}.flip(-1)", lambda shape: shape),
-    "roll": reshaped("torch.roll({v}, 1, -1)", lambda shape: shape),
-    "pad": reshaped("F.pad({v}, (1, 0))", lambda s: (*s[:-1], s[-1] + 1)),
-    "pad_even": reshaped("F.pad({v}, (1, 1))", lambda s: (*s[:-1], s[-1] + 2)),
-    "pad_kw": ranked(
-        2,
-        reshaped("F.pad({v}, pad=(0, 0, 1, 1), value=0.0)", lambda s: (*s[:-2], s[-2] + 2, s[-1])),
-    ),
-    "pad_ones": reshaped("F.pad({v}, (1, 1), value=1.0)", lambda s: (*s[:-1], s[-1] + 2)),
-    "chunk_swapped": ranked(
-        2, reshaped("torch.cat({v}.chunk(2, 1)[::-1], dim=1)", lambda s: s if s[1] else None)
-    ),
+POOLS: dict[str, Word] = {
+    "max_pool": "nn.MaxPool{d}d(2)",
+    "max_pool_padded": "nn.MaxPool{d}d(3, stride=1, padding=1)",
+    "max_pool_dilated": "nn.MaxPool{d}d(2, stride=1, dilation=2)",
+    "max_pool_ceil": "nn.MaxPool{d}d(2, ceil_mode=True)",
+    "max_pool_F": "F.max_pool{d}d({v}, 2, stride=1)",
+    "max_pool_F_kw": "F.max_pool{d}d(input={v}, kernel_size=2)",
+    "max_pool_indices": "F.max_pool{d}d({v}, 2, stride=1, return_indices=True)[0]",
+    "avg_pool": "nn.AvgPool{d}d(2)",
+    "avg_pool_padded": "nn.AvgPool{d}d(2, stride=1, padding=1)",
+    "avg_pool_zeros": "nn.AvgPool{d}d(2, padding=1)",
+    "avg_pool_inside": "nn.AvgPool{d}d(2, stride=1, padding=1, count_include_pad=False)",
+    "avg_pool_ceil": "nn.AvgPool{d}d(2, ceil_mode=True)",
+    "avg_pool_F": "F.avg_pool{d}d({v}, 2, stride=1)",
+    "adaptive_avg": "nn.AdaptiveAvgPool{d}d(1)",
+    "adaptive_avg_F": "F.adaptive_avg_pool{d}d({v}, 2)",
+    "adaptive_max": "nn.AdaptiveMaxPool{d}d(2)",
+    "adaptive_max_F": "F.adaptive_max_pool{d}d({v}, output_size=1)",
+    "mean": "{v}.mean(-1)",
+    "mean_keep": "torch.mean({v}, dim=-1, keepdim=True)",
+    "sum": "{v}.sum(1)",
+    "sum_keep": "torch.sum({v}, 0, keepdim=True)",
+    "amax": "{v}.amax(dim=-1)",
+    "max_values": "{v}.max(-1, keepdim=True).values",
 }
 
+JOINS: dict[str, Word] = {
+    "cat": "torch.cat([{w}, {v}], -1)",
+    "cat_kw": "torch.cat(dim=1, tensors=({v}, {w}))",
+    "add_stretched": "{under} + {v}",
+    "stack": "torch.stack(({w}, {v}), 1)",
+    "matmul": product("{w} @ {v}.mT"),
+    "matmul_torch": product("torch.matmul({w}, {v}.transpose(-1, -2))"),
+    "einsum": product("torch.einsum('...ij,...kj->...ik', {w}, {v})"),
+    "attention": product("torch.softmax({v} @ {w}.transpose(-2, -1) * 0.5, dim=-1) @ {w}"),
+    "attention_F": product("F.scaled_dot_product_attention({v}, {w}, {w})"),
+    "matmul_method": product("{w}.matmul({v}.mT)"),
+    "mm": by_rank((2,), product("torch.mm({w}, {v}.t())"), MATMUL),
+    "mm_method": by_rank((2,), product("{w}.mm({v}.t())"), MATMUL),
+    "bmm": by_rank((3,), product("torch.bmm({w}, {v}.mT)"), MATMUL),
+    "baddbmm": by_rank((3,), product("torch.baddbmm({w} @ {v}.mT, {w}, {v}.mT)"), MATMUL),
+}
 
-def stretched(machine: Machine) -> None:
-    """Add the top to the value below it, where one can be repeated to match the other."""
-    below = machine.stack[-2:][0]
-    try:
-        shape = tuple(broadcast_shapes(below.shape, machine.top.shape))  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return
-    if fits(shape):
-        degree = max(below.degree, machine.top.degree)
-        machine.combine("{w} + {v}", below, degree, shape)
+VIEWS: dict[str, Word] = {
+    "t01": "{v}.transpose(0, 1)",
+    "t12": "{v}.transpose(-2, -1)",
+    "t01_torch": "torch.transpose({v}, 0, 1)",
+    "t01_kw": "torch.transpose(input={v}, dim0=0, dim1=1)",
+    "t01_swapped": "{v}.transpose(1, 0)",
+    "t_negative": "torch.transpose({v}, -1, -2)",
+    "t_same": "{v}.transpose(0, 0)",
+    "t_ends": "{v}.transpose(0, -1)",
+    "T": by_rank((2,), "{v}.T", "{v}.mT"),
+    "t": by_rank((2,), "{v}.t()", "{v}.mT"),
+    "t_torch": by_rank((2,), "torch.t({v})", "{v}.mT"),
+    "mT": "{v}.mT",
+    "swapaxes": "{v}.swapaxes(0, 1)",
+    "swapdims": "torch.swapdims({v}, 0, -1)",
+    "movedim": "{v}.movedim(0, -1)",
+    "moveaxis": "torch.moveaxis({v}, -1, 0)",
+    "movedim_turned": "torch.movedim({v}, (0, 1), (-1, 0))",
+    "movedim_pair": "torch.movedim({v}, (0, 1), (1, 0))",
+    "cycle": "{v}.permute({cycle})",
+    "cycle_back": "{v}.permute(({cycle_back}))",
+    "cycle_torch": "torch.permute({v}, ({cycle}))",
+    "cycle_kw": "{v}.permute(dims=({cycle_negative}))",
+    "cycle_computed": "{v}.movedim({v}.dim() - 1, 0)",
+    "reverse": "{v}.permute({reverse})",
+    "permute_same": "{v}.permute({same})",
+    "flatten": "{v}.flatten(1)",
+    "flatten_rows": by_rank((3, 4, 5), "{v}.flatten(0, 1)"),
+    "unsqueeze": "{v}.unsqueeze(1)",
+    "merge": "{v}.reshape({v}.shape[0] * {v}.size(1), {after})",
+    "add_size": "{v} + ({v}.shape[-1] // 2 + {v}.dim())",
+    "moveaxis_method": "{v}.moveaxis(0, -1)",
+    "swapdims_method": "{v}.swapdims(0, -1)",
+    "swapaxes_torch": "torch.swapaxes({v}, 0, 1)",
+    "transpose_inplace": "{v}.clone().transpose_(0, 1)",
+    "swapaxes_inplace": "{v}.clone().swapaxes_(0, 1)",
+    "swapdims_inplace": "{v}.clone().swapdims_(0, -1)",
+    "t_inplace": by_rank((2,), "{v}.clone().t_()", "{v}.mT"),
+}
 
-
-JOINS: dict[str, Emit] = {
-    "cat": joined("torch.cat([{w}, {v}], -1)", _wider),
-    "cat_kw": ranked(
-        2, joined("torch.cat(dim=1, tensors=({v}, {w}))", lambda s: (s[0], 2 * s[1], *s[2:]))
+ASSIGNMENTS: dict[str, Word] = {
+    "mask": "{v}[{v} > 0.0] = 0.0;",
+    "mask_half": "{v}[{v} <= 0.5] = 1.5;",
+    "mask_int": "{v}[{v} < 0] = 0;",
+    "mask_below": "{v}[{b} >= 1.0] = -1.0;",
+    "mask_both": "{v}[({v} > 0) & ({b} < 2)] = 0.5;",
+    "mask_not": "{v}[~({v} > 0)] = 0.5;",
+    "mask_named": "{n} = {v} > 0.5; {v}[{n}] = 0.25; {v} + {n}",
+    "mask_rows": "{v}[{v}[..., 0] > 0] = 0.0;",
+    "mask_gather": "{v}[{v} > 1] = {b}[{v} > 1];",
+    "mask_fill": "{v}.masked_fill_({v} > 0, 0.5);",
+    "mask_add": "{v}[{v} > 0] += 1.0;",
+    "mask_scale": "{v}[{v} > 0] *= 2.0;",
+    "mask_rows_add": "{v}[{v}[..., 0] > 0] += 1.0;",
+    "mask_row": "{v}[{v}.flatten(1)[:, 0] > 0] = 0.5;",
+    "mask_sub": "{v}[{v} < -0.25] -= 0.5;",
+    "mask_div": "{v}[{v} >= 1] /= 2.0;",
+    "mask_columns": "{v}[:, {v}.sum(0) > 0] = 0.5;",
+    "mask_scalar_tensor": "{v}[{v} > 0] = torch.zeros((), dtype={v}.dtype);",
+    "mask_vector": "{v}[{v} > 0] = {v}[{v} > 0].flip(0);",
+    "mask_scatter": "{v}.masked_scatter_({v} > 0, {b}.clone());",
+    "mask_copy_where": "{v}.copy_(torch.where({v} > 0, {b}, {v}));",
+    "mask_fill_torch": "torch.masked_fill({v}, {v} < -1, -1.0)",
+    "mask_nonzero": "{v}[({v} > 0).nonzero(as_tuple=True)] = 0.25;",
+    "mask_times": "{v} * ({v} > 0)",
+    "index_rows": "{v}[[0]] = 0.5;",
+    "index_fill": "{v}.index_fill_(-1, torch.tensor([0]), 0.5);",
+    "slice_step": "{v}[..., ::2] *= 2.0;",
+    "ellipsis": "{v}[...] = {b}.clone() + 1.0;",
+    "mask_put": "{v}.index_put_(({v} > 0,), {v}.sum());",
+    "mask_gather_same": gathered(),
+    "mask_gather_stale": gathered("{b}.mul_(2.0); "),
+    "mask_gather_other": gathered(mask="{n}.flip(0)"),
+    "mask_gather_read": gathered(after=" {v} += {n}_chosen.sum();"),
+    "mask_gather_turned": gathered(source="{v}.mT"),
+    "mask_integers": "{n} = ({v} > 0) * 2; {n}[{v} < 0] = 1.5; {v} + {n}",
+    "mask_booleans": "{n} = {v} > 0; {n}[{v} < 0] = torch.nan; {v} + {n}",
+    "mask_complex": "{n} = {v} * 1j; {n}[{v} > 0] = 2.0; {v} + {n}.imag",
+    "mask_integer_tensor": "{v}[{v} > 0] = torch.ones((), dtype=torch.long);",
+    "mask_float_tensor": (
+        "{n} = ({v} > 0) * 2; {n}[{v} < 0] = torch.full((), 1.5, dtype={v}.dtype); {v} + {n}"
     ),
-    "add_stretched": stretched,
-    "stack": joined("torch.stack(({w}, {v}), 1)", lambda s: (s[0], 2, *s[1:])),
-    "matmul": ranked(2, joined("{w} @ {v}.mT", _square, product=True)),
-    "matmul_torch": ranked(
-        2, joined("torch.matmul({w}, {v}.transpose(-1, -2))", _square, product=True)
+    "mask_one_integer": (
+        "{n} = ({v} > 0) * 2; {n}_first = torch.arange({v}.numel()).reshape({v}.shape) < 1; "
+        "{n}_chosen = torch.full_like({v}, 1.5)[{n}_first]; {n}[{n}_first] = {n}_chosen; "
+        "{v} + {n}"
     ),
-    "einsum": ranked(
-        2, joined("torch.einsum('...ij,...kj->...ik', {w}, {v})", _square, product=True)
+    "index_add_rows": "{n} = torch.arange({v}.dim())[:1]; {v}[{n}] += 1.0;",
+    "mask_view": "{v}.transpose(0, 1)[{v}.transpose(0, 1) > 0] = 0.0;",
+    "slice": "{v}[..., 0] = 1.0;",
+    "mask_copy": "{v}.masked_fill({v} > 0.0, 0.0)",
+    "where": "torch.where({v} > 0, {v}, 0.0)",
+    "mask_gather_moved": gathered("{n}.copy_({n}.flip(0)); "),
+    "mask_one_product": (
+        "{n} = ({v} > 0) * 2; {n}_first = torch.arange({v}.numel()).reshape({v}.shape) < 1; "
+        "{n}[{n}_first] = {n}[{n}_first] * 1.5; {v} + {n}"
     ),
-    "attention": ranked(
-        3,
-        joined(
-            "torch.softmax({v} @ {w}.transpose(-2, -1) * 0.5, dim=-1) @ {w}",
-            lambda shape: shape,
-            product=True,
-        ),
-    ),
-    "attention_F": ranked(
-        3,
-        joined("F.scaled_dot_product_attention({v}, {w}, {w})", lambda shape: shape, product=True),
-    ),
+    "mask_put_torch": "torch.index_put_({v}, ({v} > 0,), {v}.sum()); {v} + 0.0",
 }

@@ -1,0 +1,323 @@
+"""Words that keep the shape: arithmetic, activations and identities, in every spelling.
+
+No activation is steep anywhere: a rounding error that goes in must not come out as a difference.
+"""
+
+from __future__ import annotations
+
+from optimizer.testing._machine import Machine, Value
+from optimizer.testing._words import Word, by_rank, layer, product
+
+
+def in_four(text: str) -> Word:
+    """`text` of the top in four dimensions, of which it has two at least."""
+
+    def emit(machine: Machine) -> None:
+        missing = 4 - len(machine.top.shape)
+        given = "{v}" + "[None]" * missing
+        machine.write(f"({text.replace('{v}', given)})" + "[0]" * missing)
+
+    return by_rank((2, 3, 4), emit)
+
+
+def residual(machine: Machine) -> None:
+    """Add the oldest value of the top's shape."""
+    oldest = next(value for value in machine.history if value.shape == machine.top.shape)
+    machine.write(f"{{v}} + {oldest.name}")
+
+
+def typed(made: str, deeds: str) -> Word:
+    """Return `made`, which is `{n}` in the deeds that follow, beside the top."""
+
+    def emit(machine: Machine) -> None:
+        name = f"n{len(machine.statements)}"
+        if machine.write(f"{{n}} = {made}; {deeds};"):
+            machine.outputs.append(Value(name, machine.top.shape))
+
+    return emit
+
+
+def assert_finite(machine: Machine) -> None:
+    """Of x as it is given, and true of one infinity in each row: no example is rejected."""
+    line = 'torch._assert((x >= 1e30).sum() <= x.shape[0], "too large")'
+    machine.statements.insert(0, line)
+
+
+DROPOUT = "nn.Dropout(0.5)"
+SUMMANDS = (
+    "torch.full((), 0.5)", "torch.eye(2).sum()", "torch.linspace(0, 1, 3).sum()",
+    "torch.logspace(0, 1, 2, 2.0).sum()", "torch.as_tensor(0.5)", "torch.asarray(0.25)",
+    "torch.scalar_tensor(0.5)", "torch.tril_indices(2, 2).sum()", "torch.triu_indices(2, 2).sum()",
+    "torch.empty_strided((2,), (1,)).fill_(0.5).sum()",
+)  # fmt: skip
+DRAWS = (
+    "torch.rand(())", "torch.randn(())", "torch.randint(0, 3, ())", "torch.randperm(3)[0]",
+)  # fmt: skip
+NUMBERS = (
+    "{v}.ndim", "{v}.ndimension()", "{v}.nelement() * 0", "{v}.element_size() * 0",
+    "{v}.storage_offset() * 0", "{v}.stride()[0] * 0", "{v}.get_device()", "{v}.is_complex()",
+    "{v}.is_floating_point()", "{v}.is_same_size({v})",
+)  # fmt: skip
+# What is made of floating point numbers in another dtype, and done there: it rounds nothing.
+_KINDS = {
+    "integer": "({v} > 0) * 3 - 1",
+    "truth": "{v} > 0",
+    "imaginary": "{v} * (1 + 2j)",
+    "single": "({v} > 0).float()",
+}
+_DEEDS = {
+    "promoted": "{n} = {n} * 1.5 + 1",
+    "both": "{n} = torch.stack([{n} * 1, {n} * 1.0])[0]",
+    "masked": "{n}[{v} > 0] = 1.5",
+    "turned": "{n} = ({n}.transpose(0, -1) * 2).transpose(0, -1)",
+    "copied": "{n}_copy = {n}.clone(); {n}.fill_(1); {n} = {n}_copy",
+    "gated": "{n} = {n} * torch.sigmoid({n})",
+    "flat": "{n} = ({n}.flatten() * 2).reshape({v}.shape); {n} += 1",
+}
+
+RELUS: dict[str, Word] = {
+    "relu": "nn.ReLU()",
+    "relu_F": "F.relu({v})",
+    "relu_torch": "torch.relu({v})",
+    "relu_method": "{v}.relu()",
+    "relu_kw": "F.relu(input={v})",
+    "relu_inplace": "nn.ReLU(inplace=True)",
+    "relu_F_inplace": "F.relu({v}, inplace=True)",
+    "relu_method_inplace": "{v}.relu_()",
+    "relu_torch_inplace": "torch.relu_({v})",
+    "relu_statement": "{v}.relu_();",
+}
+
+ARITHMETIC: dict[str, Word] = {
+    "add": "{w} + {v}",
+    "mul": product("{v} * {w}"),
+    "residual": residual,
+    "double": "{v} * 2.0",
+    "halve": "0.5 * {v}",
+    "shift": "{v} + 1",
+    "sub": "{w} - {v}",
+    "sub_method": "{w}.sub({v}, alpha=2)",
+    "rsub": "1.0 - {v}",
+    "rsub_torch": "torch.rsub({v}, 2.0, alpha=0.5)",
+    "div": "{w} / ({v}.abs() + 1.0)",
+    "div_scalar": "torch.div({v}, 4)",
+    "neg": "-{v}",
+    "neg_torch": "torch.neg({v})",
+    "neg_method": "{v}.neg()",
+    "abs": "{v}.abs()",
+    "square": product("{v} ** 2"),
+    "maximum": "torch.maximum({w}, {v})",
+    "lerp": "torch.lerp({w}, {v}.type_as({w}), 0.5)",
+    "addcmul": "torch.addcmul({w}, {v}.tanh(), {v}.tanh(), value=0.5)",
+    "center": "{v} - {v}.mean(-1, keepdim=True)",
+    "add_row": "{v} + {v}[:1]",
+    "scale_column": "{v} * {v}[..., :1].sigmoid()",
+    "add_outer": "{v}.sum(0) + {v}",
+    "add_alpha": "torch.add({w}, {v}, alpha=2)",
+    "add_method": "{w}.add({v})",
+    "sub_plain": "{w}.sub({v})",
+    "swish_gate": "{w} * torch.sigmoid({v})",
+    "attention_scaled": "F.softmax(({v} * 0.5) @ {v}.mT, dim=-1) @ {v}",
+    "attention_narrow": in_four(
+        "{v} + F.softmax({v} @ {v}.mT, dim=-1, dtype=torch.float32) @ {v}.float()"
+    ),
+    "attention_maps": "(w := ({v} @ {v}.mT).softmax(-1)) @ {v} + w.mean()",
+    "attention_masked": "({v} @ {v}.mT + {v}.mean()).softmax(-1) @ {v}",
+    "attention_columns": "({v} @ {v}.mT).softmax(-2) @ {v}",
+    "attention_biased": in_four(
+        "(({v} @ {v}.mT) / 2 - torch.arange({v}.shape[-2])).softmax(-1) @ {v}"
+    ),
+    "attention_causal": in_four(
+        "({v} @ {v}.mT).masked_fill(torch.ones({v}.shape[-2:-1] * 2).triu(1) > 0, -torch.inf)"
+        ".softmax(-1) @ {v}"
+    ),
+    "iadd": "{w}.add_({v}.clone())",
+    "iadd_alpha": "{w}.add_({v}.clone(), alpha=0.5)",
+    "isub": "{v} -= 0.5;",
+    "imul": "{v} *= -1.0;",
+    "idiv": "{v}.div_(2.0)",
+    "ineg": "torch.neg_({v});",
+    "into": "torch.mul({v}, 0.5, out={v});",
+    "icopy": "{v}.copy_({v}.tanh());",
+    "izero": "{v}[:1].zero_();",
+    "ishift": "{v} += 1.0;",
+    "idouble": "{v}.mul_(2.0)",
+    "idouble_statement": "{v}.mul_(2.0);",
+    "iview_statement": "{v}.transpose(0, 1).mul_(2.0);",
+    "pow_method": product("{v}.pow(2)"),
+    "pow_torch": product("torch.pow({v}, 2)"),
+    "sub_torch": "torch.sub({w}, {v})",
+    "div_method": "{v}.div(4)",
+    "where_method": "{v}.where({v} > 0, 0.5)",
+    "where_numbers": "{v} * torch.where({v} > 0, 1.0, 0.0)",
+    "where_below": "torch.where({w} > 0, {w}, {v}.type_as({w}))",
+    "exp": "torch.exp({v}.clamp(max=2.0))",
+    "exp_method": "{v}.clamp(max=2.0).exp()",
+    "isub_method": "{v}.sub_(0.5);",
+    "iand": "{n} = {v} > 0; {n} &= {v} < 9; {n} |= {v} > 3; {n} ^= {v} < -9; {v} * {n}",
+    "ishift_left": (
+        "{n} = ({v} > 0) * 6; {n} <<= 1; {n} >>= 2; {n} //= 2; {n} %= 3; {n} **= 2; {v} * {n}"
+    ),
+    "imatmul": "{n} = {v} @ {v}.mT; {n} @= {v}; {v} + {n}.tanh()",
+    "new_tensors": "{v} + (" + " + ".join(SUMMANDS) + ")",
+    "draws": "{v} + (" + " + ".join(DRAWS) + ")",
+    "metadata": "{v} + (" + " + ".join(NUMBERS) + ")",
+    "device": "{v} + torch.zeros((), device={v}.device)",
+    "contiguity": "{v} * (1.0 + {v}.is_contiguous())",
+    "item": "{v} + ({v}.sum() * 0).nan_to_num(0.0).item()",
+}
+
+IDENTITIES: dict[str, Word] = {
+    "identity": "nn.Identity()",
+    "dropout": "nn.Dropout(0.5)",
+    "dropout_F": "F.dropout({v}, 0.5, training=self.training)",
+    "dropout_F_off": "F.dropout({v}, p=0.5, training=False)",
+    "dropout_torch": "torch.dropout({v}, 0.5, False)",
+    "dropout_inplace": "nn.Dropout(0.5, inplace=True)",
+    "dropout_alpha": "nn.AlphaDropout(0.5)",
+    "dropout_train": layer("nn.Dropout(0.5)", training=True),
+    "clone": "{v}.clone()",
+    "contiguous": "{v}.contiguous()",
+    "plus_zero": "{v} + 0.0",
+    "minus_zero": "{v} - 0",
+    "over_one": "{v} / 1",
+    "power_one": "{v} ** 1",
+    "cast_same": "{v}.to({v}.dtype)",
+    "cast_wide": "{v}.double().to({v}.dtype)",
+    "type_as": "{v}.type_as({v})",
+    "detach": "{v}.detach()",
+    "dropout_feature": "nn.FeatureAlphaDropout(0.5)",
+    "dropout_F_train": "F.dropout({v}, 0.25, True)",
+    "droppath": "{v} if not self.training else {v} * 0.0",
+    "times_one": "{v} * 1.0",
+    "dropout1d": by_rank((2, 3), "nn.Dropout1d(0.5)", DROPOUT),
+    "dropout2d": by_rank((4,), "nn.Dropout2d(0.5)", DROPOUT),
+    "dropout3d": by_rank((4, 5), "nn.Dropout3d(0.5)", DROPOUT),
+    "dropout1d_F": by_rank((2, 3), "F.dropout1d({v}, 0.5, False)", DROPOUT),
+    "dropout2d_F": by_rank((4,), "F.dropout2d({v}, 0.5, False)", DROPOUT),
+    "dropout3d_F": by_rank((4, 5), "F.dropout3d({v}, 0.5, False)", DROPOUT),
+    "dropout_alpha_F": "F.alpha_dropout({v}, 0.5, False)",
+    "dropout_alpha_torch": "torch.alpha_dropout({v}, 0.5, False)",
+    "dropout_feature_F": "F.feature_alpha_dropout({v}, 0.5, False)",
+    "dropout_feature_torch": "torch.feature_alpha_dropout({v}, 0.5, False)",
+    "clone_torch": "torch.clone({v})",
+    "cpu": "{v}.cpu()",
+    "casts": "{v} * ({v} > 0).float().half().bfloat16().int().long().short().bool()",
+    "type": "{v} * ({v} > 0).type({v}.dtype)",
+    "resize_inplace": "{v}.clone().resize_({v}.shape)",
+    "resize_as_inplace": "{v}.clone().resize_as_({v})",
+    "set_inplace": "torch.empty_like({v}).set_({v}.clone())",
+    "as_strided": "{n} = {v}.contiguous(); {n}.as_strided({n}.shape, {n}.stride())",
+    "as_strided_inplace": (
+        "{n} = {v}.contiguous().clone(); {n}.as_strided_({n}.shape, {n}.stride())"
+    ),
+    "unfold": "{v}.unfold(-1, 1, 1).squeeze(-1)",
+    "reshape_as": "{w}.reshape_as({v})",
+    "view_as": "{w}.contiguous().view_as({v})",
+    "expand_as": "{v}[:1].expand_as({v}) + {v}",
+    "shape_as": "{w} + {w}.new_ones({v}.shape) * {v}.dim()",
+    "broadcast_to": "{v}[:1].broadcast_to({v}.shape) + {v}",
+}
+
+ACTIVATIONS: dict[str, Word] = {
+    "sigmoid": "{v}.sigmoid()",
+    "tanh": "torch.tanh({v})",
+    "leaky": "F.leaky_relu({v}, 0.5)",
+    "leaky_module": "nn.LeakyReLU(0.25)",
+    "leaky_inplace": "F.leaky_relu_({v}, 0.5)",
+    "relu6": "nn.ReLU6()",
+    "relu6_F": "F.relu6({v})",
+    "clamp": "{v}.clamp(-1.0, 2.0)",
+    "clamp_min": "torch.clamp({v}, min=0)",
+    "clamp_max": "{v}.clamp(max=1.0)",
+    "clamp_statement": "{v}.clamp_(min=-1.0);",
+    "hardtanh": "nn.Hardtanh(-2.0, 1.0, inplace=True)",
+    "elu": "nn.ELU(inplace=True)",
+    "selu": "F.selu({v})",
+    "silu": "nn.SiLU()",
+    "silu_inplace": "nn.SiLU(inplace=True)",
+    "relu6_inplace": "nn.ReLU6(inplace=True)",
+    "hardswish_inplace": "nn.Hardswish(inplace=True)",
+    "silu_F": "F.silu({v}, inplace=True)",
+    "mish": "F.mish({v})",
+    "softplus": "nn.Softplus()",
+    "gelu_module": "nn.GELU()",
+    "gelu_F": "F.gelu({v}, approximate='tanh')",
+    "hardswish_module": "nn.Hardswish()",
+    "hardsigmoid_F": "F.hardsigmoid({v})",
+    "softmax": "{v}.softmax(-1)",
+    "softmax_kw": "F.softmax(input={v}, dim=0)",
+    "softmax_narrow": "{v} + F.softmax({v}, -1, dtype=torch.float32)",
+    "softmax_module": "nn.Softmax(dim=-1)",
+    "log_softmax": "F.log_softmax({v}, dim=-1)",
+    "swish": "{v} * torch.sigmoid({v})",
+    "hardswish": "{v} * F.relu6({v} + 3, inplace=True) / 6",
+    "hardsigmoid": "torch.clamp({v} + 3.0, 0, 6) / 6.0",
+    "gelu": "{v} * 0.5 * (1 + torch.erf({v} / 2.0**0.5))",
+    "gelu_tanh": (
+        "{v} * 0.5 * (1 + torch.tanh((2 / 3.141592653589793) ** 0.5 * ({v} + 0.044715 * {v} ** 3)))"
+    ),
+    "sigmoid_module": "nn.Sigmoid()",
+    "sigmoid_F": "F.sigmoid({v})",
+    "sigmoid_inplace": "{v}.sigmoid_()",
+    "tanh_module": "nn.Tanh()",
+    "tanh_F": "F.tanh({v})",
+    "tanh_inplace": "{v}.tanh_()",
+    "erf": "{v}.erf()",
+    "erf_inplace": "{v}.erf_()",
+    "mish_module": "nn.Mish()",
+    "hardsigmoid_module": "nn.Hardsigmoid()",
+    "hardswish_F": "F.hardswish({v})",
+    "hardtanh_F": "F.hardtanh({v}, -2.0, 1.0)",
+    "softplus_F": "F.softplus({v}, beta=2.0)",
+    "elu_F": "F.elu({v}, 0.5)",
+}
+
+RARE: dict[str, Word] = {
+    **{f"{k}_{d}": typed(_KINDS[k], _DEEDS[d]) for k in _KINDS for d in _DEEDS},
+    "lower": "{v} - 1.0",
+    "quarter": "{v} / 4.0",
+    "reciprocal": "(1.0 / {v}).clamp(-9, 9)",
+    "over_zero": "({v} / 0.0).nan_to_num(1.0, 9.0, -9.0)",
+    "over_minus_zero": "({v} / -0.0).nan_to_num(1.0, 9.0, -9.0)",
+    "slice_twos": "{v} + {v}[..., 0:4:2].sum()",
+    "slice_threes": "{v} + {v}[..., 0:4:3].sum()",
+    "slice_one": "{v} + {v}[..., 0:1].sum()",
+    "slice_two": "{v} + {v}[..., 0:2].sum()",
+    "slice_second": "{v} + {v}[..., 1:2].sum()",
+    "at_least_half": "{v}.clamp(min=0.5)",
+    "at_most_half": "{v}.clamp(max=0.5)",
+    "sum_first": "{v} + {v}.sum(dim=0, keepdim=True)",
+    "sum_last": "{v} + {v}.sum(dim=-1, keepdim=True)",
+    "add_alpha3": "torch.add({w}, {v}, alpha=3)",
+    "clamp_other": "torch.clamp({v} + 3.0, 0, 5) / 6.0",
+    "gate_other": "{v} * torch.sigmoid({v} * 0.5)",
+    "hardswish_minus": "{v} * F.relu6({v} - 3) / 6",
+    "gelu_tanh_square": (
+        "{v} * 0.5 * (1 + torch.tanh((2 / 3.141592653589793) ** 0.5 * ({v} + 0.044715 * {v} ** 2)))"
+    ),
+    "leaky_half_module": "nn.LeakyReLU(0.5)",
+    "leaky_negative": "F.leaky_relu({v}, -0.5)",
+    "gelu_tanh_module": 'nn.GELU(approximate="tanh")',
+    "T_of_row_and_column": "({v}[..., :1, :].mT + {v}[..., :1].mT).mT",
+    "t01_of_one_row": "torch.relu({v}[:1].expand({v}.shape).transpose(0, 1)).transpose(0, 1)",
+    "mask_accumulate": (
+        "{v}.index_put_(({v} > 0,), torch.ones((), dtype={v}.dtype), accumulate=True);"
+    ),
+    "identity_number": layer("nn.Identity()", "{v} * self.{m}(2.0)"),
+    "swish_integers": "{n} = ({v} > 0) * 2; {v} + {n} * torch.sigmoid({n})",
+    "hardswish_expanded": (
+        "{n} = {v}[..., :1].expand({v}.shape).transpose(0, -1)[..., :1]; "
+        "{v} + ({n} * F.hardsigmoid({n})).sum()"
+    ),
+    "two_devices": "{v} + torch.empty({v}.dim(), device='meta').dim()",
+    "mask_two": "{v}[({v} > 0) & ({v} < 2)] *= 2.0;",
+    "count_chosen": "{v} + {v}[{v} > 0].shape[0]",
+    "softmax_first": "torch.softmax({v}, dim=0)",
+    "softmax_last": "torch.softmax({v}, dim=-1)",
+    "rows": "{v}.flatten(0, -2)",
+    "t01_of_two_ranks": by_rank(
+        (3,), "({v}.transpose(0, 1) + {v}[0].transpose(0, 1)).transpose(0, 1)"
+    ),
+    "assert_finite": assert_finite,
+}

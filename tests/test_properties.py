@@ -58,7 +58,7 @@ PROPERTIES: dict[str, str] = {
     "every front end does": "test_graphs_of_dynamo_keep_the_answer",
     "other batch sizes": "test_fuzz.py test_the_answer_holds_at_other_batch_sizes",
     "one row, more rows, another rank": "test_later.py test_each_later_call_is_spoiled_and_seen",
-    "empty and single dimensions": "test_testing.py test_every_token_runs_on_every_shape",
+    "empty and single dimensions": "test_testing.py test_every_token_runs_on_every_rank",
     "expanded inputs": "test_expanded_inputs",
     "other strides than the example's": "test_another_layout_later",
     "keyword arguments": "test_keyword_arguments",

@@ -186,6 +186,12 @@ def records_gradients(m: Any, x: Tensor) -> Tensor:
 
 
 @program
+@torch.inference_mode()
+def in_inference_mode(m: Any, x: Tensor) -> Tensor:
+    return m.norm(m.linear(x)).relu()  # type: ignore[no-any-return]
+
+
+@program
 def without_gradients(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         return x * 2

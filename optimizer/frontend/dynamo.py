@@ -32,6 +32,9 @@ from optimizer.frontend.outside import Outside, kept
 from optimizer.frontend.symbolic import finished, observe
 
 _torch: Any = torch._C  # whose stubs lack what tells of copies on write
+_modes: Any = torch.autograd.grad_mode
+_EXITS = {torch.amp.autocast_mode._exit_autocast, _modes._exit_inference_mode}
+_IDLE = [(_torch._set_grad_enabled, (False,)), (_modes._enter_inference_mode, (True,))]
 DYNAMO = "dynamo"
 _MOST = 32  # times that one graph is optimized: then its other weights are run as they are
 # Dynamo records one forward so many times for each result: then other calls are run as they are.
@@ -169,13 +172,11 @@ def capture_graph(model: fx.GraphModule, call: Call) -> fx.GraphModule:
 
 def _changes_nothing(node: fx.Node) -> bool:
     """Whether a call leaves a mode as it is, without gradients and autocast, or counts usage."""
-    if node.target is torch.amp.autocast_mode._exit_autocast:
+    if node.target in _EXITS:
         return _changes_nothing(node.all_input_nodes[0])
-    if node.target is _torch._set_grad_enabled:
-        return node.args == (False,)
     if node.target is torch.amp.autocast_mode._enter_autocast:
         return node.args[2] is False
-    return node.target is _torch._log_api_usage_once
+    return node.target is _torch._log_api_usage_once or (node.target, node.args) in _IDLE
 
 
 def capture_by_dynamo(model: nn.Module, call: Call) -> tuple[fx.GraphModule, Call]:
@@ -262,8 +263,7 @@ class GuardedModule(Constants):
 
         # Where no write to a weight can be seen, only this module's methods may change them.
         frozen = any(tensor.device.type != "cpu" for tensor in self.model.parameters())
-        backend = partial(DynamoGraph, optimize=told, frozen=frozen)
-        return _compiled(self.model, backend)
+        return _compiled(self.model, partial(DynamoGraph, optimize=told, frozen=frozen))
 
     def lower(self, example_inputs: ExampleInputs) -> tuple[Choice, ...]:
         """Record and prepare calls like this one; return what was chosen for each new region.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -13,23 +12,20 @@ from torch.nn import functional as F
 import optimizer
 from optimizer.core.device import Device
 from optimizer.core.inputs import Call
-from optimizer.lowering import candidates as _policies
 from optimizer.lowering import choose as _choose
-from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, POLICIES, require_one_device
+from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, POLICIES, Policy, require_one_device
 from optimizer.lowering.choose import Times
-from optimizer.lowering.module import LoweredModule
 from optimizer.lowering.trace import straight_line
 from optimizer.verify.equivalence import BOUNDS
-
-
-class Clock(Device):
-    """A device whose work is done when it is waited for."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def synchronize(self) -> None:
-        self.events.append("wait")
+from tests.level_2 import (
+    Running,
+    all_alike,
+    chosen,
+    last_wins,
+    lowered,
+    plan_of,
+    racing,
+)
 
 
 @pytest.fixture(params=["cuda", "mps"])
@@ -43,15 +39,13 @@ def pretended(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setitem(POLICIES, "cpu", POLICIES[kind])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(Times, "race", lambda self, runs, *rest, **more: _last_wins(runs))
+    racing(monkeypatch, last_wins)
     before = torch.backends.cuda.matmul.allow_tf32
     yield kind
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _last_wins(runs: Any) -> dict[str, float]:
-    seconds = {name: 1.0 / place for place, name in enumerate(runs, 1)}
-    return {"plan": 0.1, "portable": 1.0} if "plan" in runs else seconds
+on_cuda, on_mps = (pytest.mark.parametrize("kind", [kind]) for kind in ("cuda", "mps"))
 
 
 def convolution() -> tuple[nn.Module, torch.Tensor]:
@@ -59,22 +53,7 @@ def convolution() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval(), torch.randn(2, 3, 9, 9)
 
 
-def lowered(model: nn.Module, x: torch.Tensor, **options: Any) -> LoweredModule:
-    fast = optimizer.optimize(model, x, level=2, **options)
-    assert isinstance(fast, LoweredModule)
-    return fast
-
-
-def chosen(fast: LoweredModule) -> list[str]:
-    return [choice.chosen for choice in fast.report.choices]
-
-
-def runs_a_plan(fast: LoweredModule, x: torch.Tensor) -> bool:
-    with torch.no_grad():
-        return fast.plan_for((x,), {}) is not None
-
-
-@pytest.mark.parametrize("kind", ["mps"])
+@on_mps
 def test_on_mps_no_layout_and_no_kernel_is_tried(
     pretended: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,49 +63,38 @@ def test_on_mps_no_layout_and_no_kernel_is_tried(
 
     assert chosen(fast) == [AS_IT_IS]
     assert not fast.report.choices[0].rejected
-    assert runs_a_plan(fast, x)  # fewer calls, which were measured to pay
+    assert plan_of(fast, x) is not None  # fewer calls, which were measured to pay
     assert torch.equal(fast(x), model(x))
+    assert plan_of(lowered(model, x, tune_seconds=0), x) is None
 
 
 def test_on_a_device_where_it_does_not_pay_the_portable_code_runs(
     pretended: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Times, "race", lambda self, runs, *r, **m: dict.fromkeys(runs, 1.0))
+    racing(monkeypatch, all_alike)
     model, x = convolution()
     fast = lowered(model, x)
 
     reason = "such a call is not lowered: it is not faster so: 1.00 of the time"
     assert reason in fast.report.remarks
-    assert not runs_a_plan(fast, x)
+    assert plan_of(fast, x) is None
 
 
-@pytest.mark.parametrize("kind", ["mps"])
-def test_without_timing_nothing_changes_on_mps(pretended: str) -> None:
-    model, x = convolution()
-
-    assert not runs_a_plan(lowered(model, x, tune_seconds=0), x)
-
-
-@pytest.mark.parametrize("kind", ["cuda"])
-def test_kernels_of_another_precision_are_another_plan(pretended: str) -> None:
-    model, x = convolution()
-    fast = lowered(model, x)
-    assert runs_a_plan(fast, x)
-
-    torch.backends.cuda.matmul.allow_tf32 = not torch.backends.cuda.matmul.allow_tf32
-    assert runs_a_plan(fast, x)
-    assert len(fast._plans) == 2
-
-
-@pytest.mark.parametrize("kind", ["cuda"])
-def test_a_decision_is_made_for_one_kind_of_gpu(
+@on_cuda
+def test_kernels_of_another_precision_or_gpu_are_another_plan(
     pretended: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = convolution()
-    one = lowered(model, x).report.choices[0].key
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+    fast = lowered(model, x)
+    assert plan_of(fast, x) is not None
 
-    assert lowered(model, x).report.choices[0].key != one
+    torch.backends.cuda.matmul.allow_tf32 = not torch.backends.cuda.matmul.allow_tf32
+    assert plan_of(fast, x) is not None
+    assert len(fast._plans) == 2
+    torch.backends.cuda.matmul.allow_tf32 = not torch.backends.cuda.matmul.allow_tf32
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+    assert lowered(model, x).report.choices[0].key != fast.report.choices[0].key
 
 
 @pytest.mark.parametrize(
@@ -147,17 +115,16 @@ def test_without_timing_layouts_are_chosen_where_they_are_known_to_pay(
     assert POLICIES["cuda"].pays(region, [x.to(dtype)]) is pays
 
 
-@pytest.mark.parametrize("kind", ["cuda"])
+@on_cuda
 @pytest.mark.parametrize(("factor", "accepted"), [(1.0, True), (1 + 1e-5, False)])
 def test_rounding_beyond_the_bound_is_judged_by_float64(
     pretended: str, monkeypatch: pytest.MonkeyPatch, factor: float, accepted: bool
 ) -> None:
-    class OtherwiseRounded(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-            return ((F.conv2d(x.double(), model.weight.double()) * factor).float(),)
+    def otherwise_rounded(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((F.conv2d(x.double(), model.weight.double()) * factor).float(),)
 
     model, x = nn.Conv2d(3, 8, 3, bias=False).eval(), torch.randn(2, 3, 9, 9)
-    monkeypatch.setitem(CANDIDATES, "channels_last", lambda *given: OtherwiseRounded())
+    monkeypatch.setitem(CANDIDATES, "channels_last", lambda *given: Running(otherwise_rounded))
     monkeypatch.setitem(BOUNDS, torch.float32, 0.0)
     report = lowered(model, x, check=None).report
     choice = next(iter(report.choices or report.tried))
@@ -170,30 +137,30 @@ def test_on_an_unknown_device_nothing_is_lowered(monkeypatch: pytest.MonkeyPatch
     model, x = convolution()
     fast = lowered(model, x)
 
-    assert not runs_a_plan(fast, x)
+    assert plan_of(fast, x) is None
     assert any("not lowered" in remark for remark in fast.report.remarks)
     with pytest.raises(optimizer.InputError, match="nothing is known of its device"):
         require_one_device([x])
 
 
-def test_tensors_on_several_devices_are_not_lowered() -> None:
+def test_tensors_on_several_devices_are_not_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
     x, elsewhere = torch.ones(2), torch.ones(2, device="meta")
 
     require_one_device([x, torch.ones(3)])
     with pytest.raises(optimizer.InputError, match="several devices"):
         require_one_device([x, elsewhere])
 
-
-def test_a_number_on_the_cpu_goes_with_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, "meta", _policies.Policy())
-
-    require_one_device([torch.tensor(1.0), torch.ones(2, device="meta")])
+    monkeypatch.setitem(POLICIES, "meta", Policy())
+    require_one_device([torch.tensor(1.0), elsewhere])  # a number goes with any device
 
 
 def test_a_race_ends_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Clock()
-    monkeypatch.setattr(_choose, "device_of", lambda tensors: device)
-    runs = {"one": lambda x: device.events.append("run")}
-    Times((torch.ones(1),)).race(runs, 0, fewest=1)
+    class Clock(Device):
+        def synchronize(self) -> None:
+            events.append("wait")
 
-    assert device.events[:3] == ["wait", "run", "wait"]
+    events: list[str] = []
+    monkeypatch.setattr(_choose, "device_of", lambda tensors: Clock())
+    Times((torch.ones(1),)).race({"one": lambda x: events.append("run")}, 0, fewest=1)
+
+    assert events[:3] == ["wait", "run", "wait"]

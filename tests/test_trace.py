@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import optimizer
 from optimizer.core.inputs import Call, tensors_in
@@ -18,6 +17,7 @@ from optimizer.lowering.plan import Plan
 from optimizer.lowering.precision import Precision
 from optimizer.lowering.trace import NotStraightLineError, StraightLine, straight_line
 from tests.level_2 import Then, image, lowered, offer, plan_of
+from tests.single_pass import function_of
 
 Program = Callable[..., Any]
 
@@ -29,117 +29,60 @@ class Opaque:
         self.tensor = tensor
 
 
-def _read_around_a_write(read: Program) -> Program:
-    def program(x: Any) -> Any:
-        y = x + 1
-        view = y[:, :1]
-        before = y * 3
-        view.mul_(-2)
-        return before, read(y, view)
-
-    return program
-
-
-def _filled(x: Any) -> Any:
-    room = x.new_zeros(4, 3)
-    part = room[1:3]
-    before = room + 1
-    part.copy_(x)
-    return before, room * 2, part
-
-
-def _cached(x: Any, cache: Any) -> Any:
-    before = cache.sum()
-    cache.index_copy_(0, torch.tensor([1, 0]), x.exp())
-    return before, cache[:1] * x, cache
-
-
-def _constant_written(x: Any) -> Any:
-    constant = torch.ones(2, 3)
-    y = x * constant
-    constant.add_(1)
-    return y, x * constant
-
-
-def _masked(x: Any) -> Any:
-    mask = x.new_zeros(x.shape)
-    mask[0] = 1
-    return x * (mask + torch.arange(3)).softmax(-1)
-
-
-def _items_assigned(x: Any) -> Any:
-    y = x * 2
-    y[0] = 1
-    y[:, 1] = x[:, 0]
-    return y
-
-
-def _two_dtypes(x: Any) -> Any:
-    constant = torch.zeros(2, 3)
-    flags = constant.view(torch.int32)
-    constant.copy_(x)
-    return flags + 1
-
-
-WRITES: dict[str, Program] = {
-    "an input": lambda x: x.add_(1),
-    "part of an input": lambda x: (x[:, 0].zero_(), x * 2)[1],
-    "an input by another": lambda x, cache: cache[:2].copy_(x),
-    "a cache": _cached,
-    "a view, and the whole is returned": _read_around_a_write(lambda y, v: y),
-    "a view, and the whole is read": _read_around_a_write(lambda y, v: y * 2),
-    "a view, and another is read": _read_around_a_write(lambda y, v: y[:, 1:] + y[:, :1]),
-    "a view, then the whole": _read_around_a_write(lambda y, v: (y.neg_(), v)),
-    "items": _items_assigned,
-    "a constant": _filled,
-    "a constant after it was read": _constant_written,
-    "what was made anew, through a view": lambda x: (
-        y := x.exp(), y.add_(1), view := y[:1], view.mul_(2),
-    )[0],
-    "what was copied before": lambda x: (
-        y := x.exp(), copy := y.clone(), y[:1].mul_(2), copy * 1,
-    )[::3],
-    "in another dtype": lambda x: (x * 2).add_(x.double()),
-    "flags as numbers": lambda x: (x * 2).gt_(1),
-    "data": lambda x: x.data.mul_(2) + x,
-    "a shape": lambda x: (y := x * 2, y.t_().unsqueeze_(0), y + 1)[2],
-    "into what is given": lambda x, cache: torch.mul(x, 2, out=cache[:2]),
-    # GhostNet cuts a sum and applies a ReLU in place (issue 19).
-    "a view of what is not read": lambda x: torch.cat([x + 1, x])[:, :2].relu_() * 2,
-    "two views, the second": lambda x: (x + 1)[:, :2][:1].neg_().mul_(3) + 1,
-    "two at once": lambda x, cache: torch.max(x, 1, out=(cache[:2, 0], torch.zeros(2).long())),
-}  # fmt: skip
+WRITTEN_AROUND = "y = x + 1; view = y[:, :1]; before = y * 3; view.mul_(-2); return before, "
+# What is called with an x of (2, 3) and a cache of (4, 3).
+INTO_GIVEN = "torch.mul(x, 2, out=cache[:2])"
+ITEMS = "y = x * 2; y[0] = 1; y[:, 1] = x[:, 0]; return y"
+WRITES = [
+    "x.add_(1)", INTO_GIVEN, ITEMS, "x[:, 0].zero_(); return x * 2", "cache[:2].copy_(x)",
+    "y = cache.sum(); cache.index_copy_(0, torch.tensor([1, 0]), x.exp());"
+    "return y, cache[:1] * x, cache",
+    *(WRITTEN_AROUND + read for read in ("y", "y * 2", "y[:, 1:] + y[:, :1]", "(y.neg_(), view)")),
+    "y = x.new_zeros(4, 3); part = y[1:3]; before = y + 1; part.copy_(x);"
+    "return before, y * 2, part",
+    "one = torch.ones(2, 3); y = x * one; one.add_(1); return y, x * one",
+    "y = x.exp(); y.add_(1); view = y[:1]; view.mul_(2); return y",
+    "y = x.exp(); copy = y.clone(); y[:1].mul_(2); return copy * 1, y",
+    "(x * 2).add_(x.double())", "(x * 2).gt_(1)", "x.data.mul_(2) + x",
+    "y = x * 2; y.t_().unsqueeze_(0); return y + 1",
+    "torch.max(x, 1, out=(cache[:2, 0], torch.zeros(2).long()))",
+    "torch.cat([x + 1, x])[:, :2].relu_() * 2",  # GhostNet cuts a sum so (issue 19)
+    "(x + 1)[:, :2][:1].neg_().mul_(3) + 1",
+]  # fmt: skip
+MASKED = "y = x.new_zeros(x.shape); y[0] = 1; return x * (y + torch.arange(3)).softmax(-1)"
 # What is made anew and has one name: a write makes a new tensor.
-VALUES: dict[str, Program] = {
-    "relu_": lambda x: (y := x * 2, y.relu_(), y + 1)[2],
-    "relu in place": lambda x: (y := x * 2, F.relu(y, inplace=True), y + 1)[2],
-    "relu in place by position": lambda x: (y := x * 2, F.relu(y, True), y + 1)[2],
-    "torch.relu_": lambda x: (y := x * 2, torch.relu_(y), y + 1)[2],
-    "one after the other": lambda x: (y := x * 2, y.add_(1).mul_(2), y + 1)[2],
-    "an operator": lambda x: (y := x * 2, y.__iadd__(2), y + 1)[2],
-    "out": lambda x: (y := x * 2, torch.add(y, y, out=y), y + 1)[2],
-    "masked_fill_": lambda x: (y := x * 2, y.masked_fill_(y > 0, 3.0), y + 1)[2],
-    "a mask that no input reaches": _masked,
-}
-ALIASES: dict[str, Program] = {
-    "an input": lambda x: (x, x + 1),
-    "a view of an input": lambda x: x[:1],
-    "a view of another output": lambda x: (y := x + 1, y[:, 0]),
-    "one output twice": lambda x: (y := x + 1, y),
-    "a constant": lambda x: (x + 1, torch.arange(3.0)),
-    "one constant twice": lambda x: (c := torch.ones(2), c[:1], x + 1),
-}
-PROGRAMS = [*WRITES.items(), *VALUES.items(), *ALIASES.items()]
+VALUES = [
+    MASKED,
+    *(
+        f"y = x * 2; {write}; return y + 1"
+        for write in (
+            "y.relu_()", "F.relu(y, inplace=True)", "F.relu(y, True)", "torch.relu_(y)",
+            "y.add_(1).mul_(2)", "y.__iadd__(2)", "torch.add(y, y, out=y)",
+            "y.masked_fill_(y > 0, 3.0)",
+        )
+    ),
+]  # fmt: skip
+CONSTANT = "x + 1, torch.arange(3.0)"
+ALIASES = [
+    "x, x + 1", "x[:1]", "y = x + 1; return y, y[:, 0]", "y = x + 1; return y, y", CONSTANT,
+    "y = torch.ones(2); return y, y[:1], x + 1",
+]  # fmt: skip
 
 
-def given(program: Program, seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [(2, 3), (4, 3)][: program.__code__.co_argcount]
-    return [torch.randn(*size, generator=generator) for size in sizes]
+def program_of(text: str) -> Program:
+    return function_of("x, cache" if "cache" in text else "x", text)
 
 
-def recorded(program: Program, *inputs: Any, held: Sequence[torch.Tensor] = ()) -> StraightLine:
-    return straight_line(program, held, Call(inputs or tuple(given(program, 0)), {}))
+def given(text: str, seed: int) -> list[torch.Tensor]:
+    return [image(2, 3, seed=seed), image(4, 3, seed=seed + 9)][: 1 + ("cache" in text)]
+
+
+def recorded(
+    program: Program | str, *inputs: Any, held: Sequence[torch.Tensor] = ()
+) -> StraightLine:
+    if isinstance(program, str):
+        return recorded(program_of(program), *given(program, 0))
+    return straight_line(program, held, Call(inputs, {}))
 
 
 def called(line: StraightLine) -> list[str]:
@@ -151,28 +94,27 @@ def shared(tensors: Sequence[torch.Tensor]) -> list[list[bool]]:
     return [[a == b for b in places] for a in places]
 
 
-@pytest.mark.parametrize("program", [p for _, p in PROGRAMS], ids=[name for name, _ in PROGRAMS])
-def test_a_line_does_to_memory_what_eager_does(program: Program) -> None:
-    line = recorded(program)
+@pytest.mark.parametrize("text", [*WRITES, *VALUES, *ALIASES])
+def test_a_line_does_to_memory_what_eager_does(text: str) -> None:
+    line = recorded(text)
     for seed in (1, 2, 2):
-        inputs, own = given(program, seed), given(program, seed)
-        expected = tensors_in(program(*inputs))
+        inputs, own = given(text, seed), given(text, seed)
+        expected = tensors_in(program_of(text)(*inputs))
         actual = tensors_in(line.rebuild(line.module(*own)))
 
         for old, new in zip([*inputs, *expected], [*own, *actual], strict=True):
             torch.testing.assert_close(new, old, rtol=0, atol=0)
             assert new.stride() == old.stride()
         assert shared([*own, *actual]) == shared([*inputs, *expected])
-    if program in VALUES.values():
-        assert not any(name.endswith("_") for name in called(line))
+    assert text not in VALUES or not any(name.endswith("_") for name in called(line))
 
 
 def test_what_no_input_reaches_is_a_constant() -> None:
-    assert called(recorded(_masked)) == ["mul"]
+    assert called(recorded(MASKED)) == ["mul"]
 
 
 def test_each_call_returns_a_constant_of_its_own() -> None:
-    line, x = recorded(ALIASES["a constant"]), given(ALIASES["a constant"], 1)
+    line, x = recorded(CONSTANT), given(CONSTANT, 1)
     line.module(*x)[1].zero_()
 
     assert line.module(*x)[1].tolist() == [0, 1, 2]
@@ -202,24 +144,25 @@ def test_self_attention_is_looked_into() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "binds", "is_open"),
+    ("text", "binds", "is_open"),
     [
-        (WRITES["an input"], True, True),
-        (WRITES["into what is given"], True, True),
-        (WRITES["items"], True, True),
-        (WRITES["a view, and the whole is read"], True, False),
-        (ALIASES["an input"], False, True),
-        (ALIASES["a view of an input"], True, True),
-        (VALUES["relu_"], False, False),
+        ("x.add_(1)", True, True),
+        (INTO_GIVEN, True, True),
+        (ITEMS, True, True),
+        (WRITTEN_AROUND + "y * 2", True, False),
+        ("x, x + 1", False, True),
+        ("x[:1]", True, True),
+        ("(x * 2).relu_()", False, False),
     ],
 )
-def test_what_is_bound_is_told(program: Program, binds: bool, is_open: bool) -> None:
-    line = recorded(program)
+def test_what_is_bound_is_told(text: str, binds: bool, is_open: bool) -> None:
+    line = recorded(text)
 
     assert (line.binds, line.is_open) == (binds, is_open)
 
 
 WEIGHT, HIDDEN = torch.ones(3), torch.ones(3)
+TWO_DTYPES = "y = torch.zeros(2, 3); flags = y.view(torch.int32); y.copy_(x); return flags + 1"
 
 
 @pytest.mark.parametrize(
@@ -235,7 +178,7 @@ WEIGHT, HIDDEN = torch.ones(3), torch.ones(3)
         (lambda x: x + HIDDEN, "cannot be followed"),
         (lambda x: Opaque(x * 2), "object of its own"),
         (lambda x: (x * 2).set_(x.clone()), "other memory"),
-        (_two_dtypes, "of two dtypes"),
+        (function_of("x", TWO_DTYPES), "of two dtypes"),
         (lambda x: WEIGHT.add_(1) + x, "a weight"),
         (lambda x: WEIGHT[:1].copy_(x[0, :1]) + x, "a weight"),
         (lambda x: (x + WEIGHT, WEIGHT), "a weight"),
@@ -243,14 +186,14 @@ WEIGHT, HIDDEN = torch.ones(3), torch.ones(3)
 )
 def test_what_no_line_repeats_is_refused(program: Program, reason: str) -> None:
     with pytest.raises(NotStraightLineError, match=reason):
-        recorded(program, held=[WEIGHT])
+        recorded(program, torch.ones(2, 3), held=[WEIGHT])
 
 
 def test_a_call_that_writes_is_one_of_operators_in_its_own_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Casts, and a CUDA graph, which has memory of its own, would write copies."""
-    line = recorded(WRITES["an input"])
+    line = recorded("x.add_(1)")
     monkeypatch.setattr(Chooser, "for_call", None)  # a graph is not offered it
     Plan(line, Chooser(0, {}))
     with pytest.raises(NotStraightLineError, match="other names"):

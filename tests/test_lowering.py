@@ -114,31 +114,40 @@ NOT_FINITE: dict[str, tuple[Callable[..., Any], torch.Tensor, torch.Tensor, floa
     "overflow inside": (lambda x: x, image(), _LARGE * 3e38, 1e1),
     "overflow inside of a small input": (lambda x: x, image(), _LARGE * 3e14, 1e25),
 }
-ANSWERS: dict[str, tuple[nn.Module]] = {
-    "a head": (net(),),
-    "an image": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()),),
-    "a column": (Then(lambda y: torch.relu(y)[..., -1]),),
-    "every other": (Then(lambda y: torch.relu(y)[..., ::2]),),
-    "expanded": (Then(lambda y: torch.relu(y)[:, :1].expand(-1, 4, -1, -1)),),
-    "flat": (Then(lambda y: y.view(y.size(0), -1).relu()),),
-    "a power": (Then(lambda y: y**2),),
-}
+ANSWERS: dict[str, tuple[nn.Module, list[torch.Tensor]]] = {
+    "a head": (net(), [image()]),
+    "an image": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), [image()]),
+    **{
+        f"{layout} {text}": (
+            ForwardOfTwo(f"y = m.layer(x); return {text}", layer=nn.Conv2d(3, 3, 3, padding=1)),
+            [image().contiguous(memory_format=layout) for _ in range(2)],
+        )
+        for text in (
+            "F.relu(y + z)", "torch.relu(y)[..., -1]", "torch.relu(y)[..., ::2]", "y**2",
+            "torch.relu(y)[:, :1].expand(-1, 4, -1, -1)", "y.reshape(y.size(0), -1).relu()",
+        )
+        for layout in (torch.contiguous_format, torch.channels_last)
+    },
+    "a view": (Then(lambda y: y.view(y.size(0), -1).relu()), [image()]),
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("kernels")
 class TestALoweredCall:
-    def test_it_is_the_default(self) -> None:
-        assert chosen(optimizer.optimize(net(), image())) == chosen(lowered(net(), image()))
+    @rows("model inputs", ANSWERS)
+    def test_it_gives_the_models_answer_and_layout_and_overwrites_nothing(
+        self, model: nn.Module, inputs: list[torch.Tensor]
+    ) -> None:
+        fast, kept = lowered(model, *inputs), [each.clone() for each in inputs]
+        answer, expected = fast(*inputs), model(*inputs)
 
-    @rows("model", ANSWERS)
-    def test_it_gives_the_models_answer_in_the_models_layout(self, model: nn.Module) -> None:
-        x = image()
-        fast = lowered(model, x)
-
-        assert plan_of(fast, x) is not None
+        assert plan_of(fast, *inputs) is not None
         assert chosen(fast) == [best()]
-        torch.testing.assert_close(fast(x), model(x))
-        assert fast(x).stride() == model(x).stride()
+        torch.testing.assert_close(answer, expected)
+        assert answer.stride() == expected.stride()
+        fast(*(2 * each for each in inputs))  # the next call
+        torch.testing.assert_close(answer, expected)
+        assert all(map(torch.equal, inputs, kept))
 
     def test_other_sizes_layouts_and_dtypes_run_the_portable_code(self) -> None:
         model, x = net(), image()
@@ -172,28 +181,11 @@ class TestALoweredCall:
         assert not expected.isfinite().all()
         torch.testing.assert_close(fast(other), expected, equal_nan=True)
 
-    def test_outputs_are_not_overwritten_by_the_next_call(self) -> None:
-        fast, x = lowered(net(), image()), image()
-        first = fast(x)
-        kept = first.clone()
-        fast(x * 2)
-
-        assert torch.equal(first, kept)
-
-    def test_inputs_are_not_overwritten(self) -> None:
-        model = ForwardOfTwo("F.relu(m.layer(x) + z)", layer=nn.Conv2d(3, 3, 3, padding=1))
-        for layout in (torch.contiguous_format, torch.channels_last):
-            x, y = (image().contiguous(memory_format=layout) for _ in range(2))
-            fast, kept = lowered(model, x, y), y.clone()
-            assert plan_of(fast, x, y) is not None
-            fast(x, y)
-            assert torch.equal(y, kept)
-
     def test_rounding_beyond_the_bound_is_judged_by_float64(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(BOUNDS, torch.float32, 0.0)
-        fast = lowered(net(), image())
+        fast: Any = optimizer.optimize(net(), image())  # level 2 is the default
 
         assert plan_of(fast, image()) is not None
         assert chosen(fast) == [best()]

@@ -33,7 +33,7 @@ from optimizer.lowering.module import LoweredModule
 from tests import level_2
 from tests.conftest import address
 from tests.level_2 import StubEngine, Then, image, plan_of
-from tests.single_pass import Forward, rows
+from tests.single_pass import Forward, function_of, rows
 
 
 class Net(nn.Module):
@@ -149,21 +149,9 @@ class TestARealOne:
         assert given.recv() == pytest.approx(model(x)[0, 0].item(), rel=1e-5)
 
 
-def _grouped(query: torch.Tensor, key: torch.Tensor, **options: Any) -> torch.Tensor:
-    return F.scaled_dot_product_attention(query, key, key + 1, enable_gqa=True, **options)
-
-
-def _residual() -> nn.Module:
-    layers = {"first": nn.Linear(8, 16), "second": nn.Linear(16, 8)}
-    return Forward("x.relu() + m.second(m.first(x))", **layers)
-
-
-def _branches(after: str) -> nn.Module:
-    layers = {"one": nn.Conv2d(3, 3, 3, padding=1), "two": nn.Conv2d(3, 3, 1)}
-    return Forward(f"y = m.one(x) + m.two(x); return m.last({after})", last=nn.Conv2d(3, 3, 1),
-                   **layers)  # fmt: skip
-
-
+_RESIDUAL = Forward(
+    "x.relu() + m.second(m.first(x))", first=nn.Linear(8, 16), second=nn.Linear(16, 8)
+)
 _TRANSPOSED = Then(lambda y: y.transpose(2, 3).exp() + y)
 _GELU = 20 * image(64, 4, 4, 4)  # 5e-4 off by another formula, which the check allows
 # A model, an input, and how many regions an engine gets of it.
@@ -181,8 +169,8 @@ OF_ALL: dict[str, tuple[nn.Module, torch.Tensor, int]] = {
         image(1, 3, 16, 16),
         1,
     ),
-    "a residual of a row": (_residual(), image(1, 8), 1),  # and OpenVINO 2026 at this.
-    "a residual of rows": (_residual(), image(2, 8), 1),
+    "a residual of a row": (_RESIDUAL, image(1, 8), 1),  # and OpenVINO 2026 at this.
+    "a residual of rows": (_RESIDUAL, image(2, 8), 1),
     # Heads that a region ends with, since what reads them may make NaN.
     "parts that are read outside the region": (
         Forward(
@@ -199,45 +187,42 @@ OF_ALL: dict[str, tuple[nn.Module, torch.Tensor, int]] = {
                                            layer=nn.Conv2d(3, 4, 3)), image(), 1),
 }  # fmt: skip
 OF_OPENVINO = OF_ALL | {
-    "a sum and an input": (_branches("torch.add(y, x)"), image(1, 3, 8, 8), 1),
-    "a sum times an input": (_branches("torch.mul(y, x)"), image(1, 3, 8, 8), 1),
-    "a sum, its relu and an input": (_branches("torch.relu(y) + x"), image(1, 3, 8, 8), 1),
+    f"two convolutions, {after}": (
+        Forward(
+            f"y = m.one(x) + m.two(x); return m.last({after})",
+            one=nn.Conv2d(3, 3, 3, padding=1), two=nn.Conv2d(3, 3, 1), last=nn.Conv2d(3, 3, 1),
+        ),
+        image(1, 3, 8, 8),
+        1,
+    )
+    for after in ("torch.add(y, x)", "torch.mul(y, x)", "torch.relu(y) + x")
+}  # fmt: skip
+OF_OPENVINO |= {
     "a linear gelu by tanh": (nn.Sequential(nn.Linear(4, 4), nn.GELU("tanh")), _GELU, 1),
     "a gelu by tanh": (nn.Sequential(nn.Conv2d(4, 4, 1), nn.GELU("tanh")), _GELU, 1),
 }
-# Functions that it knows by other names.
-OF_OPENVINO |= {
-    name: (Then(function), image(), 1)
-    for name, function in {
-        "split": lambda y: torch.cat(y.split(3, 1)[::-1], 1),
-        "chunk": lambda y: torch.cat(y.chunk(3, 1)[::-1], 1),
-        "average": lambda y: F.adaptive_avg_pool2d(
-            y.permute(0, 2, 3, 1).relu().permute(0, 3, 1, 2), 1
-        ),
-        "enlarged": lambda y: F.interpolate(y, size=(9, 7), mode="bilinear").relu(),
-        "by a factor": lambda y: F.interpolate(
-            y, scale_factor=2.0, mode="bilinear", align_corners=True
-        ).relu(),
-        "nearest": lambda y: F.interpolate(y, scale_factor=2.0).relu(),
-        "norm": lambda y: F.batch_norm(y, y.new_zeros(4), y.new_ones(4)),
-        "two heads a key": lambda y: _grouped(y, y[:, :2], scale=0.1),
-        "one key": lambda y: _grouped(y, y[:, :1], is_causal=True),
-        "enlarged at the end": lambda y: F.interpolate(y.relu(), scale_factor=2.0),
-    }.items()
-}
-# What an engine lacks ends its region.
-OF_THE_STUB = {
-    name: (Between(function), image(), 2)
-    for name, function in {
-        "softplus": F.softplus,
-        "bicubic": lambda y: F.interpolate(y, scale_factor=2, mode="bicubic"),
-        "smoothed": lambda y: F.interpolate(y, size=(5, 5), mode="bilinear", antialias=True),
-        "replicated": lambda y: F.pad(y, (1, 1, 1, 1), mode="replicate"),
-        "circular": lambda y: F.pad(y, (1, 1, 1, 1), mode="circular"),
-        "another divisor": lambda y: F.avg_pool2d(y, 2, divisor_override=3),
-        "the largest of parts": lambda y: F.adaptive_max_pool2d(y, 3),
-    }.items()
-}
+GROUPED = "return F.scaled_dot_product_attention(y, k, k + 1, enable_gqa=True, "
+OF_OPENVINO |= {  # functions that it knows by other names
+    text: (Then(function_of("y", text)), image(), 1)
+    for text in (
+        "torch.cat(y.split(3, 1)[::-1], 1)", "torch.cat(y.chunk(3, 1)[::-1], 1)",
+        "F.adaptive_avg_pool2d(y.permute(0, 2, 3, 1).relu().permute(0, 3, 1, 2), 1)",
+        "F.interpolate(y, size=(9, 7), mode='bilinear', align_corners=False).relu()",
+        "F.interpolate(y, scale_factor=2.0, mode='bilinear', align_corners=True).relu()",
+        "F.interpolate(y, scale_factor=2.0).relu()", "F.interpolate(y.relu(), scale_factor=2.0)",
+        "F.batch_norm(y, y.new_zeros(4), y.new_ones(4))",
+        f"k = y[:, :2]; {GROUPED}scale=0.1)", f"k = y[:, :1]; {GROUPED}is_causal=True)",
+    )
+}  # fmt: skip
+OF_THE_STUB = {  # what an engine lacks ends its region
+    text: (Between(function_of("y", text)), image(), 2)
+    for text in (
+        "F.softplus(y)", "F.interpolate(y, scale_factor=2, mode='bicubic')",
+        "F.interpolate(y, size=(5, 5), mode='bilinear', antialias=True)",
+        "F.pad(y, (1, 1, 1, 1), mode='replicate')", "F.pad(y, (1, 1, 1, 1), mode='circular')",
+        "F.avg_pool2d(y, 2, divisor_override=3)", "F.adaptive_max_pool2d(y, 3)",
+    )
+}  # fmt: skip
 MODELS = {"openvino": OF_OPENVINO, "onnxruntime": OF_ALL, "stub": OF_THE_STUB}
 
 
@@ -257,55 +242,32 @@ def test_it_gives_the_models_answer(
 
 
 # What makes NaN of numbers is no part of a region: an engine's ReLU makes 0 of it.
-NO_PART: dict[str, Callable[..., Any]] = {
-    "division": lambda y: y / y.std(),
-    "by zero": lambda y: y / 0,
-    "by nearly zero": lambda y: y / 1e-40,
-    "huge": lambda y: F.relu(y).mul(1e10),
-    "nan": lambda y: y * math.nan,
-    "logarithm": lambda y: y.log(),
-    "no eps": lambda y: F.layer_norm(y, (8,), eps=0.0),
-    "no eps by position": lambda y: torch.batch_norm(
-        y, None, None, None, None, True, 0.1, 0.0, False
-    ),
-    "infinity": lambda y: y + math.inf,
-    "added": lambda y: F.scaled_dot_product_attention(y, y, y, y),
-    "hidden": lambda y: F.scaled_dot_product_attention(y, y, y, attn_mask=y > 0),
-    "filled": lambda y: y.masked_fill(y > 0, -math.inf),
-    "root": lambda y: y.rsqrt(),
-    "power": lambda y: y.pow(-1),
-    "root of a sum": lambda y: (y + 1e-6).rsqrt(),
-    "root of a difference": lambda y: torch.add(y.pow(2), 1e-6, alpha=-1).sqrt(),
-    "by hardly more": lambda y: y / (y.pow(2).mean(-1, keepdim=True) + 1e-30),
-    "by a mean": lambda y: y / (y.mean(-1, keepdim=True) + 1e-6),
-}
-PART: dict[str, Callable[..., Any]] = {
-    "halved": lambda y: y / 2,
-    "norm": lambda y: F.layer_norm(y, (8,)),
-    "norm by name": lambda y: F.layer_norm(y, (8,), eps=1e-6),
-    "attention": lambda y: F.scaled_dot_product_attention(y, y, y),
-    "softmax": lambda y: F.softmax(y, -1),
-    "root mean square": lambda y: y * (y.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
-    "by a root": lambda y: y / (y.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt(),
-    "of all channels": lambda y: (
-        y * y.norm(2, (2, 3), keepdim=True) / (y.norm(2, (1, 2, 3), True) + 1e-6)
-    ),
-    "each second": lambda y: torch.cat([y[:, :, ::2], y[:, :, 1::2]], 1),
-}
+NO_PART = [
+    "y / y.std()", "y / 0", "y / 1e-40", "F.relu(y).mul(1e10)", "y * math.nan", "y.log()",
+    "F.layer_norm(y, (8,), eps=0.0)", "y + math.inf", "y.masked_fill(y > 0, -math.inf)",
+    "torch.batch_norm(y, None, None, None, None, True, 0.1, 0.0, False)",
+    "F.scaled_dot_product_attention(y, y, y, y)", "y.rsqrt()", "y.pow(-1)", "(y + 1e-6).rsqrt()",
+    "F.scaled_dot_product_attention(y, y, y, attn_mask=y > 0)",
+    "torch.add(y.pow(2), 1e-6, alpha=-1).sqrt()",
+    "y / (y.pow(2).mean(-1, keepdim=True) + 1e-30)", "y / (y.mean(-1, keepdim=True) + 1e-6)",
+]  # fmt: skip
+PART = [
+    "y / 2", "F.layer_norm(y, (8,))", "F.layer_norm(y, (8,), eps=1e-6)", "F.softmax(y, -1)",
+    "F.scaled_dot_product_attention(y, y, y)", "torch.cat([y[:, :, ::2], y[:, :, 1::2]], 1)",
+    "y * (y.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()",
+    "y / (y.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()",
+    "y * y.norm(2, (2, 3), keepdim=True) / (y.norm(2, (1, 2, 3), True) + 1e-6)",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*NO_PART, *PART])
-def test_what_may_make_nan_of_numbers_is_no_part_of_a_region(name: str) -> None:
-    function: Callable[..., Any] = (NO_PART | PART)[name]
-    model, x = Then(lambda y: F.relu(function(y) + 1)), image()
+@pytest.mark.parametrize("text", [*NO_PART, *PART])
+def test_what_may_make_nan_of_numbers_is_no_part_of_a_region(text: str) -> None:
+    model, x = Then(function_of("y", f"F.relu({text} + 1)")), image()
     [part] = compiled(lowered(model, x), x)
 
     called = {name_of_call(node) for node in part.region.graph.nodes if node.op[:4] == "call"}
-    if name in PART:
-        assert "relu" in called
-    else:
-        assert "conv2d" in called
-        assert called <= {"conv2d", "relu", "add", "mean", "pow"}
+    assert ("relu" in called) if text in PART else ("conv2d" in called)
+    assert text in PART or called <= {"conv2d", "relu", "add", "mean", "pow"}
     with torch.no_grad():
         model.layer.weight.zero_()
         model.layer.bias.zero_()

@@ -19,7 +19,6 @@ from optimizer.lowering.trace import straight_line
 from optimizer.verify.equivalence import BOUNDS
 from tests.level_2 import (
     Running,
-    all_alike,
     chosen,
     last_wins,
     lowered,
@@ -66,18 +65,6 @@ def test_on_mps_no_layout_and_no_kernel_is_tried(
     assert plan_of(fast, x) is not None  # fewer calls, which were measured to pay
     assert torch.equal(fast(x), model(x))
     assert plan_of(lowered(model, x, tune_seconds=0), x) is None
-
-
-def test_on_a_device_where_it_does_not_pay_the_portable_code_runs(
-    pretended: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    racing(monkeypatch, all_alike)
-    model, x = convolution()
-    fast = lowered(model, x)
-
-    reason = "such a call is not lowered: it is not faster so: 1.00 of the time"
-    assert reason in fast.report.remarks
-    assert plan_of(fast, x) is None
 
 
 @on_cuda

@@ -233,12 +233,13 @@ MODELS = {"openvino": OF_OPENVINO, "onnxruntime": OF_ALL, "stub": OF_THE_STUB}
 def test_it_gives_the_models_answer(
     engine: str, model: nn.Module, x: torch.Tensor, regions: int
 ) -> None:
-    fast = lowered(model, x, engine, only=(), tune_seconds=0)
+    for seconds in {0, 0.1 * (engine == "stub")}:
+        fast = lowered(model, x, engine, only=(), tune_seconds=seconds)
 
-    assert level_2.chosen(fast) == [title(engine)] * regions
-    assert len(compiled(fast, x)) == regions
-    torch.testing.assert_close(fast(x), model(x))
-    assert fast(x).stride() == model(x).stride()
+        assert level_2.chosen(fast) == [title(engine)] * regions
+        assert len(compiled(fast, x)) == regions
+        torch.testing.assert_close(fast(x), model(x))
+        assert fast(x).stride() == model(x).stride()
 
 
 # What makes NaN of numbers is no part of a region: an engine's ReLU makes 0 of it.
@@ -331,12 +332,6 @@ def test_untimed_an_engine_that_fails_is_followed_by_the_next(
     [choice] = fast.report.choices
     assert choice.chosen == "packed weights, channels_last"
     assert [*choice.rejected.values()] == ["NotImplementedError: no such operator"]
-
-
-def test_timed_what_an_engine_lacks_ends_its_region() -> None:
-    fast = lowered(Between(F.softplus), image(), tune_seconds=0.1)
-
-    assert level_2.chosen(fast) == [title()] * 2
 
 
 def test_another_process_runs_the_region_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:

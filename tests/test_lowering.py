@@ -414,19 +414,18 @@ class TestMoving:
         monkeypatch.setattr(_signature, "_device", lambda tensor: "elsewhere")
         return fast
 
-    def test_the_first_call_there_is_lowered(self, fast: LoweredModule) -> None:
-        assert plan_of(fast, image()) is not None
-        assert plan_of(fast, image()).func is plan_of(fast, image()).func
-        assert fast.report.remarks == ()
-        torch.testing.assert_close(fast(image()), net()(image()))
-        assert plan_of(fast, image(1, 3, 8, 8)) is None
-
-    def test_it_is_chosen_anew(self, fast: LoweredModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_first_call_there_is_lowered_as_is_chosen_anew(
+        self, fast: LoweredModule, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         made: list[Any] = []
         monkeypatch.setattr(_lowered, "Chooser", lambda *args: made.append(args) or Chooser(*args))
-        plan_of(fast, image())
-        plan_of(_pickled(fast), image())
+        assert plan_of(fast, image()) is not None
+        assert plan_of(fast, image()).func is plan_of(fast, image()).func
+        assert plan_of(fast, image(1, 3, 8, 8)) is None
+        assert fast.report.remarks == ()
+        torch.testing.assert_close(fast(image()), net()(image()))
 
+        plan_of(_pickled(fast), image())
         again = fast.meta["lowered"][Signature.of((image(),), {}).key]  # type: ignore[union-attr]
         assert [args[:2] for args in made] == [(1.0, {}), (0, again)]
 

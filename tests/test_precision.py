@@ -147,15 +147,10 @@ def test_other_calls_run_in_the_models_precision_until_they_are_lowered() -> Non
 
 def test_where_it_is_slower_nothing_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
     racing(monkeypatch, lambda names: {name: 0.1 + (name != AS_IT_IS) for name in names})
-
     assert "bf16" not in [each.chosen for each in reduced(*block(), check=None).report.choices]
 
-
-def test_a_whole_call_that_is_slower_is_not_lowered_whatever_its_regions_save(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    # Nor a whole call that is slower, whatever its regions save.
     racing(monkeypatch, lambda names: last_wins(names) | {"plan": 1.0, "portable": 0.5})
-
     report = reduced(*block(), check=None).report
     assert "it is not faster so: 2.00 of the time" in str(report)
 

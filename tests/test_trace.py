@@ -48,7 +48,7 @@ WRITES = [
     "y = x * 2; y.t_().unsqueeze_(0); return y + 1",
     "torch.max(x, 1, out=(cache[:2, 0], torch.zeros(2).long()))",
     "torch.cat([x + 1, x])[:, :2].relu_() * 2",  # GhostNet cuts a sum so (issue 19)
-    "(x + 1)[:, :2][:1].neg_().mul_(3) + 1",
+    "y = x + 1; first = y[:, :2]; second = first[:1]; return second.neg_().mul_(3) + 1",
 ]  # fmt: skip
 MASKED = "y = x.new_zeros(x.shape); y[0] = 1; return x * (y + torch.arange(3)).softmax(-1)"
 # What is made anew and has one name: a write makes a new tensor.

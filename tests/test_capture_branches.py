@@ -14,23 +14,10 @@ from torch import Tensor, nn
 
 import optimizer
 from optimizer.core.guards import GUARDS
-from optimizer.frontend.proxy import tests_for_none
-
-tests_for_none.__test__ = False  # type: ignore[attr-defined]
+from tests.single_pass import Forward, ForwardOfTwo, rows
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
 IMAGES = torch.linspace(-1.0, 1.0, 8 * 3 * 6 * 6).reshape(8, 3, 6, 6)
-
-
-class Masked(nn.Module):
-    """Asks for None in the way that it is given."""
-
-    def __init__(self, asks: Callable[[Any], bool]) -> None:
-        super().__init__()
-        self.asks = asks
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        return x if self.asks(mask) else x + 1
 
 
 def is_none(mask: Any) -> bool:
@@ -82,39 +69,35 @@ ASKS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("example", [True, False], ids=["example", "no example"])
 @pytest.mark.parametrize("name", ASKS)
 def test_none_where_a_tensor_was_given_is_an_error(name: str, example: bool) -> None:
-    model = Masked(ASKS[name]).eval()
+    asks = ASKS[name]
+    model = ForwardOfTwo(lambda m, x, mask: x if asks(mask) else x + 1).eval()
     fast = optimizer.optimize(model, (ROWS, ROWS) if example else None, check=None, level=1)
 
     assert torch.equal(fast(ROWS, ROWS), model(ROWS, ROWS))
-    with pytest.raises(optimizer.InputError, match=r"an argument mask|a tensor mask"):
+    with pytest.raises(optimizer.InputError, match=r"an argument z|a tensor z"):
         fast(ROWS, None)
 
 
-class MaskedByType(nn.Module):
-    def forward(self, x: Tensor, mask: Any) -> Tensor:
-        return x * 2 if isinstance(mask, Tensor) else x
+BY_TYPE = ForwardOfTwo("x * 2 if isinstance(z, torch.Tensor) else x").eval()
 
 
 def test_another_type_where_a_tensor_was_given_is_an_error() -> None:
-    fast = optimizer.optimize(MaskedByType().eval(), (ROWS, ROWS), check=None, level=1)
+    fast = optimizer.optimize(BY_TYPE, (ROWS, ROWS), check=None, level=1)
 
     assert torch.equal(fast(ROWS, ROWS), ROWS * 2)
-    with pytest.raises(optimizer.InputError, match="a tensor mask and got 3"):
+    with pytest.raises(optimizer.InputError, match="a tensor z and got 3"):
         fast(ROWS, 3)
 
 
-class Paired(nn.Module):
-    def forward(self, pair: Any) -> Tensor:
-        x, mask = pair
-        return x * 2 if mask is None else x * mask
+PAIRED = Forward("x[0] * 2 if x[1] is None else x[0] * x[1]").eval()
 
 
 @pytest.mark.parametrize("example", [((ROWS, ROWS),), None], ids=["example", "no example"])
 def test_none_inside_an_argument_is_an_error(example: Any) -> None:
-    fast = optimizer.optimize(Paired().eval(), example, check=None, level=1)
+    fast = optimizer.optimize(PAIRED, example, check=None, level=1)
 
     assert torch.equal(fast((ROWS, ROWS)), ROWS * ROWS)
-    with pytest.raises(optimizer.InputError, match="an argument pair that holds no None"):
+    with pytest.raises(optimizer.InputError, match="an argument x that holds no None"):
         fast((ROWS, None))
 
 
@@ -131,26 +114,15 @@ def test_a_default_of_none_is_held_to_what_was_given() -> None:
         fast(ROWS)
 
 
-class Unasked(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.add(x, y)
+# The second asks, but of an attribute of its own; its input goes where None is an error.
+ASKING = "y = m.layer(x); return y if m.extra is None else y + m.extra"
+UNASKED = {
+    "no": (ForwardOfTwo("torch.add(x, z)"), (ROWS, ROWS)),
+    "rejects": (Forward(ASKING, layer=nn.Linear(4, 4), extra=None), (ROWS,)),
+}
 
 
-class Rejecting(nn.Module):
-    """Asks, but of an attribute of its own; its input goes where None is an error."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.extra = nn.Linear(4, 4), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        return y if self.extra is None else y + self.extra
-
-
-@pytest.mark.parametrize(
-    ("model", "inputs"), [(Unasked(), (ROWS, ROWS)), (Rejecting(), (ROWS,))], ids=["no", "rejects"]
-)
+@rows("model inputs", UNASKED)
 @pytest.mark.parametrize("example", [True, False], ids=["example", "no example"])
 def test_a_model_that_cannot_tell_has_no_guard(model: Any, inputs: Any, example: bool) -> None:
     fast = optimizer.optimize(model.eval(), inputs if example else None, level=1)
@@ -158,23 +130,10 @@ def test_a_model_that_cannot_tell_has_no_guard(model: Any, inputs: Any, example:
     assert [node for node in fast.graph.nodes if node.target in GUARDS] == []
 
 
-class OpaquePair(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return x * 2, None if x.shape[0] > 0 else x
-
-
-class AsksTheOpaque(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = OpaquePair()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, mask = self.child(x)
-        return y if mask is None else y + 1
-
-
 def test_none_from_inside_is_not_taken_for_a_tensor() -> None:
-    model = AsksTheOpaque().eval()
+    pair = Forward("x * 2, None if x.shape[0] > 0 else x")
+    text = "y, mask = m.child(x); return y if mask is None else y + 1"
+    model = Forward(text, child=pair).eval()
 
     fast = optimizer.optimize(model, ROWS, check=None, level=1)
 
@@ -197,10 +156,6 @@ class Toggled(nn.Module):
         return y
 
 
-def set_stride(value: tuple[int, int]) -> Callable[[Any], None]:
-    return lambda m: setattr(m.layer, "stride", value)
-
-
 def swap(m: Any) -> None:
     m.norm._parameters.update(weight=m._parameters["other"], bias=m.norm._parameters["weight"])
 
@@ -211,7 +166,10 @@ def swap_back(m: Any) -> None:
 
 TOGGLES: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
     "the mode": (lambda m: m.norm.train(), lambda m: m.norm.eval()),
-    "a stride": (set_stride((2, 2)), set_stride((1, 1))),
+    "a stride": (
+        lambda m: setattr(m.layer, "stride", (2, 2)),
+        lambda m: setattr(m.layer, "stride", (1, 1)),
+    ),
     "a parameter": (swap, swap_back),
 }
 
@@ -244,23 +202,10 @@ def test_the_rest_of_a_model_is_optimized_around_it(name: str) -> None:
         torch.testing.assert_close(fast(IMAGES), eager(IMAGES))
 
 
-class InterruptedWhileToggled(nn.Module):
-    """Cannot be recorded, and is in training mode where recording fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.norm.train()
-        y = self.norm(x) if x.sum() < 1e9 else x
-        self.norm.eval()
-        return y
-
-
 def test_a_recording_that_fails_half_way_leaves_no_half_of_it_done() -> None:
     torch.manual_seed(0)
-    head = InterruptedWhileToggled()
+    text = "m.n.train(); y = m.n(x) if x.sum() < 1e9 else x; m.n.eval(); return y"
+    head = Forward(text, n=nn.BatchNorm2d(3))
     model = nn.Sequential(head, nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
     eager = copy.deepcopy(model)
 
@@ -271,12 +216,11 @@ def test_a_recording_that_fails_half_way_leaves_no_half_of_it_done() -> None:
 
 
 def test_a_guard_that_asks_more_serves_one_that_asks_less() -> None:
-    class Optional(nn.Module):
-        def forward(self, x: torch.Tensor, option: torch.Tensor | None = None) -> torch.Tensor:
-            y = x if option is None else x + option
-            return torch.relu(y.transpose(-1, -2).transpose(0, 1))
+    class Turned(OptionalMask):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x, mask).transpose(-1, -2).transpose(0, 1).relu()
 
-    once = optimizer.optimize(Optional().eval(), torch.ones(2, 3), level=1)
+    once = optimizer.optimize(Turned().eval(), torch.ones(2, 3), level=1)
     twice = optimizer.optimize(once, torch.ones(2, 3), level=1)
 
     assert len(twice.graph.nodes) == len(once.graph.nodes)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
+from tests.single_pass import Forward
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -23,20 +24,6 @@ def block(mode: Callable[[], Any]) -> Callable[[Any, Tensor], Tensor]:
     return forward
 
 
-def of_constants(self: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        scale = self.steps * 2
-    return self.layer(x) * scale
-
-
-def set_and_put_back(self: Any, x: Tensor) -> Tensor:
-    before = torch.is_grad_enabled()
-    torch.set_grad_enabled(False)
-    y = self.layer(x)
-    torch.set_grad_enabled(before)
-    return y + x
-
-
 def nested_in_a_helper(self: Any, x: Tensor) -> Tensor:
     return without_gradient(self.layer, x) + x
 
@@ -46,30 +33,27 @@ def without_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(x)
 
 
-MODES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+MODES: dict[str, Any] = {
     "no_grad": block(torch.no_grad),
     "inference_mode": block(torch.inference_mode),
     "set_grad_enabled": block(lambda: torch.set_grad_enabled(False)),
     "a decorated helper": nested_in_a_helper,
     "a decorated forward": torch.no_grad()(lambda self, x: self.layer(x) * 2),
-    "a constant": of_constants,
-    "set and put back": set_and_put_back,
+    "a constant": "\n with torch.no_grad(): s = m.steps * 2\n return m.layer(x) * s",
+    "set and put back": (
+        "g = torch.is_grad_enabled(); torch.set_grad_enabled(False); y = m.layer(x)"
+        "; torch.set_grad_enabled(g); return y + x"
+    ),
 }
 
 
-class Entering(nn.Module):
-    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Linear(4, 4), function
-        self.register_buffer("steps", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
+def entering(function: Any) -> nn.Module:
+    return Forward(function, layer=nn.Linear(4, 4), steps=torch.ones(())).eval()
 
 
 def model_with(name: str, *, child: bool) -> nn.Module:
     torch.manual_seed(0)
-    model = Entering(MODES[name])
+    model = entering(MODES[name])
     return (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), model) if child else model).eval()
 
 
@@ -97,7 +81,7 @@ def test_gradients_are_those_of_the_original(name: str, child: bool) -> None:
 
 
 def test_a_detached_value_is_recorded() -> None:
-    model = Entering(lambda self, x: self.layer(x).detach() + self.layer(x)).eval()
+    model = entering("m.layer(x).detach() + m.layer(x)")
 
     fast = optimizer.optimize(model, X, level=1)
 
@@ -105,22 +89,18 @@ def test_a_detached_value_is_recorded() -> None:
     torch.testing.assert_close(gradients(fast), gradients(model))
 
 
-def autocast_left_off(self: Any, x: Tensor) -> Tensor:
+LEFT_OFF = """
     with torch.autocast("cpu", enabled=False):
-        return self.layer(self.layer(x).float())
-
-
-def asking_for_autocast(self: Any, x: Tensor) -> Tensor:
-    return self.layer(x) * (2 if torch.is_autocast_enabled("cpu") else 3)
-
-
+        return m.layer(m.layer(x).float())
+"""
+ASKING = "m.layer(x) * (2 if torch.is_autocast_enabled('cpu') else 3)"
 AUTOCAST = torch.autocast("cpu", torch.bfloat16)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("function", [autocast_left_off, asking_for_autocast])
-def test_code_that_names_autocast_is_called_under_the_same(function: Any, level: int) -> None:
-    model = Entering(function).eval()
+@pytest.mark.parametrize("text", [LEFT_OFF, ASKING])
+def test_code_that_names_autocast_is_called_under_the_same(text: str, level: int) -> None:
+    model = entering(text)
 
     fast = optimizer.optimize(model, X, level=level)
 
@@ -132,7 +112,7 @@ def test_code_that_names_autocast_is_called_under_the_same(function: Any, level:
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_what_was_optimized_under_autocast_is_called_under_it(level: int) -> None:
-    model = Entering(asking_for_autocast).eval()
+    model = entering(ASKING)
 
     with AUTOCAST:
         fast = optimizer.optimize(model, X, level=level)

@@ -1,27 +1,22 @@
-"""What Dynamo records where calling the forward with stand-ins cannot: the same as eager, always.
+"""What becomes of a model that Dynamo recorded: its weights, later calls and what looks at them.
 
-Each program is optimized and called beside a copy in eager: outputs, what is left in inputs and
-buffers, and random states agree, call by call, at other sizes too.
+Which programs it records, and that they do what they do in eager, is in test_programs.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import pickle
 import random
 import weakref
-from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import optimizer
@@ -29,12 +24,12 @@ from optimizer import InputError
 from optimizer.frontend.dynamo import GuardedModule
 from optimizer.frontend.module import Unchanged
 from optimizer.lowering.choose import Times
+from tests.single_pass import Forward, function_of
 
 # Importing Dynamo and compiling warn of what torch itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
-Pair = namedtuple("Pair", "first second")
 CALLS = [0]
 
 
@@ -66,174 +61,18 @@ class Program(nn.Module):
         return self.function(self, self.norm(self.linear(x)), *more, **named)
 
 
-PROGRAMS: dict[str, Callable[..., Any]] = {}
-
-
-def program(function: Callable[..., Any]) -> Callable[..., Any]:
-    PROGRAMS[function.__name__] = function
-    return function
-
-
-@program
 def plain(m: Any, x: Tensor) -> Tensor:
     return x.relu()
 
 
-@program
-def branch_on_data(m: Any, x: Tensor) -> Tensor:
-    return x if x.sum() > 0 else -x
-
-
-@program
-def asks_for_three(m: Any, x: Tensor) -> Tensor:
-    return x * 2 if x.shape[0] > 2 else x
-
-
-@program
-def over_rows(m: Any, x: Tensor) -> Tensor:
-    return sum(m.linear(row) for row in x)
-
-
-@program
-def counting(m: Any, x: Tensor) -> Tensor:
-    m.count += 1
-    return x * m.count + m.plain
-
-
-@program
-def replacing(m: Any, x: Tensor) -> Tensor:
-    m.count = m.count + 1
-    return x * m.count
-
-
-@program
 def masked(m: Any, x: Tensor) -> Tensor:
     y = x.clone()
     y[x > 0] = 0.5
     return y
 
 
-@program
-def returning_all(m: Any, x: Tensor) -> Any:
-    return {"x": x, "list": [m.linear(x), None, 3], "ordered": OrderedDict(a=x.t())}
-
-
-@program
-def keeps_count(m: Any, x: Tensor) -> Tensor:
-    m.calls += 1
-    return x * m.calls
-
-
-@program
-def keeps_a_tensor(m: Any, x: Tensor) -> Tensor:
-    m.plain = x
-    return x + m.plain
-
-
-@program
-def keeps_a_list(m: Any, x: Tensor) -> Tensor:
-    m.seen.append(len(m.seen))
-    return x * len(m.seen)
-
-
-@program
-def keeps_a_cache(m: Any, x: Tensor) -> Tensor:
-    if x.shape[0] not in m.kept:
-        m.kept[x.shape[0]] = torch.arange(x.shape[0]).float()[:, None]
-    return x + m.kept[x.shape[0]]
-
-
-@program
-def assigns_a_parameter(m: Any, x: Tensor) -> Tensor:
-    m.scale = nn.Parameter(m.scale + 1)
-    return x * m.scale
-
-
-@program
-def swallows_an_error(m: Any, x: Tensor) -> Tensor:
-    factor = 1
-    with contextlib.suppress(Exception):
-        factor = int(x.sum()) + 7
-    return x * factor
-
-
-@program
-def rolls_dice(m: Any, x: Tensor) -> Tensor:
-    return x * random.random()
-
-
-@program
-def drops(m: Any, x: Tensor) -> Tensor:
-    return F.dropout(x, 0.5) + torch.rand(4)
-
-
-@program
-def writes_a_parameter(m: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        m.scale.add_(1)
-    return x * m.scale
-
-
-@program
-def writes_a_plain_tensor(m: Any, x: Tensor) -> Tensor:
-    return x + m.plain.add_(2)
-
-
-@program
-def records_gradients(m: Any, x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        return x * 2
-
-
-@program
-@torch.inference_mode()
-def in_inference_mode(m: Any, x: Tensor) -> Tensor:
-    return m.norm(m.linear(x)).relu()  # type: ignore[no-any-return]
-
-
-@program
-def without_gradients(m: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return x * 2
-
-
-@program
-def without_autocast(m: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
-        return m.linear(x.float())
-
-
-@program
-def with_autocast(m: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return m.linear(x).float()
-
-
-@program
 def on_a_device(m: Any, x: Tensor) -> Tensor:
     return (x.to(torch.device("cpu")) + torch.ones(4, device=x.device)).to("cpu")
-
-
-@program
-def returns_a_pair(m: Any, x: Tensor) -> Any:
-    return Pair(x, x * 2)
-
-
-@program
-def returns_a_defaultdict(m: Any, x: Tensor) -> Any:
-    return defaultdict(list, twice=x * 2)
-
-
-@program
-def checks_the_data(m: Any, x: Tensor) -> Any:
-    number = (x > -100).sum().item()
-    torch._check(number > 0)
-    return x * number
-
-
-@program
-def counts_elsewhere(m: Any, x: Tensor) -> Tensor:
-    return x * len(CALLS)
 
 
 class Recorded(torch.autograd.Function):
@@ -246,83 +85,12 @@ class Recorded(torch.autograd.Function):
         return grad
 
 
-@program
-def calls_an_autograd_function(m: Any, x: Tensor) -> Tensor:
-    return Recorded.apply(x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-@program
-def extends_a_list(m: Any, x: Tensor) -> Tensor:
-    parts = list(x.chunk(2, 1))
-    parts.extend(part.relu() for part in parts[-1:])
-    return torch.cat(parts, 1)
-
-
-@program
-def calls_itself(m: Any, x: Tensor, depth: int = 3) -> Tensor:
-    return x if depth == 0 else calls_itself(m, m.linear(x), depth - 1)
-
-
-@program
-def makes_a_layer(m: Any, x: Tensor) -> Tensor:
-    return nn.Softmax(dim=-1)(x)
-
-
-def observed(module: nn.Module, x: Tensor, seed: int) -> Any:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    given = x.clone()
-    with torch.no_grad():
-        output = module(given)
-    held = getattr(module, "model", module)
-    return output, given, held.count, held.scale.detach(), torch.rand(1), random.random()
-
-
 def assert_same(expected: Any, actual: Any) -> None:
     old, spec = pytree.tree_flatten(expected)
     new, new_spec = pytree.tree_flatten(actual)
     assert spec == new_spec
     for one, other in zip(old, new, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_each_program_does_what_it_does_in_eager(name: str) -> None:
-    model, eager = Program(PROGRAMS[name]), Program(PROGRAMS[name])
-    before = copy.deepcopy(vars(model)["calls"]), copy.deepcopy(model.state_dict())
-
-    level = sorted(PROGRAMS).index(name) % 3  # with each level on one of three
-    fast = optimizer.optimize(model, ROWS, level=level, tune_seconds=0, engines=())
-
-    assert_same(before, (model.calls, model.state_dict()))
-    assert not model.seen
-    assert not model.kept
-    for step, x in enumerate((ROWS, ROWS + 1, ROWS[:2], ROWS[:1], ROWS - 5)):
-        assert_same(observed(eager, x, step), observed(fast, x, step))
-
-
-RECORDED = sorted(PROGRAMS.keys() - {
-    # Left as they are: they draw random numbers, or a graph enters a mode.
-    "rolls_dice", "drops", "records_gradients", "with_autocast",
-})  # fmt: skip
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_all_but_few_are_recorded(name: str) -> None:
-    fast = optimizer.optimize(Program(PROGRAMS[name]), ROWS, level=1)
-
-    assert isinstance(fast, GuardedModule), fast.report
-    assert fast.report.counts()["fold_affine"] >= 1
-    assert "recorded by Dynamo: " in fast.report.remarks[0]
-    assert "captured by dynamo" in str(fast.report)
-
-
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - set(RECORDED)))
-def test_what_draws_or_enters_a_mode_is_left_as_it_is(name: str) -> None:
-    fast = optimizer.optimize(Program(PROGRAMS[name]), ROWS, level=1)
-
-    assert isinstance(fast, Unchanged)
-    assert "left as it is" in fast.report.remarks[-1]
 
 
 def guarded(function: Callable[..., Any] = plain, level: int = 1, **options: Any) -> GuardedModule:
@@ -460,23 +228,12 @@ def test_gradients_of_an_input_are_the_models() -> None:
         fast.requires_grad_()
 
 
-class Scaled(nn.Module):
-    """torch multiplies rows of images in another way where the weights require gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, 4, dtype=torch.float64)
-        self.eval()
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.linear(x) * (1 if x.sum().isnan() else 2)
-        return (y + 1).tanh(), y + 1
-
-
 @torch.no_grad()
 def test_the_same_bits_are_those_of_weights_that_require_gradients() -> None:
-    model = Scaled()
+    """Torch multiplies images in another way where the weights require gradients."""
+    torch.manual_seed(0)
+    text = "y = m.linear(x) * (1 if x.sum().isnan() else 2); return (y + 1).tanh(), y + 1"
+    model = Forward(text, linear=nn.Linear(4, 4, dtype=torch.float64)).eval()
     rows = torch.randn(4, 4, 4, dtype=torch.float64)
 
     fast = optimizer.optimize(model, rows, level=0)
@@ -537,7 +294,7 @@ def counts_more(m: Any, x: Tensor) -> Tensor:
 
 
 def test_calls_of_other_sizes_are_prepared_and_leave_no_trace() -> None:
-    model = Blocks(Asks())
+    model = Blocks(Forward(ASKS))
     fast: Any = optimizer.optimize(model, torch.rand(2, 3, 8, 8), tune_seconds=0, engines=())
     graphs = len(fast.report.choices)
 
@@ -674,40 +431,20 @@ def test_hooks_of_all_modules_see_its_calls() -> None:
     assert {"Linear", "BatchNorm1d", "Program"} <= set(seen)
 
 
-def written_dict(m: Any, b: Any) -> Tensor:
-    raw = b["x"].tanh()
-    b["x"] = b["x"].clamp(-1, 1)
-    return m.norm(m.linear(raw + b["x"].tanh()))
-
-
-def written_list(m: Any, b: Any) -> Tensor:
-    raw = b[0].tanh()
-    b[0] = b[0].clamp(-1, 1)
-    return m.norm(m.linear(raw + b[0].tanh()))
-
-
-def growing_dict(m: Any, b: Any) -> Tensor:
-    b["feat"] = m.norm(m.linear(b["x"])).relu()
-    return b["feat"] * 2
-
-
-def growing_list(m: Any, b: Any) -> Tensor:
-    b.append(m.norm(m.linear(b[0])))
-    return b[-1] * len(b)
-
-
-def updated_dict(m: Any, b: Any) -> Tensor:
-    b.update(x=m.norm(m.linear(b["x"])))
-    return b.pop("x")
-
-
-CONTAINERS: dict[str, tuple[Callable[..., Any], Callable[[Tensor], Any]]] = {
-    "a dict that is written": (written_dict, lambda x: {"x": x}),
-    "a list that is written": (written_list, lambda x: [x]),
-    "a dict that grows": (growing_dict, lambda x: {"x": x}),
-    "a list that grows": (growing_list, lambda x: [x]),
-    "a dict that is updated": (updated_dict, lambda x: {"x": x}),
-}
+WRITTEN = "raw = {b}.tanh(); {b} = {b}.clamp(-1, 1); return m.norm(m.linear(raw + {b}.tanh()))"
+CONTAINERS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
+    "a dict that is written": (WRITTEN.format(b="x['x']"), lambda x: {"x": x}),
+    "a list that is written": (WRITTEN.format(b="x[0]"), lambda x: [x]),
+    "a dict that grows": (
+        "x['f'] = m.norm(m.linear(x['x'])).relu(); return x['f'] * 2", lambda x: {"x": x}
+    ),
+    "a list that grows": (
+        "x.append(m.norm(m.linear(x[0]))); return x[-1] * len(x)", lambda x: [x]
+    ),
+    "a dict that is updated": (
+        "x.update(x=m.norm(m.linear(x['x']))); return x.pop('x')", lambda x: {"x": x}
+    ),
+}  # fmt: skip
 
 
 class Given(Program):
@@ -720,38 +457,16 @@ class Given(Program):
 @torch.no_grad()
 def test_a_container_that_is_given_is_changed_as_in_eager(name: str, level: int) -> None:
     function, container = CONTAINERS[name]
-    eager, example = Given(function), container(ROWS / 4)
+    eager, model = (Given(function_of("m, x", function)) for _ in range(2))
+    example = container(ROWS / 4)
 
-    inputs = (example,)
-    fast = optimizer.optimize(Given(function), inputs, level=level, tune_seconds=0, engines=())
+    fast = optimizer.optimize(model, (example,), level=level, tune_seconds=0, engines=())
 
     assert_same(container(ROWS / 4), example)
     for x in (ROWS, ROWS * 5, ROWS[:2]):
         one, other = container(x), container(x)
         assert_same(eager(one), fast(other))
         assert_same(one, other)
-
-
-GENERATORS: dict[str, Callable[[], Any]] = {
-    "in a list": lambda: (lambda g: lambda m, x: x * g[0].random())([random.Random(1)]),
-    "of a closure": lambda: (lambda g: lambda m, x: x * g.random())(random.Random(1)),
-    "of numpy": lambda: (lambda g: lambda m, x: x * float(g.random()))(np.random.default_rng(1)),
-    "numpy's own": lambda: lambda m, x: x * float(np.random.rand()),
-}
-
-
-@pytest.mark.parametrize("name", GENERATORS)
-@torch.no_grad()
-def test_a_generator_of_random_numbers_goes_on(name: str) -> None:
-    """Dynamo takes the number that a `random.Random` gives for a constant."""
-    eager, model = (Program(GENERATORS[name]()) for _ in range(2))
-
-    fast = optimizer.optimize(model, ROWS, level=1)
-
-    for each in (eager, fast):
-        np.random.seed(3)
-        each.expected = [each(ROWS) for _ in range(4)]
-    assert_same(eager.expected, fast.expected)
 
 
 def counted(m: Any, x: Tensor) -> Tensor:
@@ -850,20 +565,13 @@ class Blocks(nn.Module):
         return self.two(self.between(self.one(x)))
 
 
-class Clamps(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Recorded.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+ASKS = "x * 2 if x.shape[0] > 1 else x"
 
 
-class Asks(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if x.shape[0] > 1 else x
-
-
-@pytest.mark.parametrize("between", [Clamps, Asks])
+@pytest.mark.parametrize("between", [ASKS, lambda m, x: Recorded.apply(x)])
 @torch.no_grad()
 def test_a_part_that_is_called_as_it_is_stops_nothing_at_level_2(between: Any) -> None:
-    model, x = Blocks(between()), torch.rand(2, 3, 8, 8)
+    model, x = Blocks(Forward(between)), torch.rand(2, 3, 8, 8)
 
     portable = optimizer.optimize(model, x, level=1)
     fast = optimizer.optimize(model, x, level=2, tune_seconds=0, engines=())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import optimizer
 from optimizer import GuardedModule
+from tests.single_pass import Forward
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 Y = X.flip(0) + 2
@@ -124,15 +125,9 @@ def test_a_forward_of_any_arguments_is_right_however_it_is_called() -> None:
         torch.testing.assert_close(answer(fast, call), answer(model, call))
 
 
-class Calling(nn.Module):
+def calling(child: nn.Module, call: Callable[[Any, Tensor], Tensor]) -> Any:
     """Calls a decorated child in the way that it is told."""
-
-    def __init__(self, child: nn.Module, call: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.child, self.call = child, call
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(self.child, x)
+    return Forward(lambda m, x: call(m.child, x), child=child).eval()
 
 
 @pytest.mark.parametrize("opaque", [False, True])
@@ -149,7 +144,7 @@ class Calling(nn.Module):
 def test_a_child_is_called_as_its_parent_calls_it(
     call: Callable[[Any, Tensor], Tensor], opaque: bool
 ) -> None:
-    model = Calling(decorated(by_name), call).eval()
+    model = calling(decorated(by_name), call)
     if opaque:
         model.child.register_forward_hook(lambda module, given, result: result + 1)
 
@@ -169,7 +164,7 @@ class Told(nn.Linear):
 
 
 def test_a_child_that_cannot_be_recorded_is_called_by_name() -> None:
-    model = Calling(Told(4, 4), lambda child, x: child(input=x)).eval()
+    model = calling(Told(4, 4), lambda child, x: child(input=x))
 
     fast: Any = optimizer.optimize(model, X, level=1)
 

@@ -20,6 +20,7 @@ from optimizer import toolkit
 from optimizer.facts.facts import Refused
 from optimizer.frontend.names import literal
 from optimizer.rewrite.edit import insert_function
+from tests.single_pass import Forward
 
 
 class Number(float):
@@ -38,13 +39,9 @@ class Flags(enum.IntFlag):
     TWO = 2
 
 
-class Calls(nn.Module):
-    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.linear, self.function = nn.Linear(8, 8), function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self.linear(x), x)
+def calling(function: Callable[[Any, Tensor], Any]) -> nn.Module:
+    """Calls a function with what a linear layer gives, and with what is given."""
+    return Forward(lambda m, x: function(m.linear(x), x), linear=nn.Linear(8, 8)).eval()
 
 
 CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -78,7 +75,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("name", CALLS)
 def test_numbers_of_numpy_are_recorded_as_numbers(name: str, level: int) -> None:
-    model, x = Calls(CALLS[name]).eval(), torch.randn(8, 8)
+    model, x = calling(CALLS[name]), torch.randn(8, 8)
     fast = optimizer.optimize(model, x, level=level)
 
     assert isinstance(fast, fx.GraphModule), fast.report.remarks
@@ -98,7 +95,7 @@ def test_numbers_of_numpy_are_recorded_as_numbers(name: str, level: int) -> None
     ],
 )
 def test_what_code_cannot_name_leaves_the_model_as_it_is(function: Any) -> None:
-    model, x = Calls(function).eval(), torch.randn(8, 8)
+    model, x = calling(function), torch.randn(8, 8)
     fast = optimizer.optimize(model, x, check=None)
     expected, actual = model(x), fast(x)
 
@@ -203,11 +200,7 @@ def test_a_number_is_no_other_that_equals_it(number: Any, within: str, level: in
 
 
 def test_a_pattern_with_a_zero_is_none_of_the_other_zero() -> None:
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x.relu() + 0.0) * (x.tanh() + -0.0)
-
-    module = optimizer.capture(Model(), torch.ones(2))
+    module = optimizer.capture(Forward("(x.relu() + 0.0) * (x.tanh() + -0.0)"), torch.ones(2))
 
     edited = toolkit.replace_pattern(module, lambda x: x + -0.0, lambda x: x)
 

@@ -147,20 +147,15 @@ def test_a_layer_that_is_called_as_it_is_keeps_its_names(level: int) -> None:
     assert_lives(model, fast, ROWS)
 
 
-class Refit(nn.Module):
+def called_refit() -> nn.Module:
     """Left as it is: its branch is chosen by data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refit = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.refit(x) if x.sum() > 100 else self.refit(x) * 2
+    text = "m.refit(x) if x.sum() > 100 else m.refit(x) * 2"
+    return Forward(text, refit=nn.Linear(4, 4)).eval()
 
 
 @torch.no_grad()
 def test_a_layer_called_refit_is_not_called_to_refit() -> None:
-    model, other = Refit().eval(), Refit().eval()
+    model, other = called_refit(), called_refit()
     fast = optimized(model, ROWS)
 
     fast.refit(other.state_dict())
@@ -258,15 +253,11 @@ class Pair(collections.namedtuple("Pair", "first second")):
 
 
 def then(function: Callable[[Tensor, Any], Any], default: Any) -> nn.Module:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Model(Forward):
         def forward(self, x: Tensor, given: Any = default) -> Any:
             return function(self.layer(x), given)
 
-    return Model().eval()
+    return Model("m", layer=nn.Linear(4, 4)).eval()
 
 
 def with_default(default: Any) -> nn.Module:

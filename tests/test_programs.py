@@ -737,6 +737,9 @@ with torch.no_grad(): m.scale.add_(1)
 return x * m.scale
 == recorded gradients : eager : left as it is
 with torch.enable_grad(): return x * 2
+== inference mode : dynamo
+@torch.inference_mode()
+def forward(m, x): return m.norm(m.linear(x)).relu()
 == no gradients : dynamo
 with torch.no_grad(): return x * 2
 == no autocast : dynamo

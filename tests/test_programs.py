@@ -631,6 +631,9 @@ x + torch.rand(4, generator=torch.Generator().manual_seed(0))
 == a torch generator that is held : eager : it reaches generator, a Generator
 held = {"generator": torch.Generator().manual_seed(3)}
 def forward(m, x): return x + torch.empty_like(x).uniform_(generator=m.generator.manual_seed(4))
+== a torch generator that is held and goes on : eager : it reaches generator, a Generator
+calls, held = (), {"generator": torch.Generator().manual_seed(3)}
+def forward(m, x): return x + torch.rand(4, generator=m.generator)
 == Python's and numpy's seeds : eager : left as it is: it
 random.seed(0); np.random.seed(0)
 return x * random.random() + np.random.rand()

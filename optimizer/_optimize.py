@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import fx, nn
 
 from optimizer.core.context import own_random_numbers, undisturbed
-from optimizer.core.copy import snapshot
+from optimizer.core.copy import held_tensors, snapshot
 from optimizer.core.errors import CaptureError, InputError, OptimizerWarning
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
 from optimizer.core.report import Report, Size, listing
@@ -323,9 +322,10 @@ class Run:
 
 
 def _weights(model: nn.Module) -> Answer:
-    """By every name: a copy may untie what is tied."""
-    tables = (model.named_parameters, model.named_buffers)
-    return Answer(dict(chain(*(named(remove_duplicate=False) for named in tables))), ())
+    """Parameters by every name, since a copy may untie what is tied, and all other tensors."""
+    held = (tensor for each in model.modules() for tensor in held_tensors(each))
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return Answer(named | {str(place): each for place, each in enumerate(held)}, ())
 
 
 def _remarks(model: nn.Module, call: Call | None) -> Iterator[str]:

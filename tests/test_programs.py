@@ -919,11 +919,7 @@ def test_what_capture_takes_or_refuses_untouched(name: str) -> None:
     assert_follows(eager, model, calls, exact=False)
 
 
-# What it was tried with stays in a tensor that is no buffer.
-AMISS = pytest.param("a plain tensor that is written", marks=pytest.mark.xfail(strict=True))
-
-
-@pytest.mark.parametrize("name", [*OF["dynamo"][:-1], AMISS])
+@pytest.mark.parametrize("name", OF["dynamo"])
 def test_what_dynamo_records(name: str) -> None:
     _, front_end, words, _ = PROGRAMS[name]
 

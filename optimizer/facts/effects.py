@@ -73,8 +73,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 def is_sized_by_values(func: Any, args: Sequence[Any]) -> bool:
     """Whether the size of what an operator returns depends on values."""
     if func is torch.ops.aten.index.Tensor:  # v[i] has as many elements as there are numbers in i
-        masks = (torch.bool, torch.uint8)
-        return any(each is not None and each.dtype in masks for each in args[1])
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     return torch.Tag.dynamic_output_shape in func.tags
 
 

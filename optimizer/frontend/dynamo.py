@@ -20,10 +20,10 @@ import torch
 from torch import fx, nn
 
 from optimizer.core.context import is_tracing, is_watched, own_random_numbers, undisturbed
-from optimizer.core.copy import is_ordinary, structural_copy
+from optimizer.core.copy import held_tensors, is_ordinary, structural_copy
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call, tensors_in
-from optimizer.core.node import has_global_hooks, hold, line_in, reason_of, tensors_of
+from optimizer.core.node import has_global_hooks, hold, line_in, reason_of
 from optimizer.core.ops import FACTORIES
 from optimizer.core.report import Choice, Report
 from optimizer.facts.propagation import Facts
@@ -138,9 +138,8 @@ def _is_held(node: fx.Node, value: Any) -> bool:
     """Whether an argument is a parameter or a buffer."""
     if type(value) not in (torch.Tensor, nn.Parameter):
         return False
-    known = node.meta.get("tensor_dict") or {}
-    static = isinstance(value, nn.Parameter) or "_dynamo_static_input_type" in known
-    return static and value.layout is torch.strided
+    static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+    return (static or isinstance(value, nn.Parameter)) and value.layout is torch.strided
 
 
 def _copied(module: fx.GraphModule, weights: Container[fx.Node] = ()) -> fx.Graph:
@@ -277,7 +276,8 @@ class GuardedModule(Constants):
             InputError: `example_inputs` has no use.
         """
         call, known = as_call(example_inputs).copied(), len(self._reports)
-        held = [(each, each.detach().clone()) for each in tensors_of(self.model)]
+        plain = (each for module in self.model.modules() for each in held_tensors(module))
+        held = [(t, t.detach().clone()) for t in (*self.model.parameters(), *plain)]
         with kept(Outside(self.model)), own_random_numbers(), torch.no_grad():
             try:
                 self(*call.args, **call.kwargs)

@@ -184,9 +184,9 @@ class Run:
         remarks = (*self.remarks, f"recorded by Dynamo: {reason}")
         about = replace(self._report(), remarks=remarks, front_end=DYNAMO)
         guarded = GuardedModule(tried, partial(optimize_graph, **options), about)
-        outside = Outside(tried)
-        with kept(outside):
-            why_not = self._why_not(guarded, self.call)
+        with kept(outside := Outside(tried)):
+            slow = "to guard many values takes it long" * outside.is_large
+            why_not = slow or self._why_not(guarded, self.call)
         if why_not:
             return f"{reason}; by Dynamo: {why_not}"
         guarded.about = replace(guarded.about, seconds=time.perf_counter() - self.started)

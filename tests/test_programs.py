@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import optimizer
-from optimizer import GuardedModule, OptimizedModule
-from optimizer.frontend.module import Unchanged
+from optimizer.frontend.dynamo import GuardedModule
+from optimizer.frontend.module import OptimizedModule, Unchanged
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The use of `x.T`"
@@ -267,6 +267,20 @@ def forward(m, x): return x.T.exp()
 
 # Its models are tried behind layers, and are checked, too.
 STATE = """
+== a class that is asked for an attribute : eager : it sets the attribute 'seen'
+class Counts: pass
+def forward(m, x):
+    if hasattr(Counts, "seen"): return x * 2
+    Counts.seen = 1
+    return x
+== an object that had no attributes : eager : it sets the attribute 'count'
+box = types.SimpleNamespace()
+def forward(m, x):
+    box.count = vars(box).get("count", 0) + 1
+    return x * box.count
+== a table of very many words : eager : by Dynamo: to guard many values takes it long
+table = {str(each): each for each in range(40_000)}
+def forward(m, x): return x * float(len(table) > 0)
 == a global : eager : it sets the global 'count' (a global:
 count = 0
 def forward(m, x):

@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
-from torch import fx, nn
+from torch import autograd, fx, nn
 
 from optimizer.core.context import is_tracing, is_watched, own_random_numbers, undisturbed
 from optimizer.core.copy import held_tensors, is_ordinary, structural_copy
@@ -32,9 +32,8 @@ from optimizer.frontend.outside import Outside, kept
 from optimizer.frontend.symbolic import finished, observe
 
 _torch: Any = torch._C  # whose stubs lack what tells of copies on write
-_modes: Any = torch.autograd.grad_mode
-_EXITS = {torch.amp.autocast_mode._exit_autocast, _modes._exit_inference_mode}
-_IDLE = [(_torch._set_grad_enabled, (False,)), (_modes._enter_inference_mode, (True,))]
+_EXITS = {torch.amp.autocast_mode._exit_autocast, autograd.grad_mode._exit_inference_mode}
+_IDLE = [(_torch._set_grad_enabled, (False,)), (autograd.grad_mode._enter_inference_mode, (True,))]
 DYNAMO = "dynamo"
 _MOST = 32  # times that one graph is optimized: then its other weights are run as they are
 # Dynamo records one forward so many times for each result: then other calls are run as they are.

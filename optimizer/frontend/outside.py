@@ -63,6 +63,8 @@ class Outside(Code):
             hooks = [hook for name in HOOKS for hook in table[name].values()]
             list(self._visit([forward, *own, *hooks], ""))
         list(self.obstacles())
+        self.is_large = any(len(o) > 30_000 for o in self.objects if isinstance(o, dict | list))
+        self.objects += self._classes  # which a forward may give attributes
 
     def _visit_function(self, function: FunctionType) -> Iterator[str]:
         return iter(()) if _is_installed(function) else super()._visit_function(function)

@@ -83,6 +83,18 @@ class TestGeneration:
 
             assert_equivalent(spec.build(), spec.build(), spec.inputs(), exact=True)
 
+    @pytest.mark.parametrize(
+        ("word", "shape"),
+        [("conv_valid", (1, 1, 1, 1)), ("tail", (2, 1, 3)), ("stack", (2, 2, 3, 3, 3))],
+        ids=["torch refuses it", "nothing would be left", "it would be too large"],
+    )
+    def test_what_is_refused_is_not_written(self, word: str, shape: tuple[int, ...]) -> None:
+        assert Spec((word,), shape).source() == Spec((), shape).source()
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_what_torch_warns_of_is_not_written(self) -> None:
+        assert "std" not in Spec(("blank_deviation",), (2, 4, 0)).source()
+
     def test_no_word_hides_another(self) -> None:
         """Four of one family stood in the place of those of another: nn.GELU() was never drawn."""
         assert sum(map(len, FAMILIES.values())) == len(TOKENS)

@@ -500,7 +500,12 @@ def writes_unseen(m: Any, x: Tensor) -> Tensor:
     return x * m.count if x.shape[0] < 9 else x
 
 
-@pytest.mark.parametrize("write", [steps_a_parameter, writes_unseen])
+def writes_a_plain_tensor(m: Any, x: Tensor) -> Tensor:
+    m.plain.add_(1)
+    return x * m.plain if x.shape[0] < 9 else x
+
+
+@pytest.mark.parametrize("write", [steps_a_parameter, writes_unseen, writes_a_plain_tensor])
 @torch.no_grad()
 def test_what_a_call_that_is_prepared_writes_is_put_back(write: Callable[..., Any]) -> None:
     fast: Any = optimizer.optimize(Program(write), ROWS, level=1)

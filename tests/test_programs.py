@@ -269,9 +269,10 @@ def forward(m, x): return x.T.exp()
 STATE = """
 == a class that is asked for an attribute : eager : it sets the attribute 'seen'
 class Counts: pass
+counts = Counts()
 def forward(m, x):
-    if hasattr(Counts, "seen"): return x * 2
-    Counts.seen = 1
+    if hasattr(type(counts), "seen"): return x * 2
+    type(counts).seen = 1
     return x
 == an object that had no attributes : eager : it sets the attribute 'count'
 box = types.SimpleNamespace()

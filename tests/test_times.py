@@ -85,6 +85,31 @@ def test_a_race_takes_enough_time_though_it_is_up(monkeypatch: pytest.MonkeyPatc
     assert len(clock.runs) == 2 * 3
 
 
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ((0.9,), ""),
+        ((0.9, 0.9, 0.9, 1.1, 0.9, 0.9, 0.9), ""),
+        ((0.9, 1.1, 0.9, 1.1, 0.9, 0.9, 0.9), "slower in 2 of 7 rounds"),
+        ((0.99,), "0.99 of the time"),
+    ],
+)
+def test_a_plan_is_worth_it_if_it_is_faster_and_surely_so(
+    monkeypatch: pytest.MonkeyPatch, plan: tuple[float, ...], why: str
+) -> None:
+    clock = Slept(monkeypatch)
+    runs = {"plan": clock.program("plan", *plan), "portable": clock.program("portable", 1.0)}
+
+    assert Times(()).slower(runs, 100) == why
+
+
+def test_a_plan_of_few_rounds_must_win_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Slept(monkeypatch)
+    runs = {"plan": clock.program("plan", 0.5, 1.1), "portable": clock.program("portable", 1.0)}
+
+    assert Times(()).slower(runs, 3) == "slower in 1 of 2 rounds"
+
+
 def test_what_was_verified_is_timed_unless_it_is_over_in_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

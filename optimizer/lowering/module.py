@@ -115,19 +115,14 @@ class LoweredModule(Constants, OptimizedModule):
         self, plan: Plan, call: Call, chooser: Chooser, judge: Judge
     ) -> None:
         """Compare a copy of the call, which it may write, and take the time of more such calls."""
+        functions = {"plan": self.forward, "portable": self.run_portable}
+        runs = {name: lambda c, f=f: f(*c.args, **c.kwargs) for name, f in functions.items()}
         times = Times((call,))
-        output = times.call("plan", self._run_lowered, (call,))
+        output = times.call("plan", runs["plan"], (call,))
         if plan.precision is None:  # else it was held to its budget
             found = judge(Answer(output, tuple(call) if plan.is_open else ()))
             require(found is None, f"its answer differs ({found})")
-        runs = {"plan": self._run_lowered, "portable": self._run_portable}
         plan.require_worth_it(runs, times, chooser)
-
-    def _run_lowered(self, call: Call) -> Any:
-        return self.forward(*call.args, **call.kwargs)
-
-    def _run_portable(self, call: Call) -> Any:
-        return self.run_portable(*call.args, **call.kwargs)
 
     def run_portable(self, *args: Any, **kwargs: Any) -> Any:
         """Call the portable code, whatever was lowered."""
@@ -139,9 +134,7 @@ class LoweredModule(Constants, OptimizedModule):
         if signature is None:
             return None
         plan = self._plans.get(signature.key)
-        if plan is None and not self._is_lowered(signature.key):
-            return None
-        if plan is None:
+        if plan is None and self._is_lowered(signature.key):
             plan = self._prepare_here(signature.key, Call(args, kwargs))
         if plan is None or not plan.takes(signature.tensors):
             return None
@@ -174,11 +167,10 @@ class LoweredModule(Constants, OptimizedModule):
 
     def forget(self, call: Call) -> None:
         """Run the portable code again for calls like this one."""
-        signature = Signature.of(*call)
-        key = signature.key if signature else None
-        self._plans.pop(key, None)
-        lowered = self.meta.get("lowered", {})
-        self.meta["lowered"] = {each: found for each, found in lowered.items() if each != key}
+        if signature := Signature.of(*call):
+            self._plans.pop(signature.key, None)
+            self.meta["lowered"] = {**self.meta.get("lowered", {})}
+            self.meta["lowered"].pop(signature.key, None)
 
     def refit(
         self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None

@@ -19,7 +19,7 @@ _FIELDS = (("cpu family", "model", "stepping"), ("CPU implementer", "CPU part", 
 
 
 def machine_name() -> str:
-    """BENCHMARK_MACHINE, or processor and number of cores, such as x86_64-6-143-8-2core."""
+    """BENCHMARK_MACHINE, or processor, number of cores and GPU, such as x86_64-6-143-8-2core."""
     return os.environ.get("BENCHMARK_MACHINE") or _fingerprint()
 
 
@@ -40,7 +40,7 @@ def register() -> str:
 
 
 def _fingerprint() -> str:
-    parts = [platform.machine(), *_processor(), f"{os.cpu_count()}core"]
+    parts = [platform.machine(), *_processor(), f"{os.cpu_count()}core", gpu()]
     return re.sub(r"[^\w.-]+", "-", "-".join(filter(None, parts)))
 
 
@@ -55,13 +55,18 @@ def _processor() -> list[str]:
     for fields in _FIELDS:
         if found.keys() >= set(fields):
             return [found[field] for field in fields]
-    return [_brand()]
+    return [_told("sysctl", "-n", "machdep.cpu.brand_string")]  # macOS: such as Apple M2
 
 
-def _brand() -> str:
-    """What macOS calls its processor, such as Apple M2; "" where nobody tells."""
-    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+def gpu() -> str:
+    """What NVIDIA's driver calls the first GPU, such as NVIDIA H100 80GB HBM3; "" without one."""
+    return _told("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+
+
+def _told(*command: str) -> str:
+    """The first line that a command says; "" where it is not here, or fails."""
     try:
-        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+        said = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError):
         return ""
+    return said.strip().partition("\n")[0]

@@ -552,17 +552,25 @@ def test_a_processor_is_told_by_its_numbers(monkeypatch, tmp_path):
         assert MACHINE._fingerprint() == f"{platform.machine()}-{expected}-{os.cpu_count()}core"
 
 
-@pytest.mark.parametrize(("brand", "part"), [("Apple M2 Pro\n", "-Apple-M2-Pro"), (None, "")])
-def test_a_processor_without_numbers_is_told_by_its_name(monkeypatch, tmp_path, brand, part):
-    def asked(*call, **more):
-        if brand is None:
+@pytest.mark.parametrize(
+    ("told", "before", "after"),
+    [
+        ({"sysctl": "Apple M2 Pro\n"}, "-Apple-M2-Pro", ""),
+        ({"nvidia-smi": "NVIDIA H100\nNVIDIA H100\n"}, "", "-NVIDIA-H100"),
+        ({}, "", ""),
+    ],
+)
+def test_what_has_no_numbers_is_told_by_its_name(monkeypatch, tmp_path, told, before, after):
+    def asked(command, **more):
+        if command[0] not in told:
             raise FileNotFoundError
-        return brand
+        return told[command[0]]
 
     monkeypatch.setattr(MACHINE, "_PROCESSORS", tmp_path / "none")
     monkeypatch.setattr(MACHINE.subprocess, "check_output", asked)
 
-    assert MACHINE._fingerprint() == f"{platform.machine()}{part}-{os.cpu_count()}core"
+    name = f"{platform.machine()}{before}-{os.cpu_count()}core{after}"
+    assert MACHINE._fingerprint() == name
 
 
 def test_the_command_says_the_name_of_the_machine(capsys):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._git import git_or_nothing
-from benchmarks._machine import machine_name
+from benchmarks._machine import gpu, machine_name
 from benchmarks._workloads import LIBRARIES, TORCHVISION
 from benchmarks.subjects import EAGER, PEER, all_subjects, names
 
@@ -125,7 +125,7 @@ def _about() -> dict[str, Any]:
     return {
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _processor(),
+        "cpu": ", ".join(filter(None, [_processor(), gpu()])),
         "cores": os.cpu_count(),
         "versions": dict(_versions()),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import optimizer
+from optimizer.lowering.choose import Times
 from optimizer.lowering.module import LoweredModule
 from tests import level_2
 from tests.level_2 import plan_of
@@ -57,6 +59,7 @@ def image(batch: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 def _any_speed_will_do(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is tested is the answer."""
     monkeypatch.setattr("optimizer.lowering.choose.WORTH_IT", float("inf"))
+    monkeypatch.setattr(Times, "slower", lambda *_: "")
     with torch.no_grad():
         yield
 
@@ -92,10 +95,23 @@ def test_who_holds_an_output_keeps_it() -> None:
     assert torch.equal(first, kept)
 
 
+def test_what_its_kernels_read_is_held() -> None:
+    model, x = net(torch.float16), image(dtype=torch.float16)
+    fast = lowered(model, x, tune_seconds=0)
+    assert [each.chosen for each in fast.report.choices] == ["channels_last", "CUDA graph"]
+    gc.collect()
+    torch.cuda.empty_cache()  # what nobody holds is unmapped
+    torch.full((2**26,), float("nan"), device="cuda")
+
+    optimizer.check(model, fast, x)
+
+
 def test_a_call_waits_for_nothing() -> None:
     fast, x = in_a_graph(net()), image()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         fast(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")

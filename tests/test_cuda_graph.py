@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,11 +20,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import optimizer
 from optimizer.core import device as _device
 from optimizer.core.device import Cuda
-from optimizer.core.inputs import storages_in, tensors_in
+from optimizer.core.inputs import map_tensors, storages_in, tensors_in
 from optimizer.lowering import candidates as _candidates
 from optimizer.lowering import choose as _choose
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, POLICIES
@@ -32,24 +34,46 @@ from tests.level_2 import last_wins, lowered, plan_of, racing
 from tests.single_pass import ForwardOfTwo
 
 
-class Tape(TorchDispatchMode):
-    """Writes down the kernels that run."""
+class FreedError(RuntimeError):
+    """What a GPU answers by an illegal memory access, or by wrong numbers."""
 
-    def __init__(self) -> None:
+
+class Read:
+    """A tensor that kernels read and did not make: a recording does not keep it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+
+    def __call__(self) -> torch.Tensor:
+        tensor = self.tensor()
+        if tensor is None:
+            raise FreedError("a kernel reads memory that was freed")
+        return tensor
+
+
+class Tape(TorchDispatchMode):
+    """Writes down the kernels that run on the memory of a recording, and on other memory."""
+
+    def __init__(self, own: list[torch.Tensor]) -> None:
         super().__init__()
-        self.kernels: list[tuple[Any, Any, Any, Any]] = []
+        self.kernels: list[tuple[Any, Any, Any]] = []
+        self.held = own.copy()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.kernels.append((func, args, kwargs or {}, result))
+        self.kernels.append((func, map_tensors(self.reference, (args, kwargs or {})), result))
+        self.held += tensors_in(result)
         return result
 
+    def reference(self, tensor: torch.Tensor) -> Any:
+        return tensor if any(each is tensor for each in self.held) else Read(tensor)
+
     def replay(self) -> None:
-        for func, args, kwargs, result in self.kernels:
-            given = storages_in((args, kwargs))
+        for func, given, result in self.kernels:
+            args, kwargs = tree_map_only(Read, lambda each: each(), given)
             again = func(*args, **kwargs)
             for old, new in zip(tensors_in(result), tensors_in(again), strict=True):
-                if storages_in(old).isdisjoint(given):
+                if storages_in(old).isdisjoint(storages_in((args, kwargs))):
                     old.copy_(new.reshape(old.shape))  # it may have been squeezed in place
 
 
@@ -67,7 +91,7 @@ class FakeCuda(Cuda):
     def record(self, program: Any, inputs: Any) -> Any:
         self.records += 1
         own = [torch.full_like(each, 7) for each in inputs]
-        with Tape() as tape:
+        with Tape(own) as tape:
             outputs = program(*own)
         return tape.replay, own, outputs
 

@@ -88,7 +88,7 @@ class CudaGraph(nn.Module):
     the sizes, strides and dtypes of the given ones, are copied to where it reads them, and its
     outputs from where it writes them. Calls take turns, also those of several threads or streams.
 
-    It holds what one forward needs at its peak, its inputs and outputs, for as long as it lives.
+    It holds the program, what one forward needs at its peak, its inputs and outputs.
 
     Raises:
         RuntimeError: the program does something that cannot be recorded, such as to wait.
@@ -99,7 +99,7 @@ class CudaGraph(nn.Module):
         device = device_of(inputs)
         if not isinstance(device, Cuda):
             raise TypeError(f"{device.name} has no CUDA graphs")
-        self.turn = device.turns()
+        self.program, self.turn = program, device.turns()  # the kernels read its weights
         self.replay, self.own, self.outputs = device.record(program, inputs)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

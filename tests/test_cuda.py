@@ -176,6 +176,14 @@ def test_nan_stays_nan() -> None:
     assert torch.equal(fast(x).isnan(), model(x).isnan())
 
 
+def test_peak_memory_counts_what_a_graph_holds() -> None:
+    x = image()
+    fast, slow = in_a_graph(net()), optimizer.optimize(net(), x, level=1)
+    ours, theirs = (optimizer.measure(each, x, repeats=1).peak_memory for each in (fast, slow))
+
+    assert ours >= theirs
+
+
 def reserved() -> int:
     gc.collect()
     torch.cuda.empty_cache()

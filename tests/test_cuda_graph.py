@@ -163,6 +163,16 @@ def test_who_holds_an_output_keeps_it(gpu: FakeCuda) -> None:
     torch.testing.assert_close(fast(*inputs(1)), kept)
 
 
+def test_the_memory_that_a_graph_holds_is_measured_by_launching_its_kernels(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = lowered(net(), *inputs())
+    monkeypatch.setattr(Tape, "replay", None)  # it cannot be called
+    monkeypatch.setattr(Cuda, "is_measured", True)
+
+    assert_answers(fast, net(), 1, 2)
+
+
 def test_it_can_be_declined(gpu: FakeCuda) -> None:
     fast = lowered(net(), *inputs(), cuda_graph=False)
     other = pickle.loads(pickle.dumps(fast))

@@ -323,10 +323,13 @@ def test_cuda_reports_the_allocator_peak_above_what_was_held_before(monkeypatch)
     monkeypatch.setattr(
         torch.cuda, "reset_peak_memory_stats", lambda name: calls.append(f"reset {name}")
     )
-    peak = Cuda(1).peak_memory(lambda: calls.append("run"))
+    peak = Cuda(1).peak_memory(lambda: calls.append(f"run {Cuda.is_measured}"))
 
     assert peak == 700
-    assert calls == ["synchronize", "reset cuda:1", "run", "synchronize"]
+    assert calls == ["synchronize", "reset cuda:1", "run True"]
+    with pytest.raises(ZeroDivisionError):
+        Cuda(1).peak_memory(lambda: 1 / 0)
+    assert not Cuda.is_measured
 
 
 def test_mps_reads_what_is_allocated_after_each_operator(monkeypatch):

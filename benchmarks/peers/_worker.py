@@ -152,7 +152,8 @@ class _Memory:
     """The most memory that the process took for itself, above what it had when this was made.
 
     On the CPU it is resident memory as Linux counts it, without what is mapped from files, such as
-    code. On a GPU it is what PyTorch allocated there. None where neither can be told.
+    code. On a GPU it is what PyTorch reserved there, the memory of graphs included. None where
+    neither can be told.
     """
 
     def __init__(self, device: str) -> None:
@@ -163,7 +164,9 @@ class _Memory:
     def restart(self) -> None:
         give_freed_memory_back()
         if self.device == "cuda":
-            return importlib.import_module("torch").cuda.reset_peak_memory_stats()
+            cuda = importlib.import_module("torch").cuda
+            cuda.empty_cache()
+            return cuda.reset_peak_memory_stats()
         try:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:  # another system
@@ -171,7 +174,7 @@ class _Memory:
 
     def peak(self) -> int | None:
         if self.device == "cuda":
-            return importlib.import_module("torch").cuda.max_memory_allocated()
+            return importlib.import_module("torch").cuda.max_memory_reserved()
         return _private_peak() - self.before if self.known else None
 
 

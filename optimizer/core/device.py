@@ -19,7 +19,6 @@ Program: TypeAlias = Callable[..., Sequence[torch.Tensor]]
 Recording: TypeAlias = tuple[Callable[[], object], list[torch.Tensor], Sequence[torch.Tensor]]
 
 _CAPTURE = threading.Lock()  # one graph is captured at a time
-_RUNS_BEFORE_CAPTURE = 3  # in the first, libraries choose kernels and allocate
 
 
 class Device:
@@ -40,16 +39,21 @@ class Device:
         """The most bytes that `run()` held at once above what was allocated before it."""
         _autograd._enable_profiler_legacy(_MEMORY_ONLY)
         try:
-            result = run()
+            run()
         finally:
             events = _autograd._disable_profiler_legacy()
-        del result
         changes = (event.cpu_memory_usage() for thread in events for event in thread)
         return max(accumulate(changes, initial=0))
 
 
 class Cuda(Device):
-    """One NVIDIA (or ROCm) GPU: the caching allocator keeps the peak itself."""
+    """One NVIDIA (or ROCm) GPU: the caching allocator keeps the peak itself.
+
+    A graph holds what was allocated when it was recorded: while `is_measured`, its kernels are
+    launched instead, into memory that counts.
+    """
+
+    is_measured = False
 
     def __init__(self, index: int | None = None) -> None:
         self.name = "cuda" if index is None else f"cuda:{index}"
@@ -61,9 +65,11 @@ class Cuda(Device):
         self.synchronize()
         before = torch.cuda.memory_allocated(self.name)
         torch.cuda.reset_peak_memory_stats(self.name)
-        result = run()
-        self.synchronize()
-        del result
+        Cuda.is_measured = True
+        try:
+            run()
+        finally:
+            Cuda.is_measured = False
         return int(torch.cuda.max_memory_allocated(self.name) - before)
 
     @staticmethod
@@ -80,7 +86,7 @@ class Cuda(Device):
             stream = torch.cuda.Stream(self.name)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(self.name))
             with torch.cuda.stream(stream):
-                for _ in range(_RUNS_BEFORE_CAPTURE):
+                for _ in range(3):  # in the first, libraries choose kernels and allocate
                     program(*inputs)
             graph = torch.cuda.CUDAGraph()
             # The workspace that cuBLAS keeps for a stream would be shared with whoever uses that.
@@ -93,8 +99,7 @@ class Cuda(Device):
 
     def turns(self) -> Callable[[], AbstractContextManager[None]]:
         """A context for one thread at a time, whose work waits for that done in it before."""
-        lock = threading.Lock()
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        lock, done = threading.Lock(), torch.cuda.Event()  # type: ignore[no-untyped-call]
 
         @contextmanager
         def turn() -> Iterator[None]:
@@ -123,10 +128,8 @@ class Mps(Device):
     def peak_memory(self, run: Callable[[], object]) -> int:
         self.synchronize()
         before = torch.mps.current_allocated_memory()
-        with _AllocatedAfterEachOperator() as seen:
-            result = run()
-        self.synchronize()
-        del result
+        with _AllocatedAfterEachOperator() as seen:  # type: ignore[no-untyped-call]
+            run()
         return max(0, int(seen.most) - before)
 
 
@@ -135,14 +138,14 @@ def device_named(name: str | torch.device) -> Device:
     kind, _, index = str(name).partition(":")
     if kind == "cpu":
         return Device()
-    hardware = {"cuda": "an NVIDIA GPU", "mps": "an Apple GPU"}
-    if kind not in hardware:
+    known = {"cuda": (torch.cuda, "an NVIDIA GPU"), "mps": (torch.backends.mps, "an Apple GPU")}
+    if kind not in known:
         raise DeviceError(f"'{name}' is not a device that can be measured: use cpu, cuda or mps.")
-    backend = torch.cuda if kind == "cuda" else torch.backends.mps
+    backend, hardware = known[kind]
     if not backend.is_available():
         raise DeviceError(
             f"{kind} is not available here: pass inputs on the cpu, or run on a machine with"
-            f" {hardware[kind]}."
+            f" {hardware}."
         )
     return Mps() if kind == "mps" else Cuda(int(index) if index else None)
 
@@ -154,9 +157,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> Device:
 
 
 class _AllocatedAfterEachOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.most = 0
+    most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

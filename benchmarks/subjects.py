@@ -360,7 +360,7 @@ _SUBJECTS = (
         ),
     ),
     Subject("optimized-2", functools.partial(optimized, level=2), (VARIANT, PEER)),
-    Subject("optimized-2-openvino", _OPENVINO, (VARIANT, PEER), needs=("openvino",)),
+    Subject("optimized-2-openvino", _OPENVINO, (VARIANT, PEER), _CPU, needs=("openvino",)),
     Subject("torchscript", torchscript),
     Subject("onednn_graph", onednn_graph, devices=_CPU),
     Subject("compile", compiled),

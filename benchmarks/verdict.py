@@ -16,8 +16,8 @@ from ._git import git_or_nothing
 from .stored import Number, Run
 
 # Level 2 runs what was fastest when it was prepared: other code, and other bytes, another time.
-_EXACT = re.compile(r"^(graph\.|\w+\.Memory\.(?!.*'optimized-2))")
-_RATIO = re.compile(r"^\w+\.Paired\.")
+_EXACT = re.compile(r"^(graph\.|(\w+\.)?Memory\.(?!.*'optimized-2))")
+_RATIO = re.compile(r"^(\w+\.)?Paired\.")
 _MORE_IS_NO_WORSE = re.compile(r"^graph\.Rewrites\.")
 _SHOWN = 12
 _SAME = 0.05  # a ratio that changed by less, by the widest reading of its intervals, did not change

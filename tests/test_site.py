@@ -146,6 +146,29 @@ def test_names_end_lines_where_a_reader_would() -> None:
     assert pages.parted("swin_t<") == "swin_<wbr>t&lt;"
 
 
+def test_a_gpu_of_a_machine_has_pages_of_its_own(results: Path, tmp_path: Path) -> None:
+    for file in results.glob("there/*.json"):
+        run = json.loads(file.read_text())
+        values = {RATIO.replace("cpu", "cuda"): [[0.25], *run["results"][RATIO][1:]]}
+        file.write_text(json.dumps(run | {"results": run["results"] | values}))
+    listing = json.loads((results / "benchmarks.json").read_text())
+    listing["cuda.Paired.track_relative_latency"] = {"version": "1"}
+    (results / "benchmarks.json").write_text(json.dumps(listing))
+    found = data.load(results)
+    pages.write(found, tmp_path / "html")
+
+    shown = {}
+    for place in found.places:
+        (row,) = views.matrix(found, place).rows
+        shown[place.name] = row.variants[0][0].text
+        assert (tmp_path / "html" / pages.folder_of(place) / "one.html").exists()
+        assert "CUDA" not in {each.what for each in views.missing(found, place)}
+    assert shown == {
+        "there": "1.00\N{MULTIPLICATION SIGN}",
+        "there · CUDA": "4.00\N{MULTIPLICATION SIGN}",
+    }
+
+
 def test_the_tables_of_the_documentation_are_found() -> None:
     docs = {page.stem: page.read_text() for page in (ROOT / "docs").glob("*.md")}
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks import stored
 from benchmarks._git import git, git_or_nothing
@@ -18,7 +18,8 @@ from benchmarks.peers._rounds import Cell
 from benchmarks.peers._store import Store
 from benchmarks.stored import Run
 
-_ALIKE = {"device": "cpu", "dtype": "float32", "batch": 1, "threads": 1}
+DEVICES = ("cpu", "cuda", "mps")
+_ALIKE = {"dtype": "float32", "batch": 1, "threads": 1}
 _UNTOLD = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -51,9 +52,10 @@ class Peers:
 
 @dataclass(frozen=True)
 class Place:
-    """A machine with one set of versions: no series mixes two of them.
+    """A device of a machine with one set of versions: no series mixes two of them.
 
     Attributes:
+        device: "cpu", "cuda" or "mps", which the names of its cells do without.
         environment: of asv; "" where there are only peers.
         about: what asv knows of the machine.
         runs: of its commits, the oldest first.
@@ -62,6 +64,7 @@ class Place:
     """
 
     machine: str
+    device: str
     environment: str
     about: dict[str, str]
     runs: list[Run]
@@ -71,7 +74,9 @@ class Place:
     @property
     def name(self) -> str:
         """As links call it."""
-        return self.machine if self.is_only_one else f"{self.machine} · {self.versions}"
+        versions = "" if self.is_only_one else self.versions
+        device = "" if self.device == "cpu" else self.device.upper()
+        return " · ".join(filter(None, [self.machine, device, versions]))
 
     @property
     def versions(self) -> str:
@@ -163,12 +168,13 @@ def _known(site: Site, runs: Iterable[Run]) -> Iterator[Run]:
             site.complaints.append(f"{run.file} is of a commit that is not in this history.")
 
 
-def _peers(site: Site, results: Path) -> dict[str, list[Peers]]:
-    """The files of peers by machine, the oldest commit first."""
-    found: dict[str, list[Peers]] = {}
+def _peers(site: Site, results: Path) -> dict[tuple[str, str], list[Peers]]:
+    """What was measured of peers by machine and device, the oldest commit first."""
+    found: dict[tuple[str, str], list[Peers]] = {}
     for file in sorted(results.glob("*/peers-*.jsonl")):
         try:
-            found.setdefault(file.parent.name, []).append(_peers_of(site, file))
+            for device, each in _peers_of(site, file).items():
+                found.setdefault((file.parent.name, device), []).append(each)
         except _UNTOLD as error:
             reason = f"{type(error).__name__}: {error}"
             site.complaints.append(f"{file} cannot be read ({reason}), and is not shown.")
@@ -177,20 +183,19 @@ def _peers(site: Site, results: Path) -> dict[str, list[Peers]]:
     return found
 
 
-def _peers_of(site: Site, file: Path) -> Peers:
+def _peers_of(site: Site, file: Path) -> dict[str, Peers]:
     store = Store(file, {})
     short, dirty, _ = str(store.about["commit"]).partition("-")
     commit = next((each for name, each in site.history.items() if name.startswith(short)), None)
     if commit is None or dirty:
         raise ValueError("its commit is not in this history")
-    alike = tuple(_ALIKE.values())
-    cells = {
-        (model, peer): _checked(cell)
-        for (device, dtype, model, batch, threads, peer), cell in store.cells.items()
-        if (device, dtype, batch, threads) == alike
-    }
     versions = ", ".join(f"{name} {each}" for name, each in store.about["versions"].items())
-    return Peers(commit, versions, cells)
+    found: dict[str, Peers] = {}
+    for (device, dtype, model, batch, threads, peer), cell in store.cells.items():
+        if (dtype, batch, threads) == tuple(_ALIKE.values()):
+            of_device = found.setdefault(device, Peers(commit, versions, {}))
+            of_device.cells[model, peer] = _checked(cell)
+    return found
 
 
 def _checked(cell: Cell) -> Cell:
@@ -205,18 +210,37 @@ def _checked(cell: Cell) -> Cell:
 
 
 def _places(
-    site: Site, results: Path, runs: list[Run], peers: dict[str, list[Peers]]
+    site: Site, results: Path, runs: list[Run], peers: dict[tuple[str, str], list[Peers]]
 ) -> Iterator[Place]:
     age = site.age
-    machines: dict[str, dict[str, list[Run]]] = {name: {} for name in peers}
+    machines: dict[tuple[str, str], dict[str, list[Run]]] = {place: {} for place in peers}
     for run in sorted(runs, key=lambda each: -age[each.commit]):
-        kinds = machines.setdefault(run.file.parent.name, {})
-        kinds.setdefault(run.environment, []).append(run)
-    for machine, kinds in machines.items():
+        for device in _devices(run):
+            kinds = machines.setdefault((run.file.parent.name, device), {})
+            kinds.setdefault(run.environment, []).append(_of_device(run, device))
+    for (machine, device), kinds in machines.items():
         about = _about(site, results / machine / "machine.json")
-        for environment, those in (kinds or {"": []}).items():
-            only = len(kinds) < 2
-            yield Place(machine, environment, about, those, peers.get(machine, []), only)
+        those = peers.get((machine, device), [])
+        for environment, own in (kinds or {"": []}).items():
+            yield Place(machine, device, environment, about, own, those, len(kinds) < 2)
+
+
+def _devices(run: Run) -> list[str]:
+    """Those that forwards were measured on; what has no forwards is of the CPU."""
+    cells = {cell.partition(".")[0] for cell in {*run.numbers, *run.failed}}
+    return [each for each in DEVICES if each in cells] or [DEVICES[0]]
+
+
+def _of_device(run: Run, device: str) -> Run:
+    """What a run has of a device, and of none, by names without the device."""
+    others = tuple(f"{each}." for each in DEVICES if each != device)
+
+    def own(named: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: each for name, each in named.items() if not name.startswith(others)}
+        return {name.removeprefix(f"{device}."): each for name, each in kept.items()}
+
+    failed = frozenset(own(dict.fromkeys(run.failed)))
+    return replace(run, numbers=own(run.numbers), versions=own(run.versions), failed=failed)
 
 
 def _about(site: Site, file: Path) -> dict[str, str]:

@@ -12,9 +12,9 @@ from benchmarks.stored import Number, Run
 from benchmarks.subjects import EAGER
 
 RATIO, LATENCY, MEMORY = (
-    "cpu.Paired.track_relative_latency",
-    "cpu.Latency.time_forward",
-    "cpu.Memory.track_peak_memory",
+    "Paired.track_relative_latency",
+    "Latency.time_forward",
+    "Memory.track_peak_memory",
 )
 TIMES = "\N{MULTIPLICATION SIGN}"
 _DTYPE = "float32"

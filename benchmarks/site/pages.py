@@ -43,8 +43,9 @@ def write(site: Site, folder: Path) -> None:
 
 def folder_of(place: Place) -> str:
     """Where the pages of a machine are."""
-    name = place.machine if place.is_only_one else f"{place.machine}-{place.environment}"
-    return f"machines/{slug(name)}"
+    parts = [place.machine, "" if place.is_only_one else place.environment]
+    parts.append(place.device if place.device != "cpu" else "")
+    return f"machines/{slug('-'.join(filter(None, parts)))}"
 
 
 def slug(name: str) -> str:
@@ -127,7 +128,7 @@ class _Written:
             verdict=views.judged(place),
             urgent=(views.WORSE, views.FAILS),
             newest=self.site.history[place.runs[-1].commit] if place.runs else None,
-            missing=views.missing(place),
+            missing=views.missing(self.site, place),
         )
         noise = views.noise(self.site, place)
         about = {"title": "What to believe", "noise": noise, **_docs(self.site)}

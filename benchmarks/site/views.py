@@ -12,7 +12,7 @@ from benchmarks import verdict
 from benchmarks._workloads import EVERY_MODEL, HEADLINE, TORCHVISION, VARIANTS
 from benchmarks.peers._rounds import Cell
 from benchmarks.stored import Number, Run
-from benchmarks.subjects import EAGER, PEER, names
+from benchmarks.subjects import EAGER, PEER, VARIANT, names
 
 from . import numbers
 from .data import Commit, Peers, Place, Site, behind
@@ -29,6 +29,7 @@ _SLOTS = {name: slot for slot, name in enumerate(dict.fromkeys([*VARIANTS, *_PEE
 _OF_A_MODEL = ("graph.", LATENCY, MEMORY, RATIO)
 _BENCH = "python -m tox run -e bench"
 _ELSEWHERE = {
+    "cpu": ("CPU", "", f"{_BENCH} -- --bench '^cpu'"),
     "cuda": ("CUDA", "on a machine with an NVIDIA or AMD GPU", f"{_BENCH} -- --bench '^cuda'"),
     "mps": ("MPS", "on a Mac with an Apple GPU", f"{_BENCH} -- --bench '^mps'"),
 }
@@ -279,16 +280,14 @@ def machines(site: Site) -> list[Machine]:
     return rows
 
 
-def missing(place: Place) -> list[Missing]:
+def missing(site: Site, place: Place) -> list[Missing]:
     """What the newest run lacks."""
     run = place.runs[-1:]
-    found = [
-        Missing(title, where, command)
-        for device, (title, where, command) in _ELSEWHERE.items()
-        if not any(cell.startswith(f"{device}.") for each in run for cell in each.numbers)
-    ]
+    measured = {each.device for each in site.places if each.machine == place.machine}
+    found = [Missing(*each) for name, each in _ELSEWHERE.items() if name not in measured]
     parts = [what for name, what in _PARTS.items() if not newest(run, name)]
-    absent = [name for name in VARIANTS if name not in variants(run, RATIO, LATENCY, MEMORY)]
+    usual, here = names(VARIANT, place.device), variants(run, RATIO, LATENCY, MEMORY)
+    absent = [name for name in usual if name not in here]
     if parts or absent:
         found.append(Missing(", ".join([*parts, *absent]), "", _BENCH))
     known = {model for each in run for model in _models_of(each)}

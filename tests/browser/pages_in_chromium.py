@@ -67,11 +67,18 @@ def test_every_link_leads_to_a_page(html) -> None:
         assert [each for each in links if each and not (page.parent / each).exists()] == []
 
 
-def _stored(machine: str) -> dict[str, Any]:
+def _place(folder: str) -> tuple[Path, str]:
+    """Where the results of a folder of pages are, and of which device it is."""
+    name = folder.removeprefix("machines/")
+    device = next((each for each in ("cuda", "mps") if name.endswith(f"-{each}")), "cpu")
+    return ROOT / "results" / name.removesuffix(f"-{device}"), device
+
+
+def _stored(folder: Path, ratio: str) -> dict[str, Any]:
     """The file of results that the matrix of a machine is of: of the newest commit."""
     history = subprocess.check_output(["git", "rev-list", "HEAD"], cwd=ROOT, text=True).split()
-    files = [json.loads(each.read_text()) for each in (ROOT / "results" / machine).glob("*-*.json")]
-    files = [each for each in files if each["commit_hash"] in history and RATIO in each["results"]]
+    files = [json.loads(each.read_text()) for each in folder.glob("*-*.json")]
+    files = [each for each in files if each["commit_hash"] in history and ratio in each["results"]]
     return min(files, key=lambda each: history.index(each["commit_hash"]), default={})
 
 
@@ -109,9 +116,10 @@ def test_every_number_of_the_matrix_is_what_the_results_have(dashboard, places) 
     compared = 0
     for place in places:
         dashboard.go(f"{place}/index.html")
-        machine = place.removeprefix("machines/")
-        cells, stored = _matrix(dashboard.page), _stored(machine)
-        known = {kind: _numbers(stored, kind) for kind in (RATIO, LATENCY, MEMORY)}
+        folder, device = _place(place)
+        names = {each: each.replace("cpu", device) for each in (RATIO, LATENCY, MEMORY)}
+        cells, stored = _matrix(dashboard.page), _stored(folder, names[RATIO])
+        known = {kind: _numbers(stored, name) for kind, name in names.items()}
         for (model, column), cell in cells.items():
             kind, _, variant = column.partition(":")
             compared += _as_stored(cell, kind, known, model, variant)
@@ -144,10 +152,9 @@ def _as_stored(cell: dict[str, str], kind: str, known: Any, model: str, variant:
 def test_every_number_of_a_peer_is_what_the_results_have(dashboard, places) -> None:
     compared = 0
     for place in places:
-        folder = ROOT / "results" / place.removeprefix("machines/")
         dashboard.go(f"{place}/index.html")
-        cells = _matrix(dashboard.page)
-        for (model, peer), ratio in _peers(folder, dashboard.page.inner_text("main")).items():
+        cells, text = _matrix(dashboard.page), dashboard.page.inner_text("main")
+        for (model, peer), ratio in _peers(*_place(place), text).items():
             shown = cells[model, f"peer:{peer}"]
             assert shown["value"] == f"{ratio:.2f}\N{MULTIPLICATION SIGN}"
             compared += 1
@@ -155,7 +162,7 @@ def test_every_number_of_a_peer_is_what_the_results_have(dashboard, places) -> N
     assert compared > 80
 
 
-def _peers(folder: Path, text: str) -> dict[tuple[str, str], float]:
+def _peers(folder: Path, device: str, text: str) -> dict[tuple[str, str], float]:
     """Of the file whose commit the page names."""
     found = {}
     for file in folder.glob("peers-*.jsonl"):
@@ -163,8 +170,13 @@ def _peers(folder: Path, text: str) -> dict[tuple[str, str], float]:
         if f"Beside other tools: commit {about['commit']}" not in text:
             continue
         for cell in cells:
-            alike = (cell["batch"], cell["threads"]) == (1, 1) and cell["peer"] != "eager"
-            if alike and "reason" not in cell and cell["difference"] < 1e-3:
+            alike = (cell["device"], cell["batch"], cell["threads"]) == (device, 1, 1)
+            if (
+                alike
+                and cell["peer"] != "eager"
+                and "reason" not in cell
+                and cell["difference"] < 1e-3
+            ):
                 pairs = zip(cell["eager_seconds"], cell["seconds"], strict=True)
                 found[cell["model"], cell["peer"]] = median(a / b for a, b in pairs)
     return found

@@ -28,23 +28,22 @@ _HEAD = (
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.summary", description=__doc__)
-    parser.parse_args(arguments)
+    parser.add_argument("--device", choices=["cpu", "cuda", "mps"], default="cpu")
+    device = parser.parse_args(arguments).device
+    names = [each.replace("cpu", device) for each in (_LATENCY, _MEMORY, _RATIO)]
     runs = [json.loads(file.read_text()) for file in RESULTS.glob("*/[0-9a-f]*-*.json")]
-    whole = [run for run in runs if run["results"].keys() >= {_LATENCY, _MEMORY, _RATIO}]
+    whole = [run for run in runs if run["results"].keys() >= {*names}]
     if not whole:
         sys.exit("There are no results yet: run `python -m tox run -e bench` first.")
     latest = max(whole, key=lambda run: run["date"])
     print(f"Commit {latest['commit_hash'][:8]} on {latest['params']['machine']}\n\n{_HEAD}")
-    for row in _rows(latest):
+    for row in _rows(latest, *names):
         print(row)
 
 
-def _rows(results: dict[str, Any]) -> Iterator[str]:
-    latency = _cells(results, _LATENCY, "result")
-    memory = _cells(results, _MEMORY, "result")
-    ratio = _cells(results, _RATIO, "result")
-    low = _cells(results, _RATIO, "stats_ci_99_a")
-    high = _cells(results, _RATIO, "stats_ci_99_b")
+def _rows(results: dict[str, Any], *names: str) -> Iterator[str]:
+    latency, memory, ratio = (_cells(results, name, "result") for name in names)
+    low, high = (_cells(results, names[-1], f"stats_ci_99_{end}") for end in "ab")
     for model in dict.fromkeys(model for model, _ in latency):
         rewritten = [(model, variant) for variant in ("optimized-1", "optimized-2")]
         every = [(model, "eager"), *rewritten]

@@ -28,12 +28,12 @@ def run_of(commit, date, latency, models=("one",)):
 
 @pytest.fixture
 def printed(tmp_path, monkeypatch, capsys):
-    def printed(*runs):
+    def printed(*runs, asked=()):
         (tmp_path / "there").mkdir()
         for place, run in enumerate(runs):
             (tmp_path / "there" / f"{place}-environment.json").write_text(json.dumps(run))
         monkeypatch.setattr(summary, "RESULTS", tmp_path)
-        summary.main([])
+        summary.main([*asked])
         return capsys.readouterr().out
 
     return printed
@@ -44,6 +44,13 @@ def test_the_latest_is_printed(printed) -> None:
 
     assert found.startswith("Commit aaaaaaaa on there")
     assert "| one | 4 → 2 → 1 | 0.002 [0.002, 0.002] | 0.001 [0.001, 0.001] |" in found
+
+
+def test_of_a_gpu_it_is_told_if_asked(printed) -> None:
+    run = run_of("a", 2, [4e-3, 2e-3, 1e-3])
+    run["results"] = {name.replace("cpu", "cuda"): each for name, each in run["results"].items()}
+
+    assert "| one | 4 → 2 → 1 |" in printed(run, asked=["--device", "cuda"])
 
 
 def test_one_that_is_not_whole_yet_is_passed_over(printed) -> None:

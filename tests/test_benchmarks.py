@@ -604,6 +604,12 @@ def test_torch_is_among_what_results_are_filed_under(plugin):
     assert dict(plugin._versions())["torch"].startswith(torch.__version__.partition("+")[0])
 
 
+def test_what_is_absent_is_told_as_well(plugin, monkeypatch):
+    monkeypatch.setattr(plugin, "_MEASURED_WITH", ("torch", "no_such_package"))
+
+    assert list(dict(plugin._versions()).values())[1] == "none"
+
+
 def test_everything_is_measured_and_nothing_twice(monkeypatch):
     monkeypatch.setattr(TIERS, "absent", list)
     monkeypatch.setenv("BENCHMARK_PEERS", "resnet18")

@@ -45,6 +45,14 @@ def places(html: Path) -> list[str]:
     return [f"machines/{name}" for name in found]
 
 
+@pytest.fixture(scope="module")
+def fullest(html: Path, places: list[str]) -> str:
+    """The overview of the machine that has most; that measured last may have little."""
+    return max(
+        (f"{place}/index.html" for place in places), key=lambda page: (html / page).stat().st_size
+    )
+
+
 def _files(html: Path) -> list[str]:
     pages = [each.relative_to(html) for each in html.rglob("machines/*/*.html")]
     return ["index.html", "believe.html", *map(str, sorted(pages))]
@@ -260,8 +268,8 @@ def _known(dashboard: Any, column: str) -> list[str]:
     )
 
 
-def test_what_is_sorted_and_filtered_is_in_the_address(dashboard) -> None:
-    dashboard.go("index.html")
+def test_what_is_sorted_and_filtered_is_in_the_address(dashboard, fullest) -> None:
+    dashboard.go(fullest)
     as_it_was = _order(dashboard)
     dashboard.page.locator('th[data-column="peer:onnxruntime"] button').press("Enter")
     assert re.search(r"sort=peer(:|%3A)onnxruntime&order=down", dashboard.page.url)
@@ -321,10 +329,10 @@ def test_what_is_code_is_shown_as_code(dashboard, page) -> None:
     assert dashboard.page.locator("main code").count() > 0
 
 
-def test_the_numbers_are_there_without_a_script(dashboard, html) -> None:
+def test_the_numbers_are_there_without_a_script(dashboard, fullest) -> None:
     context = dashboard.page.context.browser.new_context(java_script_enabled=False)
     page = context.new_page()
-    page.goto(f"{dashboard.address}/index.html")
+    page.goto(f"{dashboard.address}/{fullest}")
 
     assert page.locator("#matrix tbody .number .value").count() > 50
     assert page.is_hidden("#filter")

@@ -110,7 +110,9 @@ def _measure(options: argparse.Namespace, rest: list[str]) -> int:
     wanted = tiers.everything if options.all else tiers.headline
     parts = tiers.counted(tiers.chosen(options.bench) if options.bench else wanted())
     if not parts:
-        raise CannotMeasureError(f"no benchmark matches {options.bench}; `asv show` lists names.")
+        raise CannotMeasureError(
+            f"no benchmark matches {options.bench} on this machine; `asv show` lists names."
+        )
     status = _parts(place, parts, rest)
     if status in _MEASURED:
         status = max(status, _publish())

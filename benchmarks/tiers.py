@@ -52,8 +52,21 @@ def everything() -> list[Part]:
 
 
 def chosen(patterns: Sequence[str]) -> list[Part]:
-    """What some regular expressions match, in one part."""
-    return [Part("what was asked for", tuple(patterns), PAIRED)]
+    """What some regular expressions match here, in parts: asv keeps a part when it ends.
+
+    All counts of graphs are one part, since a model is counted once for all of them.
+    """
+    lacking = tuple(f"{device}." for device in absent())
+    kinds = dict.fromkeys(_kind(cell) for cell in listed() if not cell.startswith(lacking))
+    return [
+        Part(kind, tuple(rf"^(?={re.escape(kind)}\.)(?=.*?({each}))" for each in patterns), PAIRED)
+        for kind in kinds
+    ]
+
+
+def _kind(cell: str) -> str:
+    device, kind, _ = cell.split(".", 2)
+    return f"{device}.{kind}" if device in DEVICES else device
 
 
 def counted(parts: Iterable[Part]) -> list[Part]:

@@ -159,7 +159,7 @@ def _absent() -> list[str]:
 def test_a_line_says_what_is_measured_how_much_is_left_and_until_when(measured: Measured) -> None:
     line = next(line for line in measured[2].splitlines() if line.startswith("-- "))
 
-    assert re.fullmatch(r"-- what was asked for: 0 of 6, \d+ minutes? left, to \d\d:\d\d", line)
+    assert re.fullmatch(r"-- graph: 0 of 6, \d+ minutes? left, to \d\d:\d\d", line)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

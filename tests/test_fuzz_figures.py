@@ -6,15 +6,12 @@ import json
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
 
 import optimizer
-from optimizer.testing import (
-    MOTIFS,
-)
+from optimizer.testing import MOTIFS
 from tests.quality import __main__ as _quality
 from tests.quality import figures as _figures
 from tests.quality import firing as _firing
@@ -25,6 +22,7 @@ from tests.quality import record as _record
 from tests.quality import score as _score
 from tests.quality import soak as _soak
 from tests.quality.__main__ import main
+from tests.repository import committed
 
 ROOT = Path(__file__).parent.parent
 STAMP = {"commit": "abc1234", "machine": "abacus, 2 cores", "command": "count"}
@@ -32,81 +30,72 @@ REAL, OWN = (
     next(name for name, mutant in _mutants.catalogue().items() if mutant.is_real is real)
     for real in (True, False)
 )
-
 SAME = next(iter(_generic.equivalent()))
 
 
-def row(folder: Path, figure: str, told: str, **entries: dict[str, Any]) -> str:
-    """The row `told` of the table, where these entries of a figure were recorded."""
+def record(folder, figure, **entries):
     text = json.dumps({name: entry | STAMP for name, entry in entries.items()})
     (folder / f"{figure}.json").write_text(text)
+
+
+def row(folder, told):
+    """The row of the table that begins so."""
     (found,) = (line for line in _figures.table(folder) if line.startswith(f"| {told}"))
     return found
 
 
-def test_the_table_of_the_page_is_what_was_recorded() -> None:
+def test_the_table_of_the_page_is_what_was_recorded():
     table = "\n".join(_figures.table(ROOT / "docs" / "fuzzing"))
-
     assert f"{_figures.START}\n{table}\n\n{_figures.END}" in (ROOT / _figures.PAGE).read_text(), (
         "run `python -m tests.quality figures`"
     )
 
 
-def test_a_row_that_nobody_recorded_says_so(tmp_path: Path) -> None:
+def test_a_row_that_nobody_recorded_says_so(tmp_path):
     rows = list(_figures.table(tmp_path))[2:]
-
     assert len(rows) == len(_figures.FIGURES)
     assert all(" | not measured | " in each for each in rows)
 
 
-def test_mutants_are_counted_and_survivors_named(tmp_path: Path) -> None:
-    killed = {"killed": True, "examples": 7, "seconds": 1.0}
-    survives = {"killed": False, "examples": 400, "seconds": 9.0}
-    entries = {REAL: killed, OWN: survives, "a mutant that is gone": survives}
-    mistakes = "mistakes of the catalogue, found by"
-    alone = row(tmp_path, "catalogue_by_models", f"{mistakes} gen", **entries)
-    row(tmp_path, "catalogue_by_tests", f"{mistakes} unit", **{OWN: killed})
-    together, real = (
-        next(line for line in _figures.table(tmp_path) if line.startswith(f"| {told}"))
-        for told in (f"{mistakes} any", "those of them")
+def test_mutants_are_counted_and_survivors_named(tmp_path):
+    killed, survives = ({"killed": each, "examples": 7, "seconds": 1.0} for each in (True, False))
+    gone = {"a mutant that is gone": survives}
+    record(tmp_path, "catalogue_by_models", **{REAL: killed, OWN: survives}, **gone)
+    record(tmp_path, "catalogue_by_tests", **{OWN: killed})
+    alone, together = (
+        row(tmp_path, f"mistakes of the catalogue, found by {by}") for by in ("gen", "any")
     )
 
     assert f"| 80 % | 1 of 2 (50.0%); survive: {OWN} | `count`; abc1234; abacus, 2 cores" in alone
     assert "| 97 % | 2 of 2 (100.0%) |" in together
-    assert "| 1 of 1 (100.0%) |" in real
+    assert "| 1 of 1 (100.0%) |" in row(tmp_path, "those of them")
 
 
-def test_a_row_is_marked_where_its_code_has_changed_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_is_marked_where_its_code_has_changed_since(tmp_path, monkeypatch):
     found = {"killed": True, "examples": 7, "code": _record.code_of("catalogue_by_models")}
-    told = "models to find a mistake"
-    assert row(tmp_path, "catalogue_by_models", told, a=found).endswith("abacus, 2 cores |")
-    before = found | {"code": "of before"}
-    marked = row(tmp_path, "catalogue_by_models", told, a=found, b=before)
-    assert marked.endswith(f"abacus, 2 cores; {_figures.OLDER} |")
+    for older, ending in (({}, ""), ({"b": found | {"code": "of before"}}, f"; {_figures.OLDER}")):
+        record(tmp_path, "catalogue_by_models", a=found, **older)
+        marked = row(tmp_path, "models to find a mistake")
+        assert marked.endswith(f"abacus, 2 cores{ending} |")
 
     package = tmp_path / "optimizer"
     monkeypatch.setattr(_record, "__file__", str(package / "testing" / "_record.py"))
     (package / "testing").mkdir(parents=True)
 
-    def of(figure: str) -> str:
+    def digests(name, text):
+        (package / name).write_text(text)
         _record.code_of.cache_clear()
-        return _record.code_of(figure)
+        return _record.code_of("firing"), _record.code_of("hunt")
 
-    old = of("firing"), of("hunt")
-    (package / "notes.md").write_text("what is no code")
-    assert (of("firing"), of("hunt")) == old
-    (package / "a.py").write_text("1")
-    first, hunt = of("firing"), of("hunt")
-    assert first != old[0]
-    assert hunt == old[1]  # it speaks of other tools and of the kit
-    (package / "a.py").write_text("2")
-    assert of("firing") != first
+    written = [("notes.md", ""), ("notes.md", "no code"), ("a.py", "1"), ("a.py", "2")]
+    firing, hunt = zip(*(digests(*each) for each in written), strict=True)
     _record.code_of.cache_clear()
+    assert firing[0] == firing[1]
+    assert len({*firing}) == 3
+    assert len({*hunt}) == 1  # it speaks of other tools and of the kit
 
 
-TOLD: dict[str, tuple[str, dict[str, dict[str, Any]], str]] = {
+TOLD = {
     "generic mistakes, which no person chose, found by gen": (
         "generic_by_models",
         {"a.py: b": {"killed": True}, "a.py: c": {"killed": False}, SAME: {"killed": False}},
@@ -148,95 +137,80 @@ TOLD: dict[str, tuple[str, dict[str, dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("told", TOLD)
-def test_a_row_tells_what_was_recorded(told: str, tmp_path: Path) -> None:
+def test_a_row_tells_what_was_recorded(told, tmp_path):
     figure, entries, expected = TOLD[told]
     complete = {"wrong": 0, "examples": 1, "asked": 1, "seconds": 1.0}
-    full = {name: complete | entry for name, entry in entries.items()}
+    record(tmp_path, figure, **{name: complete | entry for name, entry in entries.items()})
+    assert f" | {expected} | `count`" in row(tmp_path, told)
 
-    assert f" | {expected} | `count`" in row(tmp_path, figure, told, **full)
 
-
-def test_a_row_names_the_pass_that_fires_least_and_counts_reasons(tmp_path: Path) -> None:
+def test_a_row_names_the_pass_that_fires_least_and_counts_reasons(tmp_path):
     seldom, *others = MOTIFS
-    entry = {"examples": 10, "met": 1, "never": []}
-    firing = {name: entry | {"fired": 5} for name in others}
-    firing[seldom] = entry | {"fired": 1, "never": ["it is Tuesday"]}
+    entry, met = {"examples": 10, "met": 1, "never": [], "fired": 5}, len(MOTIFS)
+    firing = dict.fromkeys(others, entry) | {seldom: entry | {"fired": 1, "never": ["of Tuesday"]}}
+    record(tmp_path, "firing", **firing)
 
-    shares = row(tmp_path, "firing", "share of its own fuzz", **firing)
-    reasons = row(tmp_path, "firing", "reasons to refuse", **firing)
-
-    assert f"| 10% ({seldom}) to 50%; {len(MOTIFS)} of {len(MOTIFS)} passes |" in shares
-    met = len(MOTIFS)
+    shares, reasons = (row(tmp_path, told) for told in ("share of its own fuzz", "reasons to refu"))
+    assert f"| 10% ({seldom}) to 50%; {met} of {met} passes |" in shares
     assert f"| {met} of {met + 1} ({met / (met + 1):.1%}) |" in reasons
 
 
-def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
+def test_a_page_without_marks_is_refused(tmp_path):
     (tmp_path / "page.md").write_text("nothing")
-
     with pytest.raises(ValueError, match="has no <!-- figures -->"):
         _figures.renew(tmp_path / "page.md", tmp_path)
 
 
-def test_an_entry_replaces_its_own_name_only(tmp_path: Path) -> None:
+def test_an_entry_replaces_its_own_name_only(tmp_path):
     for name, killed in (("a", False), ("b", False), ("a", True)):
         _record.Recorder.of(tmp_path, "score", name)(name, killed=killed)
-
-    entries = _record.read(tmp_path, "score")
-    assert [(name, each["killed"]) for name, each in entries.items()] == [("b", False), ("a", True)]
+    entries = [(name, each["killed"]) for name, each in _record.read(tmp_path, "score").items()]
+    assert entries == [("b", False), ("a", True)]
     assert [each.name for each in tmp_path.iterdir()] == ["score.json"]
 
 
-def test_the_commit_has_a_mark_where_files_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_has_a_mark_where_files_differ(tmp_path, monkeypatch):
     file = tmp_path / "tests" / "quality" / "record.py"
     file.parent.mkdir(parents=True)
     file.write_text("")
     monkeypatch.setattr(_record, "__file__", str(file))
     assert _record.commit() == ""
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for git in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
-        subprocess.run(["git", *git], cwd=tmp_path, check=True)
-
+    commit = committed(tmp_path, "first")
     (tmp_path / "elsewhere").write_text("")
-    clean = _record.commit()
+    assert _record.commit() == commit[:7]
     file.write_text("changed")
-
-    assert len(clean) == 7
-    assert _record.commit() == f"{clean}+"
+    assert _record.commit() == f"{commit[:7]}+"
 
 
 @pytest.mark.parametrize(("named", "given"), [("none", ()), ("auto", "auto")])
-def test_a_soak_goes_without_engines_where_it_is_asked_to(
-    monkeypatch: pytest.MonkeyPatch, named: str, given: Any
-) -> None:
-    seen: list[Any] = []
+def test_a_soak_goes_without_engines_where_it_is_asked_to(monkeypatch, named, given):
+    seen = []
     monkeypatch.setattr(_soak, "soak", lambda subject, *rest, **more: seen.append(subject) or [])
     main(["soak", "--level", "2", "--engines", named])
-
     monkeypatch.setattr(optimizer, "optimize", lambda *rest, **options: options["engines"])
     assert seen[0](nn.ReLU(), ()) == given
 
 
-def test_each_command_records_what_the_table_tells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+COMMANDS = ("hunt", "firing", "soak --examples 3", "score", "quick")
+
+
+def test_each_command_records_what_the_table_tells(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    tally = _soak.Tally(examples=3, seconds=1.0)
+    done = subprocess.CompletedProcess([], 0)
+    verdict = _score.Verdict(_mutants.catalogue()[REAL], "models", True, 3, 0.5, "values differ")
     monkeypatch.setattr(_hunt, "hunt", lambda name, examples: [])
     monkeypatch.setattr(_firing, "firing", lambda name, examples: _firing.Firing(name, 4, 1))
-    tally = _soak.Tally(examples=3, seconds=1.0)
     monkeypatch.setattr(_soak, "soak", lambda *given, **options: iter([tally]))
-    done = subprocess.CompletedProcess([], 0)
     monkeypatch.setattr(subprocess, "run", lambda *given, **options: done)
     monkeypatch.setattr(_record.Recorder, "of", lambda *given: _record.Recorder(*given[:2], STAMP))
-    verdict = _score.Verdict(_mutants.catalogue()[REAL], "models", True, 3, 0.5, "values differ")
     monkeypatch.setattr(_score, "score", lambda *given: iter([verdict]))
 
-    for command in (["hunt"], ["firing"], ["soak", "--examples", "3"], ["score"], ["quick"]):
-        main(command)
-        assert not (tmp_path / "docs").exists()
-    for command in (["hunt"], ["firing"], ["soak", "--examples", "3"], ["score"], ["quick"]):
-        main([*command, "--record"])
+    for command in COMMANDS:
+        main(command.split())
+    assert not (tmp_path / "docs").exists()
+    for command in COMMANDS:
+        main([*command.split(), "--record"])
     page = tmp_path / "docs" / "fuzzing.md"
     page.write_text(f"before\n{_figures.START}{_figures.END}after\n")
     main(["figures"])
@@ -247,29 +221,25 @@ def test_each_command_records_what_the_table_tells(
     assert text.count("not measured") == 8  # by motifs, by tests, generic, shrink, coverage
 
 
-def test_all_figures_are_measured_anew_by_one_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_figures_are_measured_anew_by_one_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_quality, "RENEWED", ("firing remove_clones --examples 3",))
-    page, before = tmp_path / "page.md", STAMP | {"fired": 1, "examples": 1, "met": 1, "never": []}
+    page = tmp_path / "page.md"
     page.write_text(_figures.START + _figures.END)
-    row(tmp_path, "firing", "share of its own fuzz", **{next(iter(MOTIFS)): before})
     _record.FOLDER.mkdir(parents=True)
-    (tmp_path / "firing.json").rename(_record.FOLDER / "firing.json")
+    before = {"fired": 1, "examples": 1, "met": 1, "never": []}
+    record(_record.FOLDER, "firing", **{next(iter(MOTIFS)): before})
 
     assert main(["figures", "--page", str(page)]) == 0
     assert page.read_text().count(_figures.OLDER) == 2  # firing has two rows
     assert main(["figures", "--page", str(page), "--renew"]) == 0
-
     assert list(_record.read(_record.FOLDER, "firing")) == ["remove_clones"]
     assert _figures.OLDER not in page.read_text()
 
 
-def test_what_is_measured_anew_is_every_figure_but_generic_mistakes() -> None:
+def test_what_is_measured_anew_is_every_figure_but_generic_mistakes():
     options = [_quality._parser().parse_args(shlex.split(each)) for each in _quality.RENEWED]
     named = {name for figure in _figures.FIGURES for name in figure.recorded.split()}
-
     assert {_quality._figure(each) for each in options} == {
         name for name in named if not name.startswith("generic")
     }

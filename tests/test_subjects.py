@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory):
     """The folder that pip put the example of docs/own_subject into."""
     source = shutil.copytree(ROOT / "docs" / "own_subject", tmp_path_factory.mktemp("a") / "source")
     folder = tmp_path_factory.mktemp("site")
@@ -32,128 +32,107 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def beside(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def beside(installed, monkeypatch):
     monkeypatch.syspath_prepend(installed)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed), str(ROOT)]))
-    return installed
+
+
+def ran(*arguments, **options):
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("beside")
 class TestThePackageOfTheDocs:
-    @pytest.mark.usefixtures("beside")
-    def test_it_has_every_role(self) -> None:
-        subject = named("half_weights")
-
+    def test_it_has_every_role_and_what_promises_an_error_is_not_hunted(self):
         assert all("half_weights" in names(role) for role in (VARIANT, PEER, HUNTED))
-        assert subject.promise == 1e-3
-        assert subject.is_installed
+        assert named("half_weights").promise == 1e-3
+        assert named("half_weights").is_installed
+        assert "half_weights" in hunt.targets()
+        assert "half_weights" not in hunt.installed()
 
-    def test_the_suite_has_it_as_a_variant(self, beside: Path) -> None:
-        code = (
+    def test_the_suite_has_it_as_a_variant(self):
+        told = ran(
+            "-c",
             "from benchmarks import _workloads as w; import sys; assert 'torch' not in sys.modules;"
             "forward = w.forward('simple_mlp', 'half_weights', 'cpu'); forward();"
-            "print(w.VARIANTS, type(w.subject('simple_mlp', 'half_weights', 'cpu')[0]).__name__)"
+            "print(w.VARIANTS, type(w.subject('simple_mlp', 'half_weights', 'cpu')[0]).__name__)",
         )
-        ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert told.index("'half_weights'") > told.index("'optimized-2-openvino'")
 
-        assert ran.returncode == 0, ran.stderr
-        assert ran.stdout.index("'half_weights'") > ran.stdout.index("'optimized-2-openvino'")
-
-    def test_it_is_a_peer_within_its_promise(self, beside: Path) -> None:
+    def test_it_is_a_peer_within_its_promise(self):
         task = {"device": "cpu", "dtype": "float32", "model": "simple_mlp", "batch": 1}
         task |= {"threads": 1, "peer": "half_weights", "project": str(ROOT)}
-        command = [sys.executable, "-m", "benchmarks.peers._worker", json.dumps(task)]
-        ran = subprocess.run(
-            command,
-            cwd=ROOT,
-            input='{"discarded": 1, "timed": 3}\n',
-            capture_output=True,
-            text=True,
-        )
-        prepared, block = map(json.loads, ran.stdout.splitlines())
+        asked = '{"discarded": 1, "timed": 3}\n'
+        told = ran("-m", "benchmarks.peers._worker", json.dumps(task), input=asked)
+        prepared, block = map(json.loads, told.splitlines())
 
         assert 1e-7 < prepared["difference"] < 1e-3 == prepared["budget"]
         assert len(block["seconds"]) == 3
 
-    @pytest.mark.usefixtures("beside")
-    def test_what_promises_an_error_is_not_hunted(self) -> None:
-        assert "half_weights" in hunt.targets()
-        assert "half_weights" not in hunt.installed()
-
-    @pytest.mark.usefixtures("beside")
-    def test_else_it_is_and_what_differs_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        function = named("half_weights").prepare.args[0].load()  # type: ignore[attr-defined]
-        monkeypatch.delattr(function, "promise")
+    def test_without_a_promise_it_is_hunted_and_what_differs_is_found(self, monkeypatch):
+        monkeypatch.delattr(named("half_weights").prepare.args[0].load(), "promise")
         found = hunt.hunt("half_weights", 30)
-
         assert "half_weights" in hunt.installed()
-        assert found
         assert any("linear" in each.counterexample.spec.tokens for each in found)
         assert "Hunted(name='half_weights')(model, inputs)" in found[0].counterexample.reproducer()
 
 
-def declared(folder: Path, lines: str) -> None:
-    info = folder / "elsewhere-1.0.dist-info"
+def test_an_unknown_name_is_told_with_those_that_there_are():
+    with pytest.raises(ValueError, match="no subject 'nonesuch', but there are eager, optimiz"):
+        named("nonesuch")
+
+
+@pytest.mark.parametrize(
+    ("line", "ask", "said"),
+    [
+        (
+            "broken = no_such_module:subject",
+            lambda: "broken" in names(VARIANT) and named("broken"),
+            "'broken' of elsewhere cannot be loaded .*uninstall",
+        ),
+        ("fx_fuse = somewhere:subject", all_subjects, "two subjects named 'fx_fuse': rename some"),
+    ],
+    ids=["broken", "twice"],
+)
+def test_what_a_package_declares_wrong_names_it(line, ask, said, tmp_path, monkeypatch):
+    info = tmp_path / "elsewhere-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{subjects.GROUP}]\n{lines}\n")
+    (info / "entry_points.txt").write_text(f"[{subjects.GROUP}]\n{line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        ask()
 
 
-class TestWhatIsWrong:
-    def test_an_unknown_name_is_told_with_those_that_there_are(self) -> None:
-        with pytest.raises(ValueError, match="no subject 'nonesuch', but there are eager, optimiz"):
-            named("nonesuch")
-
-    def test_one_that_does_not_load_names_its_package(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        declared(tmp_path, "broken = no_such_module:subject")
-        monkeypatch.syspath_prepend(tmp_path)
-
-        assert "broken" in names(VARIANT)
-        with pytest.raises(ValueError, match=r"'broken' of elsewhere cannot be loaded .*uninstall"):
-            named("broken")
-
-    def test_two_of_one_name_are_an_error(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        declared(tmp_path, "fx_fuse = somewhere:subject")
-        monkeypatch.syspath_prepend(tmp_path)
-
-        with pytest.raises(ValueError, match="two subjects named 'fx_fuse': rename somewhere"):
-            all_subjects()
-
-
-def test_the_variants_stand_in_the_order_that_results_are_filed_in() -> None:
+def test_the_variants_stand_in_the_order_that_results_are_filed_in():
     """Asv files by place too: append, and never reorder."""
     known = ["eager", "optimized-1", "fx_fuse", "optimized-2", "optimized-2-openvino"]
     assert names(VARIANT)[: len(known)] == known
 
 
-def test_peers_stand_before_ours_and_an_unknown_one_last() -> None:
-    assert subjects.ordered(["gone", "optimized-1", "openvino", "fx_fuse"]) == [
-        "fx_fuse",
-        "openvino",
-        "optimized-1",
-        "gone",
-    ]
+def test_peers_stand_before_ours_and_an_unknown_one_last():
+    found = subjects.ordered(["gone", "optimized-1", "openvino", "fx_fuse"])
+    assert found == ["fx_fuse", "openvino", "optimized-1", "gone"]
 
 
-def test_a_speed_up_within_a_promised_error_counts() -> None:
+@pytest.mark.parametrize(("difference", "shown"), [(0.005, True), (0.02, False)])
+def test_a_speed_up_within_a_promised_error_counts(difference, shown):
     """Beyond it the answer is wrong, and has none."""
-    key = ("cpu", "float32", "m", 1, 1)
-    cell = {"seconds": [1.0] * 6, "eager_seconds": [2.0] * 6, "prepared": 1.0, "peak_memory": 1}
-    eager = {**cell, "seconds": [2.0] * 6, "difference": 0.0}
-    for difference, shown in ((0.005, True), (0.02, False)):
-        told = {**cell, "difference": difference, "budget": 0.01}
-        cells = {(*key, "eager"): eager, (*key, "compile"): told}
+    cell = {"eager_seconds": [2.0] * 6, "prepared": 1.0, "peak_memory": 1}
+    cells = {
+        "eager": {**cell, "seconds": [2.0] * 6, "difference": 0.0},
+        "compile": {**cell, "seconds": [1.0] * 6, "difference": difference, "budget": 0.01},
+    }
+    found = tables({("cpu", "float32", "m", 1, 1, peer): told for peer, told in cells.items()})
+    assert ("2.00" in "\n".join(found)) is shown
 
-        assert ("2.00" in "\n".join(tables(cells))) is shown
 
-
-def test_what_a_function_returns_is_called_as_a_module() -> None:
+def test_what_a_function_returns_is_called_as_a_module():
     subject = hunt.Hunted("eager")
     module = subject(nn.ReLU(), (torch.ones(2),))
-
-    assert torch.equal(module(torch.tensor([-1.0, 1.0])), torch.tensor([0.0, 1.0]))
+    assert module(torch.tensor([-1.0, 1.0])).tolist() == [0.0, 1.0]
     assert subject.call == "Hunted(name='eager')(model, inputs)"

@@ -1,123 +1,109 @@
-"""The last lines of a run, what they rest on, and what is said meanwhile."""
+"""What is said of results: the last lines of a run, the table, the alarms of `asv publish`."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from tests.repository import committed, stored
+
 pytest.importorskip("asv")
 
-from benchmarks import measuring
+from benchmarks import measuring, summary
 from benchmarks.history import spread
 from benchmarks.progress import Part, Progress
-from benchmarks.stored import Run, UnreadableError, older_suites, read, runs
+from benchmarks.stored import UnreadableError, older_suites, read, runs
 from benchmarks.verdict import lines
 
+ROOT = Path(__file__).parents[1]
 NODES, FIRED = "graph.Graph.track_nodes", "graph.Rewrites.track_fired"
 RATIO, LATENCY = "cpu.Paired.track_relative_latency", "cpu.Latency.time_forward"
-COLUMNS = ["result", "params", "version", "stats_ci_99_a", "stats_ci_99_b"]
-NAN = float("nan")
+MEMORY, NAN = "cpu.Memory.track_peak_memory", float("nan")
+EQUAL, STILL = "no counts and bytes differ", "no paired ratio moved"
 
 
-MEMORY = "cpu.Memory.track_peak_memory"
-
-
-def stored(folder: Path, results: dict[str, Any], version: str = "1") -> Run:
-    """A file of results of one model; ratios are given with the width of their interval."""
-    rows = {}
-    for name, found in results.items():
-        value, width = found if isinstance(found, tuple) else (found, None)
-        interval = [None, None] if width is None else [[value - width], [value + width]]
-        model = "'optimized-2'" if name == MEMORY else "'one'"
-        rows[name] = [[value], [[model]], version, *interval]
-    folder.mkdir(parents=True, exist_ok=True)
+def run_of(folder, value, name, version="1", width=None):
+    """A file of one result of a model; a ratio is given with the width of its interval."""
     file = folder / "12345678-here.json"
-    about = {"commit_hash": "12345678", "env_name": "here", "result_columns": COLUMNS}
-    file.write_text(json.dumps(about | {"results": rows}))
+    interval = [None, None] if width is None else [[value - width], [value + width]]
+    model = "'optimized-2'" if name == MEMORY else "'one'"
+    stored(file, "12345678", {name: [[value], [[model]], version, *interval]})
     return read(file)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "expected"),
+    ("name", "values", "widths", "expected"),
     [
-        ({NODES: 9}, {NODES: 10}, "1 count differs (1 larger, 0 smaller)"),
-        ({NODES: 9}, {NODES: 8}, "1 count differs (0 larger, 1 smaller)"),
-        ({FIRED: 9}, {FIRED: 8}, "1 count differs (0 larger, 0 smaller, 1 neither)"),
-        ({NODES: 9}, {NODES: NAN}, "no counts and bytes differ"),
-        ({NODES: NAN}, {NODES: 9}, "no counts and bytes differ"),
-        ({NODES: None}, {NODES: 9}, "no counts and bytes differ"),
-        ({MEMORY: 64}, {MEMORY: 96}, "no counts and bytes differ"),
-        (
-            {RATIO: (0.5, 0.01)},
-            {RATIO: (0.6, 0.01)},
-            "1 paired ratio moved by up to 20.0 % (1 slower, 0 faster), which separate runs cannot"
-            " tell from noise: `python -m benchmarks compare 12345678 12345678` decides",
-        ),
-        (
-            {RATIO: (0.5, 0.01)},
-            {RATIO: (0.4, 0.01)},
-            "1 paired ratio moved by up to 20.0 % (0 slower, 1 faster)",
-        ),
-        ({RATIO: (0.5, 0.06)}, {RATIO: (0.6, 0.06)}, "no paired ratio moved"),
-        ({RATIO: (0.5, NAN)}, {RATIO: (0.6, 0.01)}, "no paired ratio moved"),
-        ({LATENCY: (1.0, 0.01)}, {LATENCY: (2.0, 0.01)}, "no paired ratio moved"),
+        (NODES, (9, 10), (None, None), "1 count differs (1 larger, 0 smaller)"),
+        (NODES, (9, 8), (None, None), "1 count differs (0 larger, 1 smaller)"),
+        (FIRED, (9, 8), (None, None), "1 count differs (0 larger, 0 smaller, 1 neither)"),
+        (NODES, (9, NAN), (None, None), EQUAL),
+        (NODES, (NAN, 9), (None, None), EQUAL),
+        (NODES, (None, 9), (None, None), EQUAL),
+        (MEMORY, (64, 96), (None, None), EQUAL),
+        (RATIO, (0.5, 0.6), (0.01, 0.01), "1 paired ratio moved by up to 20.0 % (1 slower, 0 faste"
+         "r), which separate runs cannot tell from noise: `python -m benchmarks compare 12345678"
+         " 12345678` decides"),
+        (RATIO, (0.5, 0.4), (0.01, 0.01), "1 paired ratio moved by up to 20.0 % (0 slower, 1 fast"),
+        (RATIO, (0.5, 0.6), (0.06, 0.06), STILL),
+        (RATIO, (0.5, 0.6), (NAN, 0.01), STILL),
+        (LATENCY, (1.0, 2.0), (0.01, 0.01), STILL),
     ],
-)
-def test_what_differs_is_told(tmp_path: Path, before: Any, after: Any, expected: str) -> None:
-    told = list(lines(stored(tmp_path / "b", after), stored(tmp_path / "a", before)))
+)  # fmt: skip
+def test_what_differs_is_told(tmp_path, name, values, widths, expected):
+    before, after = (run_of(tmp_path / str(width), value, name, width=width)
+                     for value, width in zip(values, widths, strict=True))  # fmt: skip
+    told = list(lines(after, before))
 
     assert expected in told[0]
     assert len(told) == 1 + expected.startswith("1")
     assert not re.search("ratio.* (worse|better)", "\n".join(told))
 
 
-def test_what_was_defined_otherwise_is_not_compared(tmp_path: Path) -> None:
-    before, after = stored(tmp_path / "a", {NODES: 9}), stored(tmp_path / "b", {NODES: 10}, "2")
-
-    assert "no counts and bytes differ" in next(lines(after, before))
+def test_what_was_defined_otherwise_is_not_compared(tmp_path):
+    before, after = (run_of(tmp_path / each, 9 + int(each), NODES, each) for each in "12")
+    assert EQUAL in next(lines(after, before))
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "3", '{"results": {"a": 3}, "result_columns": ["result"]}']
 )
-def test_what_cannot_be_read_is_a_sentence_that_says_what_to_do(tmp_path: Path, text: str) -> None:
+def test_what_cannot_be_read_is_a_sentence_that_says_what_to_do(tmp_path, text):
     file = tmp_path / "12345678-here.json"
     file.write_text(text)
-
-    with pytest.raises(UnreadableError, match=r"git checkout -- .* or delete it"):
+    with pytest.raises(UnreadableError, match=r"git checkout -- .* or delete it") as told:
         read(file)
-    assert runs(tmp_path)[0] == []
-    assert len(runs(tmp_path)[1]) == 1
+    assert runs(tmp_path) == ([], [str(told.value)])
 
 
-def test_files_of_an_older_suite_are_named(tmp_path: Path) -> None:
-    run = stored(tmp_path, {NODES: 9})
-
+def test_files_of_an_older_suite_are_named(tmp_path):
+    run = run_of(tmp_path, 9, NODES)
     assert older_suites([run], {NODES: "1"}) == ""
     assert str(run.file) in older_suites([run], {NODES: "2"})
     assert f"names are gone: {NODES}." in older_suites([run], {"graph.other": "1"})
 
 
-def test_commits_are_spread_evenly_with_the_newest_and_the_oldest() -> None:
-    life = [str(number) for number in range(11)]
-
-    assert spread(life, 3) == ["0", "5", "10"]
-    assert spread(life, 1) == ["0"]
-    assert spread(life, 99) == life
+@pytest.mark.parametrize(("count", "expected"), [(3, [0, 5, 10]), (1, [0]), (99, [*range(11)])])
+def test_commits_are_spread_evenly_with_the_newest_and_the_oldest(count, expected):
+    assert spread(range(11), count) == expected
 
 
-def test_a_line_comes_while_asv_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_comes_while_asv_is_silent(capsys):
     part = Part("memory", ("Memory",), 60.0, cells=11)
-    with Progress([part, part], silence=0.05) as progress:
+    with Progress([part, part], silence=0.03) as progress:
         progress.begin(part)
         progress.told.write_text("cpu.Memory('one')\ncpu.Memory('two')\n")
-        time.sleep(0.3)
+        time.sleep(0.15)
     told = capsys.readouterr().out.splitlines()
 
     assert len(told) >= 3
@@ -125,13 +111,114 @@ def test_a_line_comes_while_asv_is_silent(capsys: pytest.CaptureFixture[str]) ->
     assert told[-1].startswith("-- memory, cpu.Memory('two'): 2 of 22, ")
 
 
-def test_a_disk_that_is_nearly_full_stops_it_before_a_part(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_disk_that_is_nearly_full_stops_it_before_a_part(monkeypatch, capsys):
     place = measuring.Place("12345678", "there", "here")
     monkeypatch.setattr(measuring.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
     monkeypatch.setattr(measuring, "run_part", lambda *_, **__: 0)
-    status = measuring._parts(place, [Part("memory", ("Memory",), 60.0, cells=11)], [])
-
-    assert status == 1
+    assert measuring._parts(place, [Part("memory", ("Memory",), 60.0, cells=11)], []) == 1
     assert "the disk has 1 MB left" in capsys.readouterr().err
+
+
+VARIANTS = ["'eager'", "'optimized-1'", "'optimized-2'"]
+ONES = [1.0, 1.0, 1.0]
+
+
+@pytest.fixture
+def printed(tmp_path, monkeypatch, capsys):
+    """The table, of files of a commit, its date, and the numbers that each benchmark found."""
+
+    def printed(*files, models=("'one'",), names=(LATENCY, MEMORY, RATIO), device="cpu"):
+        for commit, date, found in files:
+            row = [found, [models, VARIANTS], "1", found, found]
+            rows = dict.fromkeys(names if commit == "b" else (LATENCY, MEMORY, RATIO), row)
+            rows = {name.replace("cpu", device): each for name, each in rows.items()}
+            about = {"date": date, "params": {"machine": "there"}}
+            stored(tmp_path / "there" / f"{commit}-here.json", commit * 8, rows, **about)
+        monkeypatch.setattr(summary, "RESULTS", tmp_path)
+        summary.main(["--device", device])
+        return capsys.readouterr().out
+
+    return printed
+
+
+def test_the_latest_that_is_whole_is_printed(printed):
+    found = printed(("a", 2, [4e-3, 2e-3, 1e-3]), ("c", 1, ONES))
+    assert found.startswith("Commit aaaaaaaa on there")
+    assert "| one | 4 → 2 → 1 | 0.002 [0.002, 0.002] | 0.001 [0.001, 0.001] |" in found
+    assert printed(("b", 3, ONES), names=(LATENCY,)).startswith("Commit aaaaaaaa")
+    assert printed(("d", 4, ONES), device="mps").startswith("Commit dddddddd")
+
+
+def test_a_model_of_which_something_was_not_measured_has_no_row(printed):
+    found = printed(("a", 2, [4.0, None, 1.0, 3.0, 2.0, 1.0]), models=("'one'", "'other'"))
+    assert "| other |" in found
+    assert "| one |" not in found
+    assert printed(("a", 2, None)).rstrip().endswith("|---|")
+
+
+def test_without_results_it_says_what_to_do(printed):
+    with pytest.raises(SystemExit, match="tox run -e bench"):
+        printed()
+
+
+@pytest.mark.parametrize("name", ["census", "figures", "summary"])
+def test_each_command_has_help(name, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(f"benchmarks.{name}").main(["--help"])
+    assert f"usage: python -m benchmarks.{name}" in capsys.readouterr().out
+
+
+FOUR, WORSE = ["'eager'", "'optimized-1'", "'fx_fuse'", "'optimized-2'"], [9, 9, 12, 12]
+BYTES = [64, 64, 96, 96]
+# What each benchmark finds in four commits, by variant; it is worse, or merely more, in the last.
+FOUND = {
+    LATENCY: [[1, 1, 2, 2]] * 4,
+    RATIO: [[0.5, 0.5, 0.9, 0.9]] * 4,
+    MEMORY: [BYTES, [64, 64, 65, 65], BYTES, BYTES],
+    NODES: [WORSE, [1000, 1000, 1000, 1001], WORSE, [9] * 4],
+    "graph.Work.track_launches": [WORSE, [9, 9, 8, 8], WORSE, [9] * 4],
+    FIRED: [[3, 3, 5, 5]],
+    "graph.Rewrites.track_refused": [[3, 3, 5, 5]],
+    "optimize_cost.Models.time_optimize": [[1, 1, 2, 2]] * 4,
+}
+
+
+def benchmark(name):
+    params = [["'one'"], FOUR][: 1 if "Rewrites" in name else 2]
+    kind = "time" if "time_" in name else "track"
+    about = {"name": name, "version": "1", "type": kind, "unit": "", "params": params}
+    return about | {"param_names": ["model", "variant"][: len(params)]}
+
+
+def test_only_exact_numbers_that_a_commit_makes_worse_are_alarms(tmp_path):
+    """What the page of regressions has after each of four commits was measured."""
+    pytest.importorskip("asv_tachyon")
+    folder = tmp_path / "results" / "there"
+    machine = dict.fromkeys(("arch", "cpu", "num_cpu", "ram", "os"), "") | {"machine": "there"}
+    about = {"python": "", "requirements": {}, "env_vars": {}, "version": 2, "params": machine}
+    for place, commit in enumerate([committed(tmp_path, str(place)) for place in range(4)]):
+        rows = {
+            name: [[cells[place] for cells in found], benchmark(name)["params"], "1"]
+            for name, found in FOUND.items()
+        }
+        stored(folder / f"{commit[:8]}-here.json", commit, rows, date=1000 * place, **about)
+    stored(folder / "12345678-here.json", commit, {"by hand": 3}, date=1, **about)
+    (folder / "machine.json").write_text(json.dumps(machine | {"version": 1}))
+    listing = {name: benchmark(name) for name in FOUND} | {"version": 2}
+    (tmp_path / "results" / "benchmarks.json").write_text(json.dumps(listing))
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    shutil.copy(ROOT / "asv.conf.json", tmp_path)
+    home = os.environ | {"HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-m", "asv", "publish"], cwd=tmp_path, check=True, env=home)
+    found = json.loads((tmp_path / ".asv" / "html" / "regressions.json").read_text())
+
+    listed = {name for name, *_ in found["regressions"]}
+    assert listed == {f"{name}('one', 'optimized-1')" for name in (MEMORY, NODES)}
+
+
+def test_what_was_not_measured_ends_no_step(monkeypatch):
+    pytest.importorskip("asv_tachyon")
+    monkeypatch.syspath_prepend(ROOT)
+    alarms = importlib.import_module("benchmarks.plugins.alarms")
+    series = [(1, 5), (2, None), (3, 5), (4, NAN), (7, 6)]
+    assert alarms.steps(series) == [(1, 4, 5, 5, 0.0), (7, 8, 6, 6, 0.0)]

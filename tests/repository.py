@@ -1,11 +1,18 @@
-"""What the tests of the benchmark suite share: git in a folder, and what asv keeps there."""
+"""What the tests of the benchmark suite share: tables, git in a folder, what asv keeps there."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 
+import pytest
+
 COLUMNS = ["result", "params", "version", "stats_ci_99_a", "stats_ci_99_b"]
+
+
+def table(cells, *rows):
+    """Run a test on each of some rows; `cells` are the arguments that they hold."""
+    return pytest.mark.parametrize(cells.split(), rows)
 
 
 def git(folder, *arguments):

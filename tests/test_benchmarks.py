@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import importlib
 import inspect
@@ -11,6 +12,7 @@ import math
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -29,6 +31,8 @@ from asv_runner.discovery import disc_benchmarks
 
 import models
 import optimizer
+from tests.repository import table
+from tests.single_pass import Forward
 
 with warnings.catch_warnings():
     # torch deprecates what this module of its own imports.
@@ -136,37 +140,23 @@ def test_each_forward_benchmark_runs_on_the_cpu():
         assert all(0 < ratio < float("inf") for ratio in found["samples"])
 
 
-def test_setting_up_again_prepares_nothing_again():
-    one("cpu.Latency.time_forward", SMALL, "eager")
-    misses = SUBJECTS.forward.cache_info().misses
-    one("cpu.Latency.time_forward", SMALL, "eager")
-    assert SUBJECTS.forward.cache_info().misses == misses
-
-
-def test_a_latency_is_called_before_it_is_measured():
-    calls = []
-    module, _ = SUBJECTS.subject(SMALL, "eager", "cpu")
-    with module.register_forward_hook(lambda *call: calls.append(call)):
-        SUBJECTS.forward.__wrapped__(SMALL, "eager", "cpu")
+def test_what_is_timed_is_called_before_and_prepared_once():
+    calls, wanted = [], (SMALL, "eager", "cpu")
+    with SUBJECTS.subject(*wanted)[0].register_forward_hook(lambda *call: calls.append(call)):
+        assert SUBJECTS.forward(*wanted) is SUBJECTS.forward(*wanted)
     assert len(calls) == 2
 
 
-def test_each_cost_benchmark_runs_in_memory_that_no_earlier_result_left(monkeypatch):
-    given_back = []
-    module = sys.modules[BENCHMARKS["optimize_cost.Models.time_optimize"].func.__module__]
-    monkeypatch.setattr(module, "give_freed_memory_back", lambda: given_back.append(1))
-    assert len(run("optimize_cost.Models.time_optimize", SMALL)) == len(given_back) == 4
-    assert len(run("optimize_cost.Scaling.time_optimize", "300")) == 2
-
-
-def test_what_nobody_holds_is_gone_when_memory_is_given_back():
+def test_each_cost_benchmark_runs_in_memory_that_no_earlier_result_left():
     ring = torch.nn.Identity()
     ring.__dict__["ring"], left = ring, weakref.ref(ring)
+    gc.disable()
     del ring
+    assert len(run("optimize_cost.Scaling.time_optimize", "300")) == 2
     assert left() is not None
-    importlib.import_module("benchmarks._memory").give_freed_memory_back()
-
+    assert len(run("optimize_cost.Models.time_optimize", SMALL)) == 4
     assert left() is None
+    gc.enable()
 
 
 def test_the_graphs_are_counted(tmp_path):
@@ -206,18 +196,19 @@ def test_only_what_is_asked_for_is_counted_and_only_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("failure", [NotImplementedError, ValueError])
-def test_why_there_is_no_number_is_remembered(failure, tmp_path):
+def test_a_model_that_cannot_be_optimized_fails_alone_and_once(failure, tmp_path, monkeypatch):
     asked = []
+    monkeypatch.setattr(COUNTED, "rewriter", lambda variant, timed: asked.append(1) or fail)
 
-    def make():
-        asked.append(1)
+    def fail(*_):
         raise failure("no such thing")
 
-    expected = NotImplementedError if failure is NotImplementedError else RuntimeError
-    for _ in range(2):
-        with pytest.raises(expected, match="no such thing"):
-            COUNTED.kept(tmp_path, "a", make)
+    is_na = failure is NotImplementedError
+    for _ in range(2):  # what the first one raised is kept for the second
+        with nullcontext() if is_na else pytest.raises(RuntimeError, match="no such thing"):
+            assert one(NODES, SMALL, "optimized-1", cache=tmp_path) is None
     assert asked == [1]
+    assert one(NODES, SMALL, "eager", cache=tmp_path) > 0
 
 
 def test_what_a_process_did_not_finish_to_write_is_not_read(tmp_path, monkeypatch):
@@ -228,28 +219,16 @@ def test_what_a_process_did_not_finish_to_write_is_not_read(tmp_path, monkeypatc
     assert COUNTED.kept(tmp_path, "a", lambda: 2) == 2
 
 
-def test_a_model_that_cannot_be_optimized_fails_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(COUNTED, "rewriter", lambda variant, timed: lambda *call: 1 / 0)
-    assert one(NODES, SMALL, "eager", cache=tmp_path) > 0
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        one(NODES, SMALL, "optimized-1", cache=tmp_path)
-
-
 def test_level_2_is_counted_without_a_clock(tmp_path, monkeypatch):
     monkeypatch.setattr("optimizer.lowering.choose.Times.race", lambda *call, **options: 1 / 0)
     assert one("graph.Lowered.track_regions", SMALL, "optimized-2", cache=tmp_path) == 1
 
 
-class Halves(torch.nn.Module):
-    """Outside every region: it has no product. It is wrong by a quarter in float32."""
-
-    def forward(self, x):
-        return x.div(2) if x.dtype == torch.float64 else x.div(2).mul(1.25)
-
-
 def test_an_error_is_relative_to_the_largest_value_of_the_same_in_float64():
-    exact = ERROR.in_float64(Halves(), [torch.tensor([1.0, -4.0])])
-    actual = ERROR.answered(Halves(), [torch.tensor([1.0, -4.0])])
+    """It is wrong by a quarter in float32."""
+    halves = Forward("x.div(2) if x.dtype == torch.float64 else x.div(2).mul(1.25)")
+    exact = ERROR.in_float64(halves, [torch.tensor([1.0, -4.0])])
+    actual = ERROR.answered(halves, [torch.tensor([1.0, -4.0])])
     assert exact[0].tolist() == [0.5, -2.0]
     assert ERROR.error_bound(actual, exact) == 2**23 / 4
 
@@ -261,22 +240,11 @@ def test_an_error_is_rounded_up_to_a_power_of_two(steps, bound):
     assert ERROR.error_bound([actual], [exact]) == bound
 
 
-class OnlyFloat32(torch.nn.Module):
-    def forward(self, x):
-        assert x.dtype == torch.float32
-
-
 def test_calls_are_told_by_what_runs_them():
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = torch.nn.Conv2d(3, 4, 3)
-
-        def forward(self, x):
-            return self.conv(self.conv(x)[:, :3].log().abs()).relu()
-
-    model, inputs = Model().eval().requires_grad_(False), (torch.rand(1, 3, 16, 16),)
-    optimized = SUBJECTS.rewriter("optimized-2", timed=False)(model, inputs)
+    model = Forward("m.conv(m.conv(x)[:, :3].log().abs()).relu()", conv=torch.nn.Conv2d(3, 4, 3))
+    inputs = (torch.rand(1, 3, 16, 16),)
+    rewriter = SUBJECTS.rewriter("optimized-2", timed=False)
+    optimized = rewriter(model.eval().requires_grad_(False), inputs)
     found = importlib.import_module("benchmarks._lowered").lowered(optimized, inputs)
 
     assert (found["regions"], found["packed"]) == (2, 3)
@@ -284,10 +252,9 @@ def test_calls_are_told_by_what_runs_them():
     assert found["engine"] == found["portable"] == 0
 
 
-def test_an_absent_device_is_found_without_importing_torch():
-    program = f"""
-import shutil, sys
-sys.path.insert(0, {str(SUITE.parent)!r})
+def test_peers_are_listed_and_an_absent_device_is_found_without_importing_torch():
+    program = """
+import shutil, sys, benchmarks.peers.__main__
 shutil.which, sys.platform = (lambda name: None), "linux"
 from benchmarks import cuda, mps
 for suite in (cuda, mps):
@@ -298,9 +265,10 @@ for suite in (cuda, mps):
             print("n/a")
 print("torch" in sys.modules)
 """
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-
-    assert answer.stdout.split() == [b"n/a"] * 6 + [b"False"]
+    environment = os.environ | {"PYTHONPATH": ""}
+    command = [sys.executable, "-c", program]
+    answer = subprocess.check_output(command, cwd=SUITE.parent, env=environment)
+    assert answer.split() == [b"n/a"] * 6 + [b"False"]
 
 
 def only_level_1(module, inputs, level, check):
@@ -309,16 +277,14 @@ def only_level_1(module, inputs, level, check):
     return module
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "lacks", "is_measured"),
-    [
-        ("graph.Work.track_flops", "optimized-1", "analysis.memory", False),
-        (NODES, "optimized-1", "analysis.memory", True),
-        (PEAK, "optimized-1", "optimize", False),
-        (PEAK, "optimized-1", "measure", False),
-        (PEAK, "optimized-1", "other levels", True),
-        (PEAK, "optimized-2", "other levels", False),
-    ],
+@table(
+    "name params lacks is_measured",
+    ("graph.Work.track_flops", "optimized-1", "analysis.memory", False),
+    (NODES, "optimized-1", "analysis.memory", True),
+    (PEAK, "optimized-1", "optimize", False),
+    (PEAK, "optimized-1", "measure", False),
+    (PEAK, "optimized-1", "other levels", True),
+    (PEAK, "optimized-2", "other levels", False),
 )
 def test_what_an_old_commit_lacks_is_not_available(
     name, params, lacks, is_measured, monkeypatch, tmp_path
@@ -342,25 +308,24 @@ def optimize_is(function):
     return mock.patch.object(optimizer, "optimize", function)
 
 
+ONLY_32 = Forward("1 / (x.dtype == torch.float32)")
 OPENVINO, NOTHING, NA = rewrite("optimized-2-openvino"), nullcontext(), NotImplementedError
 NO_ENGINE = mock.patch("optimizer.lowering.engines.obstacle", return_value="is not installed")
 NO_TIMM = mock.patch.dict("sys.modules", timm=None)
 OLD, NAN, ONE = lambda module, inputs, level, check: module, torch.tensor(math.nan), torch.ones(1)
 
 
-@pytest.mark.parametrize(
-    ("ask", "where", "error", "said"),
-    [
-        (lambda: SUBJECTS.built("nonesuch", "cpu"), NOTHING, NA, "no model nonesuch"),
-        (lambda: SUBJECTS.imported("nonesuch"), NOTHING, NA, "this commit has no nonesuch"),
-        (lambda: SUBJECTS.built("repvgg_a0", "cpu"), NO_TIMM, NA, "timm is not installed: run pip"),
-        (rewrite("optimized-2", timed=False), optimize_is(OLD), NA, "without timing"),
-        (rewrite("optimized-1"), optimize_is(lambda *_, **__: int("one")), ValueError, "literal"),
-        (OPENVINO, NO_ENGINE, NA, "openvino"),
-        (OPENVINO, optimize_is(only_level_1), NA, "no engines"),
-        (lambda: ERROR.in_float64(OnlyFloat32(), [ONE]), NOTHING, NA, "float64"),
-        (lambda: ERROR.error_bound([NAN], [ONE[0]]), NOTHING, ValueError, "not finite"),
-    ],
+@table(
+    "ask where error said",
+    (lambda: SUBJECTS.built("nonesuch", "cpu"), NOTHING, NA, "no model nonesuch"),
+    (lambda: SUBJECTS.imported("nonesuch"), NOTHING, NA, "this commit has no nonesuch"),
+    (lambda: SUBJECTS.built("repvgg_a0", "cpu"), NO_TIMM, NA, "timm is not installed: run pip"),
+    (rewrite("optimized-2", timed=False), optimize_is(OLD), NA, "without timing"),
+    (rewrite("optimized-1"), optimize_is(lambda *_, **__: int("one")), ValueError, "literal"),
+    (OPENVINO, NO_ENGINE, NA, "openvino"),
+    (OPENVINO, optimize_is(only_level_1), NA, "no engines"),
+    (lambda: ERROR.in_float64(ONLY_32, [ONE]), NOTHING, NA, "float64"),
+    (lambda: ERROR.error_bound([NAN], [ONE[0]]), NOTHING, ValueError, "not finite"),
 )
 def test_what_is_not_available_says_why_and_what_is_wrong_fails(ask, where, error, said):
     with where, pytest.raises(error, match=said):
@@ -435,16 +400,14 @@ def test_every_command_files_under_one_name_without_what_changes_under_it(
     assert capsys.readouterr().out.strip() == machine
 
 
-@pytest.mark.parametrize(
-    ("processors", "told", "before", "after"),
-    [
-        ("cpu family\t: 6\nmodel\t\t: 143\nmodel name : Xeon\nstepping : 8", {}, "-6-143-8", ""),
-        ("cpu family:6\nmodel:1\nstepping:2\n\nmodel:7", {}, "-6-1-2", ""),
-        ("CPU implementer: 0x41\nCPU part: 0xd40\nCPU revision: 1", {}, "-0x41-0xd40-1", ""),
-        ("", {"sysctl": "Apple M2 Pro\n"}, "-Apple-M2-Pro", ""),
-        ("", {"nvidia-smi": "NVIDIA H100\nNVIDIA H100\n"}, "", "-NVIDIA-H100"),
-        ("", {}, "", ""),
-    ],
+@table(
+    "processors told before after",
+    ("cpu family\t: 6\nmodel\t\t: 143\nmodel name : Xeon\nstepping : 8", {}, "-6-143-8", ""),
+    ("cpu family:6\nmodel:1\nstepping:2\n\nmodel:7", {}, "-6-1-2", ""),
+    ("CPU implementer: 0x41\nCPU part: 0xd40\nCPU revision: 1", {}, "-0x41-0xd40-1", ""),
+    ("", {"sysctl": "Apple M2 Pro\n"}, "-Apple-M2-Pro", ""),
+    ("", {"nvidia-smi": "NVIDIA H100\nNVIDIA H100\n"}, "", "-NVIDIA-H100"),
+    ("", {}, "", ""),
 )
 def test_a_machine_is_named_by_processor_cores_and_gpu(
     monkeypatch, tmp_path, processors, told, before, after
@@ -499,17 +462,23 @@ def smoke(monkeypatch, tmp_path):
     """`python -m benchmarks --smoke`, with asv replaced by what it says and how it ends."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    results = Path("results")
+    (results / "here").mkdir(parents=True)
 
     def smoke(output, status):
         def asv(name, *arguments, hear):
-            if name == "check":
-                return 0
-            for line in output:
-                hear(line)
-            return status
+            (results / "benchmarks.json").write_text("after")
+            (results / "here" / "machine.json").write_text("new")
+            for line in output if name == "run" else ():
+                hear(line) if line else signal.raise_signal(signal.SIGINT)
+            return status if name == "run" else 0
 
+        (results / "benchmarks.json").write_text("before")
         monkeypatch.setattr("benchmarks.smoke.asv", asv)
-        return MAIN.main(["--smoke"])
+        found = MAIN.main(["--smoke"])
+        assert (results / "benchmarks.json").read_text() == "before"
+        assert not any((results / "here").iterdir())
+        return found
 
     return smoke
 
@@ -524,20 +493,18 @@ FAILING = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("output", "status", "expected"),
-    [
-        (["  tiny_convnet    eager   12.3±0.1μs "], 0, 0),
-        (["  tiny_convnet    eager      n/a     "], 0, 1),
-        (["  tiny_convnet   optimized-1  n/a  "], 0, 1),
-        (["  tiny_convnet    eager   12.3±0.1μs ", "OSError: no space"], 1, 1),
-        ([], 0, 1),
-        ([*FAILING, *(f"           model_{at}   eager   {at}" for at in range(999))], 2, 2),
-    ],
+@table(
+    "output status expected",
+    (["  tiny_convnet    eager   12.3±0.1μs "], 0, 0),
+    (["  tiny_convnet    eager      n/a     "], 0, 1),
+    (["  tiny_convnet   optimized-1  n/a  "], 0, 1),
+    (["  tiny_convnet    eager   12.3±0.1μs ", "OSError: no space"], 1, 1),
+    ([], 0, 1),
+    ([""], 0, 130),
+    ([*FAILING, *(f"           model_{at}   eager   {at}" for at in range(999))], 2, 2),
 )
 def test_a_smoke_run_that_measures_nothing_or_stops_fails(smoke, capsys, output, status, expected):
     assert smoke(output, status) == expected
-
     said = capsys.readouterr().out
     assert ("OSError: no space" in said) is (status == 1)
     assert status != 2 or said.splitlines()[1:] == [
@@ -546,25 +513,6 @@ def test_a_smoke_run_that_measures_nothing_or_stops_fails(smoke, capsys, output,
         "[100.0%] graph.Graph.track_nodes: ok",
         "Some benchmarks failed: why is above.",
     ]
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_smoke_run_leaves_the_results_as_they_were(smoke, tmp_path, stopped):
-    results = tmp_path / "results"
-    (results / "here").mkdir(parents=True)
-    old, new = results / "benchmarks.json", results / "here" / "machine.json"
-    old.write_text("before")
-
-    def lines():
-        old.write_text("after")
-        new.write_text("new")
-        if stopped:
-            raise KeyboardInterrupt
-        yield from ()
-
-    assert smoke(lines(), 0) == (130 if stopped else 1)
-    assert old.read_text() == "before"
-    assert not new.exists()
 
 
 def test_without_asv_there_is_help_and_one_line_says_what_to_run(monkeypatch, capsys):
@@ -588,15 +536,13 @@ def test_help_has_a_line_and_an_example_for_every_command(capsys):
         assert f"\n  python -m benchmarks {name}" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--nosuch", "knows --nosuch"),
-        ("nosuch", "knows nosuch"),
-        ("--all --quick --nosuch", "knows --nosuch"),
-        ("machine --nosuch", "unrecognized arguments: --nosuch"),
-        ("--smoke --all", "unrecognized arguments: --all"),
-    ],
+@table(
+    "arguments said",
+    ("--nosuch", "knows --nosuch"),
+    ("nosuch", "knows nosuch"),
+    ("--all --quick --nosuch", "knows --nosuch"),
+    ("machine --nosuch", "unrecognized arguments: --nosuch"),
+    ("--smoke --all", "unrecognized arguments: --all"),
 )
 def test_what_no_command_knows_is_refused_before_any_work(monkeypatch, capsys, arguments, said):
     monkeypatch.setattr("benchmarks.measuring._measure", lambda *_: pytest.fail("it began"))

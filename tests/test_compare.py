@@ -36,7 +36,7 @@ from benchmarks.compare.verdicts import Change, Looks, flagged, verdict
 from tests.quality import alarms
 from tests.quality.verdicts import Setting, simulate
 from tests.quality.verdicts import rounds as drawn
-from tests.repository import committed, git
+from tests.repository import committed, git, table
 
 ROOT = Path(__file__).parents[1]
 SUITE = '''
@@ -225,23 +225,21 @@ class TestPlantedChanges:
         assert "nothing could be compared" in output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "declared", "said"),
-    [
-        ("HEAD no-such-branch", None, "there is no commit 'no-such-branch' here"),
-        ("HEAD HEAD -b nothing", None, "no benchmark matches 'nothing'"),
-        ("HEAD HEAD -b toy --resume", None, "there is nothing to resume"),
-        ("HEAD HEAD --rounds 3", None, "fewer than 4 tell nothing"),
-        ("HEAD HEAD --minutes 0", None, "--minutes is 0.0: name a time above 0."),
-        ("HEAD HEAD --minutes nan", None, "--minutes is nan: name a time above 0."),
-        ("HEAD HEAD --json no/such/folder.json", None, "there is no folder"),
-        (DECLARED, None, "has no file declared.toml"),
-        (DECLARED, "[[change", "declared.toml cannot be read"),
-        (DECLARED, "[[change]]\ncells = 'a'", "cannot be read ('reason')"),
-        (DECLARED, "[[change]]\ncells = 'a'\nreason = ' '", "no reason for a"),
-        (DECLARED, "[[change]]\ncells = '('\nreason = 'b'", "declared.toml cannot be read"),
-        (DECLARED, "change = 3", "declared.toml cannot be read"),
-    ],
+@table(
+    "arguments declared said",
+    ("HEAD no-such-branch", None, "there is no commit 'no-such-branch' here"),
+    ("HEAD HEAD -b nothing", None, "no benchmark matches 'nothing'"),
+    ("HEAD HEAD -b toy --resume", None, "there is nothing to resume"),
+    ("HEAD HEAD --rounds 3", None, "fewer than 4 tell nothing"),
+    ("HEAD HEAD --minutes 0", None, "--minutes is 0.0: name a time above 0."),
+    ("HEAD HEAD --minutes nan", None, "--minutes is nan: name a time above 0."),
+    ("HEAD HEAD --json no/such/folder.json", None, "there is no folder"),
+    (DECLARED, None, "has no file declared.toml"),
+    (DECLARED, "[[change", "declared.toml cannot be read"),
+    (DECLARED, "[[change]]\ncells = 'a'", "cannot be read ('reason')"),
+    (DECLARED, "[[change]]\ncells = 'a'\nreason = ' '", "no reason for a"),
+    (DECLARED, "[[change]]\ncells = '('\nreason = 'b'", "declared.toml cannot be read"),
+    (DECLARED, "change = 3", "declared.toml cannot be read"),
 )
 def test_what_cannot_be_compared_is_told_in_a_sentence(
     repository, monkeypatch, capfd, arguments, declared, said
@@ -641,18 +639,16 @@ class TestTheJournal:
         journal.begin()
         assert journal.resume([A]) == ([Series(A)], [])
 
-    @pytest.mark.parametrize(
-        ("content", "said"),
-        [
-            ("", "cannot be read"),
-            ("nothing\n", "cannot be read"),
-            ("[]\n", "is of [], and not of"),
-            (json.dumps(ABOUT | {"machine": "elsewhere"}) + "\n", "and not of"),
-            (BEGUN + '{"cell": "a"}\n', "cannot be read ('again')"),
-            (BEGUN + "3\n", "cannot be read"),
-            (BEGUN + ROUND % "NaN", "NaN is no number that was measured"),
-            (BEGUN + ROUND % "1e999", "not finite"),
-        ],
+    @table(
+        "content said",
+        ("", "cannot be read"),
+        ("nothing\n", "cannot be read"),
+        ("[]\n", "is of [], and not of"),
+        (json.dumps(ABOUT | {"machine": "elsewhere"}) + "\n", "and not of"),
+        (BEGUN + '{"cell": "a"}\n', "cannot be read ('again')"),
+        (BEGUN + "3\n", "cannot be read"),
+        (BEGUN + ROUND % "NaN", "NaN is no number that was measured"),
+        (BEGUN + ROUND % "1e999", "not finite"),
     )
     def test_what_cannot_be_resumed_is_told_and_stays_as_it_is(self, journal, content, said):
         journal.path.write_text(content)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository import committed, git
+from tests.repository import committed, git, table
 
 pytestmark = pytest.mark.integration
 pytest.importorskip("asv")
@@ -191,13 +191,11 @@ def _wait(condition, seconds=90):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("--commit nonesuch", "there is no commit 'nonesuch' here"),
-        ("--bench nonesuch", "no benchmark matches ['nonesuch']"),
-        ("", "there is no asv.conf.json here"),
-    ],
+@table(
+    "arguments expected",
+    ("--commit nonesuch", "there is no commit 'nonesuch' here"),
+    ("--bench nonesuch", "no benchmark matches ['nonesuch']"),
+    ("", "there is no asv.conf.json here"),
 )
 def test_what_cannot_be_measured_is_a_sentence(project, arguments, expected):
     if not arguments:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,15 +15,14 @@ import pytest
 import torch
 
 import benchmarks.peers as suite
-import models
 from benchmarks import subjects
-from benchmarks._workloads import TORCHVISION
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import _process, _worker
 from benchmarks.peers._process import PeerError, Worker, worker
 from benchmarks.peers._rounds import Plan, measured
 from benchmarks.peers._store import Store
 from benchmarks.peers._table import Spread, tables
+from tests.repository import table
 
 ROOT = Path(__file__).parents[1]
 PLAN = Plan(rounds=6, block_seconds=0.01, limit=20)
@@ -119,17 +117,15 @@ def program(code, limit=PLAN.limit):
     return Worker([sys.executable, "-c", f"import json, os, subprocess, sys, time\n{code}"], limit)
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        (
-            'print(\'{"reason": "TypeError: too hard"}\', flush=True); exit(1)',
-            "TypeError: too hard",
-        ),
-        ("time.sleep(60)", "no answer in 0.5 s"),
-        ("sys.exit('MemoryError: no more')", "exit status 1: MemoryError: no more"),
-        ("os.kill(os.getpid(), 9)", "SIGKILL"),
-    ],
+@table(
+    "code reason",
+    (
+        'print(\'{"reason": "TypeError: too hard"}\', flush=True); exit(1)',
+        "TypeError: too hard",
+    ),
+    ("time.sleep(60)", "no answer in 0.5 s"),
+    ("sys.exit('MemoryError: no more')", "exit status 1: MemoryError: no more"),
+    ("os.kill(os.getpid(), 9)", "SIGKILL"),
 )
 def test_a_worker_answers_or_it_is_told_why_not(code, reason):
     echo = "print(sys.stdin.readline(), end='', flush=True)"
@@ -168,13 +164,8 @@ def _ended(process):
     return False
 
 
-CELL = {
-    "seconds": [0.002] * 6,
-    "eager_seconds": [0.003] * 6,
-    "prepared": 1.5,
-    "peak_memory": 3 * 2**20,
-    "difference": 1e-7,
-}
+CELL = {"seconds": [0.002] * 6, "eager_seconds": [0.003] * 6, "prepared": 1.5}
+CELL |= {"peak_memory": 3 * 2**20, "difference": 1e-7}
 ONE = [1.234567] * 6
 EAGER_CELL = CELL | {"seconds": ONE, "eager_seconds": ONE, "prepared": 0, "difference": 0.0}
 
@@ -268,22 +259,14 @@ def test_what_cannot_be_measured_is_refused(run, wrong):
         run(*wrong)
 
 
-def test_the_file_is_whole_at_any_time(tmp_path):
+def test_the_file_is_whole_at_any_time_and_what_was_measured_is_not_overwritten(tmp_path):
     store = Store(tmp_path / "peers.jsonl", {"commit": "abc"})
     store.add({key("eager"): EAGER_CELL})
-    before = store.file.read_text()
     with pytest.raises(TypeError):
         store.add({key("fx_fuse"): {"reason": object()}})
-
-    assert store.file.read_text() == before
-
-
-def test_what_was_measured_is_not_overwritten(tmp_path):
-    store = Store(tmp_path / "peers.jsonl", {})
-    store.add({key("eager"): EAGER_CELL})
+    assert Store(store.file, {}).cells == {key("eager"): EAGER_CELL}
     store.add({key("eager"): CELL, key("fx_fuse"): CELL})
-    again = Store(store.file, {})
-    assert again.cells == {key("eager"): EAGER_CELL, key("fx_fuse"): CELL}
+    assert Store(store.file, {}).cells == {key("eager"): EAGER_CELL, key("fx_fuse"): CELL}
 
 
 TABLES = """\
@@ -347,14 +330,12 @@ def test_the_interval_of_a_median_is_read_off_the_ordered_samples():
 EPYC = "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n"
 
 
-@pytest.mark.parametrize(
-    ("information", "name"),
-    [
-        (EPYC, "AMD EPYC, cpu family 26, model 2"),
-        ("model name\t: Sheep: 2 GHz\n", "Sheep: 2 GHz"),
-        ("processor\t: 0\nBogoMIPS\t: 50.00\n", ""),
-        ("", ""),
-    ],
+@table(
+    "information name",
+    (EPYC, "AMD EPYC, cpu family 26, model 2"),
+    ("model name\t: Sheep: 2 GHz\n", "Sheep: 2 GHz"),
+    ("processor\t: 0\nBogoMIPS\t: 50.00\n", ""),
+    ("", ""),
 )
 def test_generations_of_a_processor_are_told_apart(information, name):
     assert command._named(information) == name
@@ -373,10 +354,6 @@ def test_freezing_is_asked_of_inductor_itself(monkeypatch):
     monkeypatch.setattr(subjects, "compiled", lambda task: config.freezing)
     with config.patch(freezing=False):  # what monkeypatch undoes is gone
         assert subjects.named("compile-freezing").prepare(None)
-
-
-def test_every_torchvision_model_is_measured():
-    assert tuple(TORCHVISION) == models.names("torchvision")
 
 
 TASK = {"device": "cpu", "dtype": "float32", "model": "tiny_convnet", "batch": 2, "threads": 1}
@@ -409,25 +386,21 @@ def test_the_models_are_those_of_the_commit_under_test(tmp_path, monkeypatch):
 
 
 def test_a_batch_is_of_images_that_differ():
-    image = torch.randn(1, 3, 4, 4)
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    (same,) = _worker._batch((image,), 1)
+    image, mask = torch.randn(1, 3, 4, 4), torch.ones(1, 4, dtype=torch.bool)
     images, masks = _worker._batch((image, mask), 4)
-
-    assert torch.equal(same, image)
-    assert images.shape == (4, 3, 4, 4)
+    assert torch.equal(_worker._batch((image,), 1)[0], image)
+    assert (images.shape, masks.shape) == ((4, 3, 4, 4), (4, 4))
     assert len({float(each.sum()) for each in images}) == 4
-    assert masks.shape == (4, 4)
+
+
+FAR, ONE_ROW = torch.tensor([3.0, 4.0]), torch.tensor([1.0])
 
 
 def test_the_difference_is_of_the_output_that_is_furthest():
-    expected = [torch.tensor([3.0, 4.0]), torch.tensor([1.0])]
-
-    assert _worker._difference([expected[0], torch.tensor([1.25])], expected) == 0.25
-    with pytest.raises(ValueError, match="not finite"):
-        _worker._difference([expected[0], torch.tensor([math.nan])], expected)
-    with pytest.raises(ValueError, match="longer"):
-        _worker._difference(expected[:1], expected)
+    assert _worker._difference([FAR, ONE_ROW * 1.25], [FAR, ONE_ROW]) == 0.25
+    for found, said in ([FAR, ONE_ROW * math.nan], "not finite"), ([FAR], "longer"):
+        with pytest.raises(ValueError, match=said):
+            _worker._difference(found, [FAR, ONE_ROW])
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux only")
@@ -441,25 +414,21 @@ def test_the_memory_is_the_most_since_the_last_restart():
     assert memory.peak() < 20 * 2**20
 
 
-def test_asv_gets_nothing_unless_it_asks(monkeypatch):
+def test_asv_gets_what_it_asks_for(monkeypatch):
+    benchmark, place = suite.Peers(), ("r3d_18", "openvino")
+    monkeypatch.setattr(suite, "measured", lambda peers, start, plan: {"openvino": CELL})
     monkeypatch.delenv(suite.ASKED, raising=False)
-    benchmark = suite.Peers()
     assert benchmark.setup_cache() == {}
     with pytest.raises(NotImplementedError):
-        benchmark.setup({}, "resnet18", "openvino")
-
-
-def test_asv_gets_what_it_asks_for(monkeypatch):
+        benchmark.setup({}, *place)
     monkeypatch.setenv(suite.ASKED, "resnet18,r3d_18")
-    monkeypatch.setattr(suite, "measured", lambda peers, start, plan: {"openvino": CELL})
-    benchmark = suite.Peers()
     cells = benchmark.setup_cache()
-    benchmark.setup(cells, "r3d_18", "openvino")
+    benchmark.setup(cells, *place)
 
-    assert set(cells) == {("resnet18", "openvino"), ("r3d_18", "openvino")}
-    found = benchmark.track_relative_latency(cells, "r3d_18", "openvino")
+    assert set(cells) == {("resnet18", "openvino"), place}
+    found = benchmark.track_relative_latency(cells, *place)
     assert found == {"samples": pytest.approx([2 / 3] * 6), "number": 1}
-    assert benchmark.track_preparation(cells, "r3d_18", "openvino") == 1.5
+    assert benchmark.track_preparation(cells, *place) == 1.5
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -467,13 +436,6 @@ def test_asv_is_asked_for_peers_only_where_they_are_wanted(wanted, monkeypatch):
     monkeypatch.setenv(suite.ASKED, "resnet18" * wanted)
     parts = importlib.import_module("benchmarks.tiers").everything()
     assert ("peers" in [part.title for part in parts]) is wanted
-
-
-def test_listing_the_peers_needs_no_torch():
-    code = "import sys, benchmarks.peers.__main__; print('torch' in sys.modules)"
-    environment = os.environ | {"PYTHONPATH": ""}
-    told = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=environment)
-    assert told.strip() == b"False"
 
 
 def test_the_readme_has_the_figures_that_are_kept():

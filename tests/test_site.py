@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository import committed, stored
+from tests.repository import committed, stored, table
 
 pytest.importorskip("asv")
 pytest.importorskip("jinja2")
@@ -125,8 +125,7 @@ def test_a_gpu_of_a_machine_has_pages_of_its_own(results, tmp_path):
         run = json.loads(file.read_text())
         values = {RATIO.replace("cpu", "cuda"): [[0.25], *run["results"][RATIO][1:]]}
         file.write_text(json.dumps(run | {"results": run["results"] | values}))
-    listing = json.loads((results / "benchmarks.json").read_text())
-    listing["cuda.Paired.track_relative_latency"] = {"version": "1"}
+    listing = LISTING | {"cuda.Paired.track_relative_latency": {"version": "1"}, "version": 2}
     (results / "benchmarks.json").write_text(json.dumps(listing))
     found = data.load(results)
     pages.write(found, tmp_path / "html")
@@ -143,13 +142,11 @@ def test_a_gpu_of_a_machine_has_pages_of_its_own(results, tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("page", "start"),
-    [
-        ("benchmarks", pages._SIMULATED),
-        ("benchmarks", pages._COUNTED),
-        ("fuzzing", pages._FUZZED),
-    ],
+@table(
+    "page start",
+    ("benchmarks", pages._SIMULATED),
+    ("benchmarks", pages._COUNTED),
+    ("fuzzing", pages._FUZZED),
 )
 def test_the_tables_of_the_documentation_are_found(page, start):
     assert len(data.table_after((ROOT / "docs" / f"{page}.md").read_text(), start)) > 5

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.repository import committed, stored
+from tests.repository import committed, stored, table
 
 pytest.importorskip("asv")
 
@@ -41,9 +41,7 @@ def run_of(folder, value, name, version="1", width=None):
     return read(file)
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "widths", "expected"),
-    [
+@table("name values widths expected",
         (NODES, (9, 10), (None, None), "1 count differs (1 larger, 0 smaller)"),
         (NODES, (9, 8), (None, None), "1 count differs (0 larger, 1 smaller)"),
         (FIRED, (9, 8), (None, None), "1 count differs (0 larger, 0 smaller, 1 neither)"),
@@ -58,8 +56,7 @@ def run_of(folder, value, name, version="1", width=None):
         (RATIO, (0.5, 0.6), (0.06, 0.06), STILL),
         (RATIO, (0.5, 0.6), (NAN, 0.01), STILL),
         (LATENCY, (1.0, 2.0), (0.01, 0.01), STILL),
-    ],
-)  # fmt: skip
+    )  # fmt: skip
 def test_what_differs_is_told(tmp_path, name, values, widths, expected):
     before, after = (run_of(tmp_path / str(width), value, name, width=width)
                      for value, width in zip(values, widths, strict=True))  # fmt: skip

@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
+# Benchmarks of ours, which need what they measure.
+OTHERS = ("__pycache__", "c*.py", "figures.py", "graph.py", "mps.py", "optimize_*.py", "zoo.py")
 COLUMNS = ["result", "params", "version", "stats_ci_99_a", "stats_ci_99_b"]
 
 
 def table(cells, *rows):
     """Run a test on each of some rows; `cells` are the arguments that they hold."""
     return pytest.mark.parametrize(cells.split(), rows)
+
+
+def project(folder, **suite):
+    """A repository with our commands and configuration of asv, and a suite of these files."""
+    ours, own = ROOT / "benchmarks", folder / "benchmarks"
+    shutil.copytree(ours, own, ignore=shutil.ignore_patterns(*OTHERS))
+    shutil.copytree(ours / "compare", own / "compare", dirs_exist_ok=True)
+    shutil.copy(ROOT / "asv.conf.json", folder)
+    for name, text in suite.items():
+        (own / f"{name}.py").write_text(text)
+    for package in ("optimizer", "models", "torch"):  # the last takes no time to import
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").touch()
+    (folder / ".gitignore").write_text(".asv\n__pycache__\nresults\n")
+    return folder
+
+
+def wait_for(condition, seconds=90):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def processes(of, *words):
+    """The numbers of the processes, those that `ps` lists, whose commands have these words."""
+    command = ["ps", "-ww", "-o", "pid=,args=", *of.split()]
+    listing = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    return [line.split()[0] for line in listing if all(word in line for word in words)]
 
 
 def git(folder, *arguments):

@@ -10,12 +10,9 @@ import json
 import math
 import random
 import re
-import shutil
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from subprocess import PIPE, STDOUT
 from types import SimpleNamespace
@@ -36,9 +33,8 @@ from benchmarks.compare.verdicts import Change, Looks, flagged, verdict
 from tests.quality import alarms
 from tests.quality.verdicts import Setting, simulate
 from tests.quality.verdicts import rounds as drawn
-from tests.repository import committed, git, table
+from tests.repository import committed, git, processes, project, table, wait_for
 
-ROOT = Path(__file__).parents[1]
 SUITE = '''
 import os, random, time
 
@@ -88,32 +84,17 @@ def track_nodes(cache):
 """
 KINDS = ("steady", "cold", "other")
 BEFORE = dict.fromkeys(KINDS, 0.01) | {"memory": 4096, "fired": 3, "nodes": 7, "sleeps": 0}
-DECLARED = "HEAD HEAD --declared declared.toml"
 STEADY, COLD, _ = (f"toy.Toy.track_latency({kind})" for kind in KINDS)
-COPIED = "compare plugins/hostoverlay.py _git.py _machine.py progress.py running.py"
+DECLARED = "HEAD HEAD --declared declared.toml"
+COMMAND = [sys.executable, "-m", "benchmarks.compare.command"]
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """A project with the suite above, our configuration of asv, and our command."""
-    folder = tmp_path_factory.mktemp("project")
-    suite = folder / "benchmarks"
-    for part in COPIED.split():
-        source, target = ROOT / "benchmarks" / part, suite / part
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
-    settings = (ROOT / "asv.conf.json").read_text()
-    for name, content in {
-        "benchmarks/__init__.py": "",
-        "benchmarks/toy.py": SUITE,
-        "benchmarks/toy_graph.py": CACHED,
-        "asv.conf.json": settings.replace(', ".benchmarks.plugins.dashboard"', ""),
-        "optimizer/__init__.py": "",
-        "models/__init__.py": "",
-        ".gitignore": ".asv\n__pycache__\n",
-    }.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(content)
+    """A project with the suite above, without the pages, which need more than asv."""
+    folder = project(tmp_path_factory.mktemp("project"), toy=SUITE, toy_graph=CACHED)
+    settings = folder / "asv.conf.json"
+    settings.write_text(settings.read_text().replace(', ".benchmarks.plugins.dashboard"', ""))
     commit(folder, "before")
     return folder
 
@@ -136,34 +117,19 @@ def compared(folder, *arguments):
     return done.returncode, {each["name"]: each for each in found}, done.stdout
 
 
-COMMAND = [sys.executable, "-m", "benchmarks.compare.command"]
-
-
-def processes(folder):
-    """The commands that run benchmarks of a folder."""
-    listed = subprocess.check_output(["ps", "-ww", "-eo", "args"], text=True).splitlines()
-    return [each for each in listed if "run_server" in each and str(folder) in each]
-
-
-BETTER, DOUBLED = {"steady": 0.0095, "fired": 4, "nodes": 8}, {"cold": 0.0147, "memory": 8192}
+BETTER, WORSE = {"steady": 0.0095, "fired": 4, "nodes": 8}, {"steady": 0.0105, "cold": 0.0147}
 IMPROVED = {STEADY: "improved", "toy.track_fired": "improved", "toy_graph.track_nodes": "intended"}
-WORSE = dict.fromkeys([STEADY, COLD, "toy.track_memory"], "regressed")
+REGRESSED = dict.fromkeys([STEADY, COLD, "toy.track_memory"], "regressed")
+FAILS = "from . import more; del MEASURED['fired']"
 
 
 @pytest.mark.integration
 class TestPlantedChanges:
-    @pytest.mark.parametrize(
-        ("new", "changes", "code", "expected"),
-        [
-            ("HEAD", {}, "# a comment", {}),
-            ("HEAD", BETTER, "from . import more", IMPROVED),
-            (
-                *(".", {"steady": 0.0105} | DOUBLED),
-                "from . import more; del MEASURED['fired']",
-                WORSE | {"toy.track_fired": "failed"},
-            ),
-        ],
-        ids=["nothing", "better or intended", "worse in the working tree"],
+    @table(
+        "new changes code expected",
+        ("HEAD", {}, "# a comment", {}),
+        ("HEAD", BETTER, "from . import more", IMPROVED),
+        (".", WORSE | {"memory": 8192}, FAILS, REGRESSED | {"toy.track_fired": "failed"}),
     )
     def test_each_is_told_and_nothing_else(self, repository, new, changes, code, expected):
         file, more = repository / "declared.toml", repository / "optimizer" / "more.py"
@@ -187,12 +153,17 @@ class TestPlantedChanges:
         assert ("worth it" in output) is ("intended" in expected.values())
         assert git(repository, "status", "--short") == status_before
 
-    def test_a_version_that_does_not_import_fails_in_each_cell(self, repository):
-        before, after = commit(repository, "before"), commit(repository, "after", "import nowhere")
-        status, found, _ = compared(repository, before, after, "-b", "memory|latency")
-        assert status == 1
-        assert {each["verdict"] for each in found.values()} == {"failed"}
-        assert "No module named 'nowhere'" in found["toy.track_memory"]["reason"]
+    @table(
+        "code bench status expected said",
+        ("import nowhere", "memory|latency", 1, "failed", "No module named 'nowhere'"),
+        ("", "Elsewhere", 2, "not compared", "nothing could be compared"),
+    )
+    def test_where_no_cell_can_be_compared(self, repository, code, bench, status, expected, said):
+        before, after = commit(repository, "before"), commit(repository, "after", code)
+        found, verdicts, output = compared(repository, before, after, "-b", bench)
+        assert found == status
+        assert {each["verdict"] for each in verdicts.values()} == {expected}
+        assert said in output
 
     def test_a_run_that_is_ended_leaves_no_process_and_is_resumed(self, repository):
         base = commit(repository, "before", sleeps=1)
@@ -200,14 +171,12 @@ class TestPlantedChanges:
         asked = [*COMMAND, *arguments]
         running = subprocess.Popen(asked, cwd=repository, stdout=PIPE, stderr=STDOUT, text=True)
         journal = repository / ".asv" / "compare" / f"{base[:12]}-{base[:12]}.jsonl"
-        until = time.monotonic() + 60
-        while not (journal.exists() and "track_memory" in journal.read_text()):
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        asleep = processes(repository)
+        wait_for(lambda: journal.exists() and "track_memory" in journal.read_text())
+        servers = ("-A", "run_server", str(repository))
+        asleep = processes(*servers)
         running.terminate()
         output, _ = running.communicate(timeout=20)
-        left = processes(repository)
+        left = processes(*servers)
         again = compared(repository, *arguments, "--resume", "--minutes", "0.001")[1]
 
         assert running.returncode == 2
@@ -217,12 +186,6 @@ class TestPlantedChanges:
         assert json.loads(journal.read_text().splitlines()[1])["cell"] == "toy.track_memory"
         assert again["toy.track_memory"]["verdict"] == "same"
         assert again["toy.track_asleep"]["verdict"] == "not compared"
-
-    def test_where_nothing_can_be_compared_it_says_so(self, repository):
-        status, found, output = compared(repository, "HEAD", "HEAD", "-b", "Elsewhere")
-        assert status == 2
-        assert [each["verdict"] for each in found.values()] == ["not compared"]
-        assert "nothing could be compared" in output
 
 
 @table(
@@ -314,7 +277,6 @@ VERDICTS = {
 def test_what_is_said_of_rounds(kind):
     first, again, expected, reason = VERDICTS[kind]
     found = verdict(first, again)
-
     assert (found.verdict, found.reason) == (expected, reason)
     assert bool(flagged([first])) is (again is not None)
     if again is not None:
@@ -322,11 +284,6 @@ def test_what_is_said_of_rounds(kind):
 
 
 class TestTheStatistics:
-    def test_nothing_is_rarely_taken_for_a_change(self):
-        draw = random.Random(0)
-        alarms = [told(draw) not in ("same", "inconclusive") for _ in range(400)]
-        assert sum(alarms) <= 2  # 0.5 %
-
     @pytest.mark.parametrize(("change", "power"), [(0.05, 0.95), (-0.10, 0.99)])
     def test_a_change_is_nearly_always_seen(self, change, power):
         draw = random.Random(1)
@@ -352,21 +309,19 @@ class TestTheStatistics:
         seen = [change.visible(each) for each in looks]
         assert seen == sorted(set(seen))
 
-    @pytest.mark.parametrize(
-        ("setting", "least"), [(Setting(0.03), 21), (Setting(0.05, spiked=0.1), 20)], ids=str
+    @table(
+        "setting least",
+        (Setting(0.03), 21),
+        (Setting(0.05, spiked=0.1), 20),
+        (Setting(), 0),
+        (Setting(noise=0.03), 0),
+        (Setting(spiked=0.1), 0),
+        (Setting(noise=0.005, noisier=3), 0),
     )
-    def test_one_change_among_many_cells_is_told(self, setting, least):
+    def test_one_change_among_many_cells_is_told_and_hardly_any_that_is_none(self, setting, least):
         found = simulate(setting, runs=25)
         assert found.said["regressed"] >= least
         assert not found.false
-
-    @pytest.mark.parametrize(
-        "setting",
-        [Setting(), Setting(noise=0.03), Setting(spiked=0.1), Setting(noise=0.005, noisier=3)],
-        ids=str,
-    )
-    def test_where_nothing_changed_hardly_a_run_tells_of_any(self, setting):
-        assert not simulate(setting, runs=25).false
 
     @pytest.mark.parametrize(("change", "expected"), [(0.03, "inconclusive"), (0.01, "same")])
     def test_same_is_said_of_a_change_that_shows_where_it_is_too_small(self, change, expected):
@@ -406,7 +361,6 @@ class TestTheStatistics:
         found = [{BASE: first, AGAIN: second, NEW: 1.05}
                  for first, second in ((up, down), (down, up)) * 4]  # fmt: skip
         change = Change.of(found)
-
         assert not flagged([series(found)])
         assert change.low < 0.95 < 1.15 < change.high
 
@@ -425,17 +379,13 @@ def test_one_exact_round_is_enough_where_nothing_changed_and_four_where_somethin
 
 
 @pytest.mark.parametrize("write", [text, lambda verdicts: markdown(verdicts, "title")])
-def test_the_tables_begin_with_what_matters(write):
+def test_the_tables_begin_with_what_matters_and_the_text_leaves_out_exact_ones(write):
     slow = verdict(timed(7, 0.2), timed(8, 0.2))
     _, _, table = write([verdict(timed(9)), slow]).partition("verdict")
     assert 0 < table.index("regressed") < table.index("same")
-
-
-def test_the_text_leaves_out_exact_numbers_that_are_the_same():
-    found = [verdict(exact(each)) for each in (STILL, MORE)]
-    _, row = text(found).splitlines()
-    assert row.startswith("regressed ")
-    assert "same" in markdown(found, "title")
+    told = write([verdict(exact(STILL)), verdict(exact(MORE))])
+    assert "regressed" in told
+    assert ("same" in told) is (write is not text)
 
 
 def test_json_names_everything_of_a_cell():
@@ -444,7 +394,6 @@ def test_json_names_everything_of_a_cell():
     found = verdict(Series(cell, timed(7).rounds))
     (told,) = json.loads(as_json([found], {}))["verdicts"]
     expected = {"metric": "cpu.Latency.time_forward", "verdict": "same", **params}
-
     assert told == told | expected
     assert told["change"]["low"] < told["change"]["ratio"] < told["change"]["high"]
 
@@ -585,16 +534,18 @@ class TestARound:
         series, _ = one_round(monkeypatch, seed, base=4, again=5, new=6)
         assert series.rounds == [{BASE: 4, AGAIN: 5, NEW: 6}]
 
-    def test_a_process_that_fails_is_tried_once_more(self, monkeypatch):
-        series, _ = one_round(monkeypatch, base=4, again=4, new=[FLAKE, 5])
-        assert series.rounds == [MORE]
-        series, _ = one_round(monkeypatch, base=4, again=4, new=[FLAKE, FLAKE])
-        assert (series.failed, series.missing) == ({NEW}, {NEW: "it was killed"})
-        assert not series.rounds
-
-    def test_what_is_not_available_is_not_tried_again(self, monkeypatch):
-        _, asked = one_round(monkeypatch, base=ABSENT, again=ABSENT, new=ABSENT)
-        assert len(asked) == 3
+    @table(
+        "base again new expected missing asked",
+        (4, 4, [FLAKE, 5], [MORE], {}, 4),
+        (4, 4, [FLAKE, FLAKE], [], {NEW: "it was killed"}, 4),
+        (ABSENT, ABSENT, ABSENT, [], same(""), 3),
+    )
+    def test_what_fails_is_tried_once_more(
+        self, monkeypatch, base, again, new, expected, missing, asked
+    ):
+        series, found = one_round(monkeypatch, base=base, again=again, new=new)
+        assert (series.rounds, series.missing, len(found)) == (expected, missing, asked)
+        assert series.failed == ({NEW} if "killed" in missing.get(NEW, "") else set())
 
     def test_no_cell_begins_when_the_time_is_over(self, monkeypatch):
         told = []
@@ -627,15 +578,12 @@ class TestTheJournal:
         assert first == kept
         assert second == [Series(A, [MORE])]
 
-    def test_a_line_that_was_not_finished_is_dropped(self, journal):
+    def test_a_line_that_was_not_finished_is_dropped_and_a_new_run_begins_anew(self, journal):
         for count in (1, 2):
             journal.keep(Series(A, [MORE]), again=False)
             with journal.path.open("a") as file:
                 file.write('{"cell": "a", "aga')
             assert journal.resume([A])[0][0].rounds == [MORE] * count
-
-    def test_a_new_run_begins_anew(self, journal):
-        journal.keep(Series(A, [MORE]), again=False)
         journal.begin()
         assert journal.resume([A]) == ([Series(A)], [])
 
@@ -668,7 +616,6 @@ class TestTheJournal:
 def test_what_compare_is_tried_on_is_head_with_a_change_and_nothing_here_changes():
     before = git_here("status", "--porcelain")
     made = alarms.planted(alarms.PLANTED[0])
-
     assert git_here("diff", "--name-only", "HEAD", made) == "optimizer/__init__.py"
     compile(git_here("show", f"{made}:optimizer/__init__.py"), "planted", "exec")
     assert git_here("status", "--porcelain") == before

@@ -149,7 +149,6 @@ def test_a_row_names_the_pass_that_fires_least_and_counts_reasons(tmp_path):
     entry, met = {"examples": 10, "met": 1, "never": [], "fired": 5}, len(MOTIFS)
     firing = dict.fromkeys(others, entry) | {seldom: entry | {"fired": 1, "never": ["of Tuesday"]}}
     record(tmp_path, "firing", **firing)
-
     shares, reasons = (row(tmp_path, told) for told in ("share of its own fuzz", "reasons to refu"))
     assert f"| 10% ({seldom}) to 50%; {met} of {met} passes |" in shares
     assert f"| {met} of {met + 1} ({met / (met + 1):.1%}) |" in reasons

@@ -9,19 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.repository import committed, git, table
+from tests import repository
+from tests.repository import committed, git, processes, table, wait_for
 
 pytestmark = pytest.mark.integration
 pytest.importorskip("asv")
 pytest.importorskip("asv_tachyon")
 
-ROOT = Path(__file__).parents[1]
-OTHERS = ("__pycache__", "c*.py", "figures.py", "graph.py", "mps.py", "optimize_*.py", "zoo.py")
 RATIOS = '{"samples": [optimizer.NUMBER + at / 1000 for at in range(9)], "number": 1}'
 NODES = "graph.Graph.track_nodes"
 SUITE = '''
@@ -45,28 +43,18 @@ def commit(project, number):
     return committed(project, f"number {number}")
 
 
+def made(folder):
+    """One whose suite takes no time."""
+    nodes = {"name": "Graph", "track": "track_nodes", "value": "int(100 * optimizer.NUMBER)"}
+    ratios = {"name": "Paired", "track": "track_relative_latency", "value": RATIOS}
+    suites = {"graph": SUITE.format(**nodes), "cpu": SUITE.format(**ratios)}
+    commit(repository.project(folder, **suites), 0.5)
+    return folder
+
+
 @pytest.fixture
 def project(tmp_path):
     return made(tmp_path)
-
-
-def made(folder):
-    """Our commands and plugins in a repository of its own, with a suite that takes no time."""
-    suite = folder / "benchmarks"
-    shutil.copytree(ROOT / "benchmarks", suite, ignore=shutil.ignore_patterns(*OTHERS))
-    shutil.copytree(ROOT / "benchmarks" / "compare", suite / "compare", dirs_exist_ok=True)
-    shutil.copy(ROOT / "asv.conf.json", folder)
-    for file, name, track, value in (
-        ("graph", "Graph", "track_nodes", "int(100 * optimizer.NUMBER)"),
-        ("cpu", "Paired", "track_relative_latency", RATIOS),
-    ):
-        (suite / f"{file}.py").write_text(SUITE.format(name=name, track=track, value=value))
-    for package in ("optimizer", "models", "torch"):  # the last takes no time to import
-        (folder / package).mkdir()
-        (folder / package / "__init__.py").touch()
-    (folder / ".gitignore").write_text(".asv\n__pycache__\nresults\n*.html\n")
-    commit(folder, 0.5)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +131,6 @@ def test_all_measures_every_model_and_the_headline_ones_are_compared_with_the_co
 def test_a_tree_with_changes_is_not_what_is_measured_and_a_line_says_how_much_is_left(measured):
     project, status, output = measured
     line = next(line for line in output.splitlines() if line.startswith("-- "))
-
     assert status == 0
     assert "1 files have changes: the commit is measured, not they." in output
     assert nodes(project, git(project, "rev-parse", "HEAD")) == [50] * 6
@@ -156,7 +143,7 @@ def test_what_was_measured_is_kept_where_it_is_stopped_and_nothing_goes_on(proje
     slow = project / "benchmarks" / "cpu.py"
     slow.write_text(slow.read_text().replace("optimizer.SECONDS", "100"))
     process = started(project)
-    _wait(lambda: process.poll() is not None or _measures_ratios(process.pid))
+    wait_for(lambda: process.poll() is not None or _measures_ratios(process.pid))
     process.send_signal(signum)
     output, _ = process.communicate(timeout=90)
 
@@ -164,31 +151,15 @@ def test_what_was_measured_is_kept_where_it_is_stopped_and_nothing_goes_on(proje
     assert "Traceback" not in output
     assert "Kept: graphs. What is left is measured by:" in output
     assert 50 in nodes(project, measured)
-    _wait(lambda: not _processes("-A", "run_server", str(project)), seconds=30)  # asv: after 60
-
-
-def _processes(of, *words):
-    """The numbers of the processes whose command lines have these words."""
-    command = ["ps", "-ww", "-o", "pid=,args=", *of.split()]
-    listing = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-    return [line.split()[0] for line in listing if all(word in line for word in words)]
+    wait_for(lambda: not processes("-A", "run_server", str(project)), seconds=30)  # asv: after 60
 
 
 def _measures_ratios(parent):
     """Whether asv, which our command started, has begun a cell of the second part."""
-    for pid in _processes(f"--ppid {parent}", "Paired"):
-        lines = Path("/proc", pid, "environ").read_text().split("\0")
-        return bool(
-            Path(dict(line.split("=", 1) for line in lines if line)["BENCHMARK_TOLD"]).read_text()
-        )
+    for pid in processes(f"--ppid {parent}", "Paired"):
+        told = re.search("BENCHMARK_TOLD=([^\0]*)", Path("/proc", pid, "environ").read_text())
+        return bool(Path(told[1]).read_text())
     return False
-
-
-def _wait(condition, seconds=90):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.1)
 
 
 @table(
@@ -205,18 +176,31 @@ def test_what_cannot_be_measured_is_a_sentence(project, arguments, expected):
     assert expected in output
 
 
-@pytest.mark.parametrize("damage", [lambda text: text[:200], lambda _: '{"results": [3]}'])
-def test_results_that_cannot_be_read_are_told_and_left_as_they_are(again, damage):
+def fill(file):
+    file.with_name(f"{file.name}.partial").symlink_to("/dev/full")
+
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full is Linux's")
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda file: file.write_text(file.read_text()[:200]), "cannot be read"),
+        (lambda file: file.write_text('{"results": [3]}'), "cannot be read"),
+        pytest.param(fill, "No space left on device", marks=FULL),
+    ],
+)
+def test_results_that_cannot_be_read_or_written_are_left_as_they_are(again, damage, expected):
     file = results(again)
-    damaged = damage(file.read_text())
-    file.write_text(damaged)
+    damage(file)
+    before = file.read_text()
     status, output = said(again, "--bench", "^graph")
 
     assert status == 1
-    assert "cannot be read" in output
-    assert "asv looks the suite through" not in output
-    assert "git checkout" in output
-    assert file.read_text() == damaged
+    assert expected in output
+    assert damage is fill or ("git checkout" in output and "asv looks the" not in output)
+    assert file.read_text() == before
 
 
 def test_those_of_another_commit_hinder_nothing(again):
@@ -224,22 +208,9 @@ def test_those_of_another_commit_hinder_nothing(again):
     file.write_text(file.read_text()[:200])
     now = commit(again, 0.6)
     status, output = said(again, "--bench", "^graph")
-
     assert status == 0
     assert f"{file.name} cannot be read" in output
     assert nodes(again, now) == [60] * 6
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full is Linux's")
-def test_a_full_disk_cuts_nothing_off(again):
-    file = results(again)
-    before = file.read_text()
-    file.with_name(f"{file.name}.partial").symlink_to("/dev/full")
-    status, output = said(again, "--bench", "^graph")
-
-    assert status == 1
-    assert "No space left on device" in output
-    assert file.read_text() == before
 
 
 HISTORY = ("history", "--models", "resnet18", "--commits")

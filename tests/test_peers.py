@@ -72,7 +72,6 @@ def test_peers_are_asked_one_at_a_time_each_once_a_round_in_orders_that_differ()
     peers = ["eager", "fast", "slow", "slower"]
     _, asked = race(*peers)
     rounds = [[peer for peer, _ in asked[at : at + 4]] for at in range(8, len(asked), 4)]
-
     assert asked[:8] == [(peer, what) for peer in peers for what in ("starts", "prepares")]
     assert len(rounds) == PLAN.rounds
     assert all(sorted(each) == sorted(peers) for each in rounds)
@@ -140,7 +139,6 @@ def test_a_closed_worker_and_what_it_started_are_gone():
     sleeping = "[sys.executable, '-c', 'import time; time.sleep(60)']"
     with program(f"print(subprocess.Popen({sleeping}).pid, flush=True); time.sleep(60)") as running:
         child = int(running.process.stdout.readline())
-
     assert running.process.returncode == -9
     assert not Path(running.folder.name).exists()
     assert _ended(child)
@@ -409,7 +407,6 @@ def test_the_memory_is_the_most_since_the_last_restart():
     torch.ones(64 * 2**20, dtype=torch.uint8)
     peak = memory.peak()
     memory.restart()
-
     assert 60 * 2**20 < peak < 80 * 2**20
     assert memory.peak() < 20 * 2**20
 

@@ -77,7 +77,6 @@ def test_a_broken_file_is_a_sentence(results, tmp_path, name, text):
     (results / "there" / name).write_text(text)
     found = data.load(results)
     pages.write(found, tmp_path / "html")
-
     assert len(found.places[0].runs) == 2
     told = any(name in each for each in found.complaints)
     assert told or (name == "machine.json" and text.startswith('{"'))

@@ -69,7 +69,6 @@ class TestThePackageOfTheDocs:
         asked = '{"discarded": 1, "timed": 3}\n'
         told = ran("-m", "benchmarks.peers._worker", json.dumps(task), input=asked)
         prepared, block = map(json.loads, told.splitlines())
-
         assert 1e-7 < prepared["difference"] < 1e-3 == prepared["budget"]
         assert len(block["seconds"]) == 3
 

@@ -29,7 +29,6 @@ def test_an_outcome(kind, monkeypatch, capsys):
     fast.report = SimpleNamespace(choices=(), remarks=())
     monkeypatch.setattr(zoo, "load", lambda name: (nn.Identity(), (torch.full((3,), 1.7),)))
     monkeypatch.setattr("optimizer.optimize", lambda model, inputs, **options: fast)
-
     assert zoo.main(["any"]) == (kind != "right")
     assert capsys.readouterr().out.startswith(f"any: {kind.partition(' ')[0]}")
 

@@ -78,22 +78,18 @@ def test_peers_are_asked_one_at_a_time_each_once_a_round_in_orders_that_differ()
     assert len(set(map(tuple, rounds))) > 2
 
 
-def test_a_block_fills_its_time_after_calls_that_do_not_count():
-    _, asked = race("fast", "slow", "fastest")
-    assert dict(asked) == {"eager": "2+2", "fast": "2+5", "slow": "1+1", "fastest": "2+100"}
+def test_a_cell_has_blocks_that_fill_their_time_beside_those_of_eager():
+    cells, asked = race("fast", "slow", "fastest", "slower")
+    blocks = {"eager": "2+2", "fast": "2+5", "slow": "1+1", "fastest": "2+100", "slower": "1+1"}
+    cell, growing = cells["fast"], [1 + number / 10 for number in range(6)]
 
-
-def test_a_cell_has_the_blocks_of_eager_in_the_same_rounds():
-    cell, growing = race("fast")[0]["fast"], [1 + number / 10 for number in range(6)]
+    assert dict(asked) == blocks
     assert cell["seconds"] == pytest.approx([0.002 * factor for factor in growing])
     assert cell["eager_seconds"] == pytest.approx([0.004 * factor for factor in growing])
     assert (cell["peak_memory"], cell["difference"]) == (5, 1e-7)
-
-
-def test_what_is_compiled_in_the_first_call_counts_as_preparing():
-    cells, _ = race("fast", "slower")
-    assert cells["fast"]["prepared"] == pytest.approx(1 + 0.5 + 3 * 0.002 - 3 * 0.002 * 1.25)
-    assert cells["slower"]["prepared"] == 1  # later calls took longer, which is no preparing
+    # What is compiled in the first call; later calls of the slower took longer, which is none.
+    assert cell["prepared"] == pytest.approx(1 + 0.5 + 3 * 0.002 - 3 * 0.002 * 1.25)
+    assert cells["slower"]["prepared"] == 1
 
 
 @pytest.mark.parametrize(("when", "reason"), [("first", "too hard"), ("later", "no more")])
@@ -135,21 +131,16 @@ def test_a_worker_answers_or_it_is_told_why_not(code, reason):
     assert str(told.value) == reason
 
 
-def test_a_closed_worker_and_what_it_started_are_gone():
+def test_a_worker_is_closed_once_and_what_it_started_is_gone(monkeypatch):
     sleeping = "[sys.executable, '-c', 'import time; time.sleep(60)']"
     with program(f"print(subprocess.Popen({sleeping}).pid, flush=True); time.sleep(60)") as running:
         child = int(running.process.stdout.readline())
+    monkeypatch.setattr(os, "killpg", lambda *group: pytest.fail("it may be another's by now"))
+    running.close()
+
     assert running.process.returncode == -9
     assert not Path(running.folder.name).exists()
     assert _ended(child)
-
-
-def test_a_worker_is_ended_once(monkeypatch):
-    ended, running = [], program("")
-    monkeypatch.setattr(os, "killpg", lambda *group: ended.append(group))
-    running.close()
-    running.close()
-    assert ended == [(running.process.pid, 9)]
 
 
 def _ended(process):
@@ -200,6 +191,11 @@ TWO = ("--models", "resnet18,resnet50", "--peers", "fx_fuse,openvino")
 
 
 def test_the_command_measures_and_prints_and_keeps_one_line_a_cell(run):
+    measurements, output = run("--quick", *TWO)
+    assert len(measurements) == 2
+    assert "1.50" in output
+    assert not Path("results").exists()
+
     measurements, output = run(*TWO)
     text = Path("results/here/peers-unknown.jsonl").read_text()
     about, *lines = map(json.loads, text.splitlines())
@@ -229,13 +225,6 @@ def test_an_interrupted_run_keeps_the_models_that_it_measured(run):
     measurements, output = run(*TWO)
     assert measurements == [("eager", "fx_fuse", "openvino")]
     assert output.count("1.50 [1.50, 1.50]") == 4
-
-
-def test_a_quick_run_keeps_nothing(run):
-    measurements, output = run("--quick", *TWO)
-    assert len(measurements) == 2
-    assert "1.50" in output
-    assert not Path("results").exists()
 
 
 def test_a_table_is_of_the_latest_results_and_measures_nothing(run, monkeypatch):

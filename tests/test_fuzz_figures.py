@@ -22,7 +22,7 @@ from tests.quality import record as _record
 from tests.quality import score as _score
 from tests.quality import soak as _soak
 from tests.quality.__main__ import main
-from tests.repository import committed
+from tests.repository import committed, table
 
 ROOT = Path(__file__).parent.parent
 STAMP = {"commit": "abc1234", "machine": "abacus, 2 cores", "command": "count"}
@@ -95,52 +95,38 @@ def test_a_row_is_marked_where_its_code_has_changed_since(tmp_path, monkeypatch)
     assert len({*hunt}) == 1  # it speaks of other tools and of the kit
 
 
-TOLD = {
-    "generic mistakes, which no person chose, found by gen": (
-        "generic_by_models",
-        {"a.py: b": {"killed": True}, "a.py: c": {"killed": False}, SAME: {"killed": False}},
-        "1 of 2 (50.0%); survive: a.py: c",
-    ),
-    "defects found": (
-        "hunt",
-        {"fuse": {"defects": 4, "seconds": 3.0}, "cse": {"defects": 3, "seconds": 2.0}},
-        "7 (fuse 4 in 3 s, cse 3 in 2 s)",
-    ),
-    "counterexamples": (
-        "shrink",
-        {"a": {"minimal": True, "seconds": 1.0}, "b": {"minimal": False, "seconds": 3.0}},
-        "1 of 2 (50.0%); median 2.0 s, at most 3.0 s of the processor",
-    ),
-    "models that the optimizer": (
-        "soak",
-        {"a": {"wrong": 0, "examples": 2000}, "b": {"wrong": 1, "examples": 500}},
-        "1 in 2,500 (a: 0 in 2,000; b: 1 in 500)",
-    ),
-    "models lowered": (
-        "soak",
-        {
-            "a": {"examples": 90, "lowered": 30, "wrong": 1, "regions": {"one": 20, "two": 30}},
-            "b": {"examples": 10, "lowered": 20, "wrong": 0, "regions": {"one": 15}},
-            "level 1": {"examples": 50, "wrong": 7},
-        },
-        "50 of 100 (50.0%), 1 wrong; regions: 35 one, 30 two",
-    ),
-    "models a second": ("soak", {"a": {"examples": 90, "seconds": 3.0}}, "a: 30"),
-    "models that are rejected": ("soak", {"a": {"asked": 50, "examples": 48}}, "2 of 50"),
-    "operations met": (
-        "coverage",
-        {"operations": {"met": 3, "of": 4}, "ranks": {"met": 1, "of": 2}},
-        "operations 3 of 4 (75.0%); ranks 1 of 2 (50.0%)",
-    ),
-    "all tests": ("quick", {"2 processes": {"seconds": 90.0}}, "2 processes: 1.5 min"),
+FOUND, MISSED = {"killed": True}, {"killed": False}
+A = {"wrong": 1, "lowered": 30, "regions": {"one": 20, "two": 30}}
+B = {"wrong": 0, "lowered": 20, "regions": {"one": 15}}
+RECORDED = {
+    "generic_by_models": {"a.py: b": FOUND, "a.py: c": MISSED, SAME: MISSED},
+    "hunt": {"fuse": {"defects": 4, "seconds": 3.0}, "cse": {"defects": 3, "seconds": 2.0}},
+    "shrink": {"a": {"minimal": True, "seconds": 1.0}, "b": {"minimal": False, "seconds": 3.0}},
+    "soak": {
+        "a": A | {"examples": 90, "asked": 91, "seconds": 3.0},
+        "b": B | {"examples": 10, "asked": 11, "seconds": 1.0},
+        "level 1": {"wrong": 7, "examples": 2050, "asked": 2050, "seconds": 41.0},
+    },
+    "coverage": {"operations": {"met": 3, "of": 4}, "ranks": {"met": 1, "of": 2}},
+    "quick": {"2 processes": {"seconds": 90.0}},
 }
 
 
-@pytest.mark.parametrize("told", TOLD)
-def test_a_row_tells_what_was_recorded(told, tmp_path):
-    figure, entries, expected = TOLD[told]
-    complete = {"wrong": 0, "examples": 1, "asked": 1, "seconds": 1.0}
-    record(tmp_path, figure, **{name: complete | entry for name, entry in entries.items()})
+@table(
+    "told expected",
+    ("generic mistakes, which no person chose, found by gen", "1 of 2 (50.0%); survive: a.py: c"),
+    ("defects found", "7 (fuse 4 in 3 s, cse 3 in 2 s)"),
+    ("counterexamples", "1 of 2 (50.0%); median 2.0 s, at most 3.0 s of the processor"),
+    ("models that the optimizer", "8 in 2,150 (a: 1 in 90; b: 0 in 10; level 1: 7 in 2,050)"),
+    ("models lowered", "50 of 100 (50.0%), 1 wrong; regions: 35 one, 30 two"),
+    ("models a second", "a: 30; b: 10; level 1: 50"),
+    ("models that are rejected", "2 of 2,152"),
+    ("operations met", "operations 3 of 4 (75.0%); ranks 1 of 2 (50.0%)"),
+    ("all tests", "2 processes: 1.5 min"),
+)
+def test_a_row_tells_what_was_recorded(told, expected, tmp_path):
+    for figure, entries in RECORDED.items():
+        record(tmp_path, figure, **entries)
     assert f" | {expected} | `count`" in row(tmp_path, told)
 
 

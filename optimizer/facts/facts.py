@@ -113,18 +113,6 @@ def is_fresh(node: fx.Node) -> bool:
     return not is_external(node) and all(node < other for other in aliases(node))
 
 
-def is_private(node: fx.Node, write: fx.Node) -> bool:
-    """Whether `write` may make a new tensor instead, of which later readers and views then are."""
-    # A view that was taken before must not be read after.
-    early = [other for other in aliases(node) if other < write]
-    return is_fresh(node) and not any(write < user for other in early for user in other.users)
-
-
-def shares(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two values are known to share storage."""
-    return not fact(node).storages.isdisjoint(fact(other).storages)
-
-
 def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node | None = None) -> bool:
     """Whether no node between two, or until the end, writes a value; inputs may be one tensor."""
     end = until or node.graph.output_node()
@@ -147,12 +135,6 @@ def is_returned(node: fx.Node) -> bool:
     """Whether a call returns a node's value, or a view of it."""
     output: Fact = node.graph.output_node().meta["fact"]
     return not fact(node).storages.isdisjoint(output.storages | output.writes)
-
-
-def on_one_device(graph: fx.Graph) -> bool:
-    """Whether all tensors of the graph are known to live on the same device."""
-    facts = facts_of(graph)
-    return facts is not None and len(facts.devices) == 1
 
 
 def is_written(node: fx.Node) -> bool:
@@ -208,15 +190,6 @@ def computation(last: fx.Node, accepts: Callable[[fx.Node], bool]) -> list[fx.No
     return sorted(found)
 
 
-def tensors_read_by(nodes: list[fx.Node]) -> list[torch.Tensor]:
-    """The distinct parameters and buffers of the model that some nodes read."""
-    tensors: list[torch.Tensor] = []
-    for node in nodes:
-        tensors += [attribute_of(node)] if node.op == "get_attr" else []
-        tensors += tensors_of(attribute_of(node)) if node.op == "call_module" else []
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
 def value_of(nodes: list[fx.Node], given: Callable[[Any], Any]) -> Any:
     """What the last of some nodes yields, on the tensors and modules that `given` makes of them."""
     values: dict[fx.Node, Any] = {}
@@ -248,21 +221,19 @@ def obstacle(graph: fx.Graph) -> str:
     facts = facts_of(graph)
     if facts is None:
         return "nothing is known of the graph"
-    calls = (n for n in graph.nodes if n.op.startswith("call") and n.target not in GUARDS)
     inputs = [fact(node).storages for node in graph.find_nodes(op="placeholder")]
     held = facts.external.difference(*inputs)
-    return next(filter(None, (_obstacle(node, held) for node in calls)), "")
-
-
-def _obstacle(node: fx.Node, held: set[int]) -> str:
-    known: Fact | None = node.meta.get("fact")
-    if known is None or known.error:
-        return f"nothing is known of what '{node.name}' does"
-    if known.random:
-        return f"'{node.name}' draws random numbers"
-    if not held.isdisjoint(known.writes):
-        return f"'{node.name}' writes an attribute"
-    plain = node.op != "call_module" or all(map(is_plain, module_of(node).modules()))
-    if plain and runs_known_code(node):
-        return ""
-    return f"'{node.name}' runs code that may do more ({describe(node)})"
+    for node in graph.nodes:
+        if not node.op.startswith("call") or node.target in GUARDS:
+            continue
+        known: Fact | None = node.meta.get("fact")
+        if known is None or known.error:
+            return f"nothing is known of what '{node.name}' does"
+        if known.random:
+            return f"'{node.name}' draws random numbers"
+        if not held.isdisjoint(known.writes):
+            return f"'{node.name}' writes an attribute"
+        plain = node.op != "call_module" or all(map(is_plain, module_of(node).modules()))
+        if not (plain and runs_known_code(node)):
+            return f"'{node.name}' runs code that may do more ({describe(node)})"
+    return ""

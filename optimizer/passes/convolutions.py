@@ -66,7 +66,11 @@ def fold_padding(pad: fx.Node, conv: fx.Node) -> fx.Node | None:
     require_only_reader(pad, conv)
     require(is_unchanged(source, pad), "what is padded is written later")
 
-    padded = _padding(layer, sizes[::-2])
+    own = (0,) * len(layer.kernel_size) if layer.padding == "valid" else layer.padding
+    more = (0,) * (len(own) - len(sizes) // 2) + sizes[::-2]
+    padding = tuple(map(sum, zip(own, more, strict=True)))
+    twice = _reverse_repeat_tuple(padding, 2)  # type: ignore[no-untyped-call]
+    padded = layer_like(layer, padding=padding, _reversed_padding_repeated_twice=twice)
     return insert_module(conv, padded, (source,), f"{conv.target}_padded", like=conv)
 
 
@@ -79,15 +83,6 @@ def _zeros(pad: fx.Node) -> tuple[int, ...]:
     blank = isinstance(sizes, list | tuple) and mode == "constant" and value == 0
     known = blank and all(type(each) is int and each >= 0 for each in sizes)
     return tuple(sizes) if known else ()
-
-
-def _padding(layer: Any, zeros: tuple[int, ...]) -> Any:
-    """A convolution with the layer's weights that pads its last dimensions by some zeros more."""
-    own = (0,) * len(layer.kernel_size) if layer.padding == "valid" else layer.padding
-    more = (0,) * (len(own) - len(zeros)) + zeros
-    padding = tuple(map(sum, zip(own, more, strict=True)))
-    twice = _reverse_repeat_tuple(padding, 2)  # type: ignore[no-untyped-call]
-    return layer_like(layer, padding=padding, _reversed_padding_repeated_twice=twice)
 
 
 @rewrite(

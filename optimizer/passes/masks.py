@@ -13,12 +13,13 @@ from torch import fx
 from optimizer.core.node import arg
 from optimizer.core.ops import alike, iadd, imul, isub, itruediv, where_into, where_like
 from optimizer.facts.facts import (
+    aliases,
     dtype,
-    is_private,
+    fact,
+    facts_of,
+    is_fresh,
     is_unchanged,
-    on_one_device,
     rank,
-    shares,
     tensor,
 )
 from optimizer.rewrite.contract import call, called, require, rewrite
@@ -57,8 +58,7 @@ def lower_masked_assignment(assignment: fx.Node) -> fx.Node | None:
     source = _unwritten(target, assignment)
     filled = assignment.target == "masked_fill_" and source is target
     require(not filled, "it is filled in place and saves no copy")
-    require(is_private(target, assignment), "an input, an attribute or a view would see the write")
-    require(on_one_device(assignment.graph), "the tensors may live on different devices")
+    _require_private(target, assignment)
     missing = 0 if assignment.target == "masked_fill_" else rank(target) - rank(mask)
     indices = (..., *[None] * missing)
 
@@ -66,6 +66,18 @@ def lower_masked_assignment(assignment: fx.Node) -> fx.Node | None:
     where = insert_function(assignment, where_like, (aligned, number, source))
     replace_later_uses(target, where, after=assignment)
     return where
+
+
+def _require_private(target: fx.Node, assignment: fx.Node) -> None:
+    """Refuse unless a new tensor may be made instead, of which later readers and views then are."""
+    # A view that was taken before must not be read after.
+    early = [other for other in aliases(target) if other < assignment]
+    read = any(assignment < user for other in early for user in other.users)
+    private = is_fresh(target) and not read
+    require(private, "an input, an attribute or a view would see the write")
+    facts = facts_of(target.graph)
+    one_device = facts is not None and len(facts.devices) == 1
+    require(one_device, "the tensors may live on different devices")
 
 
 def _operands(assignment: fx.Node) -> tuple[Any, Any, Any]:
@@ -132,9 +144,9 @@ def lower_masked_update(assignment: fx.Node) -> fx.Node | None:
     require(len(dtypes) == 1, "the value has another dtype")
     unchanged = all(is_unchanged(each, steps[0], assignment) for each in (mask, source))
     require(unchanged, "what the value is chosen from or by is written in between")
-    require(is_private(target, assignment), "an input, an attribute or a view would see the write")
-    require(source is target or not shares(source, target), "the value overlaps what is written")
-    require(on_one_device(assignment.graph), "the tensors may live on different devices")
+    _require_private(target, assignment)
+    apart = source is target or fact(source).storages.isdisjoint(fact(target).storages)
+    require(apart, "the value overlaps what is written")
 
     whole = source
     for step in steps[1:]:

@@ -66,7 +66,7 @@ def recognize_activations(root: fx.Node) -> fx.Node | None:
     +inf.
     """
     for x, inner in _readings(root):
-        found = _native(_evaluated(root, x, inner))
+        found = _native(root, x, inner)
         if found is None:
             continue
         function, settings = found
@@ -100,19 +100,17 @@ def _is_arithmetic(node: fx.Node, x: fx.Node | None, depth: int, inner: set[fx.N
     return all(below)
 
 
-def _evaluated(root: fx.Node, x: fx.Node, inner: set[fx.Node]) -> torch.Tensor:
-    """What a run of calls makes of `_PLACES`; what is written is a copy."""
+def _native(
+    root: fx.Node, x: fx.Node, inner: set[fx.Node]
+) -> tuple[Callable[..., torch.Tensor], dict[str, str]] | None:
+    """The operator that makes of `_PLACES` what a run of calls does, if one does."""
     values = {x: _PLACES}
     for node in sorted({root, *inner}):
+        # What is written is a copy.
         given = fx.node.map_arg((node.args, node.kwargs), lambda each: values[each].clone())
         module = module_of(node) if node.op == "call_module" else None
         values[node] = called_on(node, module, *given)
-    return values[root]
-
-
-def _native(value: torch.Tensor) -> tuple[Callable[..., torch.Tensor], dict[str, str]] | None:
-    """The operator that makes these values of `_PLACES`, if one does."""
-    if value.dtype != _PLACES.dtype:  # multiplied with a complex number
+    if (value := values[root]).dtype != _PLACES.dtype:  # multiplied with a complex number
         return None
     near = torch.isclose(value, _THERE, rtol=1e-12, atol=1e-12).all(1).tolist()
     return _NATIVE[near.index(True)] if any(near) else None
@@ -159,7 +157,11 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     k, of_k, inner_k = _unscaled(scores.args[1])
     read, inner = (q, k, root.args[1]), {weights, scores, *inner, *inner_q, *inner_k}
     require(all(rank(each) == 4 for each in read), "it has not four dimensions")
-    require(_is_over_keys(weights), "its softmax is over another axis or dtype")
+    settings = named_arguments(weights, ("input", "dim", "dtype"))
+    if weights.op == "call_module":
+        settings = {"dim": module_of(weights).dim}
+    over_keys = settings.get("dim") in (-1, 3) and settings.get("dtype") is None
+    require(over_keys, "its softmax is over another axis or dtype")
     _require_alone(root, inner, read)
     require(is_read_only(root), "its result is written")
     require(_has_kernel(*map(tensor, read)), "torch has no faster kernel for it")
@@ -190,13 +192,6 @@ def _unscaled(node: Any) -> tuple[fx.Node, list[Factor], set[fx.Node]]:
         inner.add(node)
         node = value
     return node, factors, inner
-
-
-def _is_over_keys(weights: fx.Node) -> bool:
-    if weights.op == "call_module":
-        return module_of(weights).dim in (-1, 3)
-    given = named_arguments(weights, ("input", "dim", "dtype"))
-    return given.get("dim") in (-1, 3) and given.get("dtype") is None
 
 
 def _is_number(value: Any) -> bool:
@@ -236,36 +231,25 @@ def recognize_linear(product: fx.Node) -> fx.Node | None:
     if len(terms) != 3 or not isinstance(terms[1], fx.Node):
         return None
     bias, source, right = terms
-    matrix = arg(right, 0) if _is_transpose(right) else right
+    moved = isinstance(right, fx.Node) and callee(right) in LAYOUTS
+    matrix = arg(right, 0) if moved and right.all_input_nodes == [arg(right, 0)] else right
     if not (is_attribute(matrix) and (bias is None or is_attribute(bias))):
         return None
     require(not product.kwargs, "its terms are scaled, or the result is written elsewhere")
-    require(attribute_of(matrix).dim() == 2, "the model's tensor is no matrix")
-    weight = _weight(right, matrix)
+    held = attribute_of(matrix)
+    require(held.dim() == 2, "the model's tensor is no matrix")
+    weight = (held if right is matrix else right.target(held, *right.args[1:])).detach().t()
+    if (weight.shape, weight.stride()) == (held.shape, held.stride()):
+        weight = held  # the model's own tensor, where it is the same view
     row = bias is None or attribute_of(bias).shape == weight.shape[:1]
     require(row, "what is added is no bias, one number for each output")
     require(all(is_read_only(n) for n in (matrix, bias) if n), "the forward may write the matrix")
 
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta").eval()
-    linear.weight = _parameter(weight, attribute_of(matrix))
+    linear.weight = _parameter(weight, held)
     if bias is not None:
         linear.bias = _parameter(attribute_of(bias), attribute_of(bias))
     return insert_module(product, linear, (source,), f"{matrix.target}_linear", like=product)
-
-
-def _is_transpose(node: Any) -> bool:
-    """Whether a node is a call of one with axes that are written out."""
-    called = isinstance(node, fx.Node) and callee(node) in LAYOUTS
-    return called and node.all_input_nodes == [arg(node, 0)]
-
-
-def _weight(right: Any, matrix: fx.Node) -> torch.Tensor:
-    """The transpose of the right matrix: the model's own tensor, where it is the same view."""
-    held: torch.Tensor = attribute_of(matrix)
-    seen = held if right is matrix else right.target(held, *right.args[1:])
-    weight = seen.detach().t()
-    same = (weight.shape, weight.stride()) == (held.shape, held.stride())
-    return held if same else weight
 
 
 def _parameter(value: torch.Tensor, held: torch.Tensor) -> nn.Parameter:

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from optimizer.core.guards import key_of
-from optimizer.core.node import arg, owner
+from optimizer.core.node import arg, attribute_of, owner, tensors_of
 from optimizer.facts.facts import (
     Refused,
     aliases,
@@ -25,7 +25,6 @@ from optimizer.facts.facts import (
     is_unchanged,
     is_written,
     tensor,
-    tensors_read_by,
     value_of,
 )
 from optimizer.rewrite.contract import call, require, rewrite, whole_graph
@@ -183,9 +182,12 @@ def _is_folded(user: fx.Node) -> bool:
 
 
 def _require_foldable(nodes: list[fx.Node]) -> bool:
-    last, read = nodes[-1], tensors_read_by(nodes)
+    last = nodes[-1]
+    held = [attribute_of(n) for n in nodes if n.op in ("get_attr", "call_module")]
+    tensors = ([each] if isinstance(each, torch.Tensor) else tensors_of(each) for each in held)
+    read = {id(each): each for several in tensors for each in several}.values()
     written = (not is_read_only(n) or (n.op == "call_module" and is_written(n)) for n in nodes)
-    learns = owner(last).training and any(tensor.requires_grad for tensor in read)
+    learns = owner(last).training and any(each.requires_grad for each in read)
     require(not any(written), "the forward writes it, or what it is made of")
     require(not is_returned(last), "it is returned, and so has to be new in each call")
     require(not learns, "the model is in training mode, and may be learning it")

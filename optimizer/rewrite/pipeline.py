@@ -97,9 +97,14 @@ class Pipeline:
         return changed
 
     def _sweep(self, each: Pass) -> None:
+        if each.pattern is None and self.steps != self.budget:
+            self._facts.asked.clear()
+            graph = self.module.graph
+            edited = [Rewrite(each.name, n.name, source_of(n)) for n in each.apply(graph)]
+            rely_on_asked(graph)
+            self.fired += edited
+            self.steps += bool(edited)
         if each.pattern is None:
-            if self.steps != self.budget:
-                self._edit(each)
             return
         for node in self._candidates(each.pattern):
             if self.steps == self.budget:
@@ -118,13 +123,6 @@ class Pipeline:
                 self._calls.setdefault(called(node), []).append((place, node))
         found = [call for target in pattern.targets for call in self._calls.get(target, ())]
         return [node for _, node in sorted(found, key=itemgetter(0))]
-
-    def _edit(self, each: Pass) -> None:
-        self._facts.asked.clear()
-        edited = [Rewrite(each.name, n.name, source_of(n)) for n in each.apply(self.module.graph)]
-        rely_on_asked(self.module.graph)
-        self.fired += edited
-        self.steps += bool(edited)
 
     def _rewrite(self, each: Pass, root: fx.Node, captured: Captured) -> None:
         self._facts.asked.clear()
@@ -177,21 +175,27 @@ def _guard(graph: fx.Graph) -> None:
     inputs = graph.find_nodes(op="placeholder")
     for node in reversed(inputs):
         guard = _guard_of(node)
-        if guard and not any(_covers(user, *guard) for user in node.users):  # of an earlier run
+        if guard is None:
+            continue
+        check, asked = guard  # which ignores what is None
+        earlier = (
+            zip(asked, user.args, strict=False) for user in node.users if user.target is check
+        )
+        if not any(all(each in (None, found) for each, found in pairs) for pairs in earlier):
             with graph.inserting_after(inputs[-1]):
-                graph.call_function(*guard)
-
-
-def _covers(user: fx.Node, guard: Callable[..., None], asked: tuple[Any, ...]) -> bool:
-    """Whether a node checks all that a guard would, which ignores what is None."""
-    pairs = zip(asked, user.args, strict=False)
-    return user.target is guard and all(each in (None, found) for each, found in pairs)
+                graph.call_function(check, asked)
 
 
 def _guard_of(node: fx.Node) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
     facts = facts_of(node.graph)
     value = node.meta["fact"].value if facts else None
-    needed = any(arg(user, 0) is node and _needs_a_tensor(user) for user in node.users)
+    needed = any(
+        user.op == "call_method"
+        or user.target is getattr
+        or (user.op == "call_module" and issubclass(callee(user) or object, MAKE_A_TENSOR))
+        for user in node.users
+        if arg(user, 0) is node
+    )
     tested = bool(node.meta.get("tested")) and not needed
     if not facts or not isinstance(value, torch.Tensor):
         return (expect_given, (node, node.name)) if tested else None
@@ -199,9 +203,3 @@ def _guard_of(node: fx.Node) -> tuple[Callable[..., None], tuple[Any, ...]] | No
     dtype = value.dtype if ("dtype", node) in facts.relied else None
     asked = rank is not None or dtype is not None or tested
     return (expect_tensor, (node, rank, dtype, node.name)) if asked else None
-
-
-def _needs_a_tensor(user: fx.Node) -> bool:
-    if user.op == "call_module":
-        return issubclass(callee(user) or object, MAKE_A_TENSOR)
-    return user.op == "call_method" or user.target is getattr

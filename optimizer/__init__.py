@@ -19,8 +19,7 @@ from optimizer.frontend.module import OptimizedModule
 from optimizer.frontend.symbolic import capture
 from optimizer.passes import all_passes, explain
 from optimizer.rewrite.contract import Pass
-from optimizer.verify.bisect import Culprit, bisect
-from optimizer.verify.check import check
+from optimizer.verify.check import Culprit, bisect, check
 
 __version__ = "0.1.0"
 __all__ = [

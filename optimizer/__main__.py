@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         with _progress() as options.tell, warnings.catch_warnings():
-            warnings.showwarning = _warned
+            warnings.showwarning = lambda message, category, *_, **__: print(
+                f"{category.__name__}: {message}", file=sys.stderr
+            )
             text, figures = options.run(options)
         if options.json:  # which knows neither NaN nor infinity: they become text
             text = json.dumps(json.loads(json.dumps(figures), parse_constant=str), indent=2)
@@ -61,10 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, EquivalenceError) else 2
     return 0
-
-
-def _warned(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    print(f"{category.__name__}: {message}", file=sys.stderr)
 
 
 @contextmanager
@@ -100,30 +98,28 @@ def _parser() -> ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, **_BELOW)
         command.set_defaults(run=run)
         command.add_argument("--json", action="store_true", help="print JSON")
-        if name not in ("passes", "explain"):
-            _add_model(command)
-        if name not in ("passes", "explain", "bisect"):  # which looks for a rewrite
-            _add_tuning(command)
+        if name in ("passes", "explain"):
+            continue
+        named = "a registered workload (resnet18), or module:callable that returns a module and its"
+        command.add_argument("model", help=f"{named} example inputs")
+        levels = "0 same bits, 1 up to rounding, 2 with kernels of the device, 3 in lower precision"
+        command.add_argument("--level", type=int, default=2, help=levels)
+        command.add_argument("--device", help="cpu, cuda or mps, to move the model there")
+        _add_names(command, "--disable", "passes to omit", default=[])
+        if name == "bisect":  # which looks for a rewrite
+            continue
+        kinds = ("bf16", "fp16", "int8")
+        command.add_argument("--precision", choices=kinds, help="at level 3")
+        engines = (
+            "what may run parts of the model on a CPU at level 2: openvino, onnxruntime, none,"
+        )
+        engines += " or auto, the default: OpenVINO where it is installed"
+        _add_names(command, "--engines", engines)
     commands.choices["explain"].add_argument("name", help="a pass")
     commands.choices["optimize"].add_argument("--html", help="a file to write the report to")
     rounds = "how many ratios are taken, at least 6 (default: 20); more tell a smaller difference"
     commands.choices["compare"].add_argument("--rounds", type=int, default=20, help=rounds)
     return parser
-
-
-def _add_model(parser: ArgumentParser) -> None:
-    named = "a registered workload (resnet18), or module:callable that returns a module and its"
-    parser.add_argument("model", help=f"{named} example inputs")
-    levels = "0 same bits, 1 up to rounding, 2 with kernels of the device, 3 in lower precision"
-    parser.add_argument("--level", type=int, default=2, help=levels)
-    parser.add_argument("--device", help="cpu, cuda or mps, to move the model there")
-    _add_names(parser, "--disable", "passes to omit", default=[])
-
-
-def _add_tuning(parser: ArgumentParser) -> None:
-    parser.add_argument("--precision", choices=("bf16", "fp16", "int8"), help="at level 3")
-    text = "what may run parts of the model on a CPU at level 2: openvino, onnxruntime, none, or"
-    _add_names(parser, "--engines", f"{text} auto, the default: OpenVINO where it is installed")
 
 
 def _add_names(parser: ArgumentParser, option: str, text: str, **default: Any) -> None:
@@ -210,7 +206,11 @@ def _optimized(options: Namespace, **settings: Any) -> tuple[nn.Module, Any, Any
 
 def _load(options: Namespace) -> tuple[nn.Module, Any]:
     select(options.level, None, options.disable)  # raises before any work
-    _require_device(options.device)
+    try:
+        torch.empty(0, device=options.device)
+    except (AssertionError, RuntimeError) as error:
+        told = f"--device {options.device} cannot be used here: {error}"
+        raise optimizer.DeviceError(told) from error
     options.tell(f"making {options.model}")
     if ":" in options.model:
         return _built(options.model, options.device)
@@ -219,13 +219,6 @@ def _load(options: Namespace) -> tuple[nn.Module, Any]:
     except workloads.UnknownWorkloadError as error:
         raise InputError(f"{error} A model of your own is named module:callable.") from error
     return workload.module, workload.example_inputs
-
-
-def _require_device(device: str | None) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
-        raise optimizer.DeviceError(f"--device {device} cannot be used here: {error}") from error
 
 
 def _built(name: str, device: str | None) -> tuple[nn.Module, Any]:

@@ -18,8 +18,7 @@ from optimizer.core.copy import held_tensors, snapshot
 from optimizer.core.errors import CaptureError, InputError, OptimizerWarning
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
 from optimizer.core.report import Report, Size, listing
-from optimizer.facts.effects import called_as_they_are
-from optimizer.facts.facts import obstacle
+from optimizer.facts.facts import called_as_they_are, obstacle
 from optimizer.frontend.dynamo import DYNAMO, GuardedModule, capture_graph
 from optimizer.frontend.module import OptimizedModule, Recipe, Unchanged
 from optimizer.frontend.outside import Outside, kept, lasts
@@ -37,9 +36,10 @@ from optimizer.verify.equivalence import (
     answer,
     compare_answers,
     difference,
+    incomparable,
+    leaves_of,
     reference,
 )
-from optimizer.verify.leaves import incomparable, leaves_of
 
 SYMBOLIC = "symbolic"
 Check: TypeAlias = Literal["final", "each"] | None
@@ -241,7 +241,10 @@ class Run:
             self.check = "each"  # once more, to find out which pass it was
             return self._attempt()
         if isinstance(optimized, LoweredModule):
-            self._lower(optimized, reason)
+            remark = lower(optimized, self.call, reason, self.tuning, self._output_difference)
+            seconds = time.perf_counter() - self.started
+            more = (*optimized.report.remarks, *filter(None, [self.tuning.passed_over, remark]))
+            optimized.meta["report"] = replace(optimized.report, remarks=more, seconds=seconds)
         return optimized
 
     def _options(self) -> dict[str, Any]:
@@ -249,13 +252,6 @@ class Run:
         ours = all_passes()
         names = tuple(each.name if each in ours else each for each in self.passes)
         return {"level": self.level, "only": names} | self.tuning.options()
-
-    def _lower(self, optimized: LoweredModule, reason: str) -> None:
-        """Lower the call of the example inputs; a remark says where that was not done."""
-        remark = lower(optimized, self.call, reason, self.tuning, self._output_difference)
-        seconds = time.perf_counter() - self.started
-        remarks = (*optimized.report.remarks, *filter(None, [self.tuning.passed_over, remark]))
-        optimized.meta["report"] = replace(optimized.report, remarks=remarks, seconds=seconds)
 
     def _output_difference(self, actual: Answer) -> Difference | None:
         if self.check is None or self.expected is None or self.call is None:

@@ -148,7 +148,7 @@ def test_a_wrong_recording_is_number_zero(monkeypatch: pytest.MonkeyPatch) -> No
     def capture_another(model: nn.Module, call: Any) -> Any:
         return optimizer.capture(nn.Sequential(nn.Tanh()), call.args)
 
-    monkeypatch.setattr("optimizer.verify.bisect.capture_call", capture_another)
+    monkeypatch.setattr("optimizer.verify.check.capture_call", capture_another)
 
     found = optimizer.bisect(nn.ReLU().eval(), X)
 

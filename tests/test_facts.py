@@ -15,8 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 import optimizer
-from optimizer.facts.facts import Refused, fact, is_pure, rank
-from optimizer.facts.propagation import Facts
+from optimizer.facts.facts import Facts, Refused, fact, is_pure, rank
 from optimizer.testing import assert_equivalent
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)

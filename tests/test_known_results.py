@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import optimizer
-from optimizer.facts import effects as _known_results
-from optimizer.facts.propagation import Facts
+from optimizer.facts import facts as _known_results
+from optimizer.facts.facts import Facts
 from optimizer.passes.fuse import LinearReLU
 from optimizer.rewrite.affine import layer_like
 
@@ -299,7 +299,7 @@ def test_a_sum_that_is_written_over_a_value_is_another_than_one_that_is_not() ->
 
 
 def test_so_many_results_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optimizer.facts.effects._MOST", 0)
+    monkeypatch.setattr("optimizer.facts.facts._MOST", 0)
     x = torch.ones(2, 3, 1, 7, 1)
 
     assert [observed(nn.GELU(), x)[1] for _ in range(2)] == [1, 1]

@@ -25,12 +25,12 @@ from optimizer import InputError
 from optimizer.lowering import choose as _choose
 from optimizer.lowering import module as _lowered
 from optimizer.lowering import packed as _packed
-from optimizer.lowering import signature as _signature
+from optimizer.lowering import plan as _signature
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES
 from optimizer.lowering.choose import Chooser, varied
 from optimizer.lowering.engines import engines_here, engines_named
 from optimizer.lowering.module import LoweredModule
-from optimizer.lowering.signature import Signature
+from optimizer.lowering.plan import Signature
 from optimizer.verify.equivalence import BOUNDS
 from tests.level_2 import (
     Running,

@@ -64,7 +64,7 @@ def test_a_mistake_concerns_its_pass_or_those_that_import_it() -> None:
         "reuse_activations", "reuse_operands", "sink_convolutions",
     ]  # fmt: skip
     assert concerned("canonicalize:") == ["capture"]
-    assert concerned("effects:") == list(MOTIFS)
+    assert concerned("facts:") == list(MOTIFS)
     assert _mutants.concerned(replace(A_PASS, file="frontend/tracer.py", concerns=())) == [
         "capture"
     ]

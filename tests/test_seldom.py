@@ -21,7 +21,7 @@ from optimizer.analysis import roofline
 from optimizer.core.inputs import as_call
 from optimizer.frontend.canonicalize import affine_as_module, from_aten
 from optimizer.lowering.choose import varied
-from optimizer.lowering.signature import Signature
+from optimizer.lowering.plan import Signature
 from optimizer.rewrite.edit import (
     _require_takes,
     operands,
@@ -305,7 +305,7 @@ def failing(*given: Any, **options: Any) -> Any:
 
 
 def test_bisect_tells_of_a_graph_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optimizer.verify.bisect.answer", failing)
+    monkeypatch.setattr("optimizer.verify.check.answer", failing)
     culprit = optimizer.bisect(Rows(lambda m, x: m.linear(x)), ROWS)
 
     assert "raised ValueError: no such thing" in str(culprit)

@@ -31,8 +31,7 @@ from optimizer.core.inputs import (
 )
 from optimizer.core.node import describe, shape_text
 from optimizer.core.report import Report, columns
-from optimizer.facts.effects import Effects
-from optimizer.facts.propagation import Facts
+from optimizer.facts.facts import Effects
 from optimizer.frontend.dynamo import capture_by_dynamo
 from optimizer.frontend.symbolic import capture_call, observe
 from optimizer.verify.check import NodeByNode
@@ -163,7 +162,15 @@ class Roofline:
         return sum(row.seconds(self.ceilings) for row in self.rows)
 
     def __str__(self) -> str:
-        return f"{columns([_HEAD, *map(self._line, self.rows)])}\n\n{self.totals()}"
+        head = ("kernels", 7), ("MFLOP", 10), ("MB", 10), ("FLOP/byte", 9), ("us", 10)
+        names = (f"{name:>{width}}" for name, width in head)
+        rows = [("node", "calls", "shape", *names, "bound by")]
+        for row in self.rows:
+            moved, time = row.bytes / 1e6, row.seconds(self.ceilings) * 1e6
+            numbers = f"{row.launches:7}", f"{row.flops / 1e6:10.2f}", f"{moved:10.3f}"
+            more = f"{row.intensity:9.1f}", f"{time:10.1f}", row.bound(self.ceilings)
+            rows.append((row.node, row.text, row.unknown or row.shape, *numbers, *more))
+        return f"{columns(rows)}\n\n{self.totals()}"
 
     def totals(self) -> str:
         """All of it in one line."""
@@ -173,16 +180,6 @@ class Roofline:
             f"{self.launches} kernels, {self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.1f} MB,"
             f" {self.seconds * 1e3:.3f} ms at {self.ceilings}{rest}"
         )
-
-    def _line(self, row: Cost) -> tuple[str, ...]:
-        flops, moved = f"{row.flops / 1e6:10.2f}", f"{row.bytes / 1e6:10.3f}"
-        time = f"{row.seconds(self.ceilings) * 1e6:10.1f}"
-        numbers = (f"{row.launches:7}", flops, moved, f"{row.intensity:9.1f}", time)
-        return (row.node, row.text, row.unknown or row.shape, *numbers, row.bound(self.ceilings))
-
-
-_NUMBERS = (f"{'kernels':>7}", f"{'MFLOP':>10}", f"{'MB':>10}", f"{'FLOP/byte':>9}", f"{'us':>10}")
-_HEAD = ("node", "calls", "shape", *_NUMBERS, "bound by")
 
 
 def roofline(
@@ -195,19 +192,17 @@ def roofline(
         CaptureError: the model cannot be recorded; the message says why.
     """
     module, _ = observed(model, example_inputs)
-    calls = [node for node in module.graph.nodes if node.op.startswith("call")]
-    return Roofline(tuple(_cost(node, module.meta["facts"]) for node in calls), at or ceilings())
-
-
-def _cost(node: fx.Node, facts: Facts) -> Cost:
-    ran, unknown = Operators(), node.meta["fact"].error
-    try:
-        if not unknown:
-            facts.run(node, ran)
-    except Exception as error:
-        ran, unknown = Operators(), str(error).partition("\n")[0]
-    told = node.name, describe(node), shape_text(node)
-    return Cost(*told, ran.flops, ran.bytes, ran.launches, unknown)
+    facts, rows = module.meta["facts"], []
+    for node in (each for each in module.graph.nodes if each.op.startswith("call")):
+        ran, unknown = Operators(), node.meta["fact"].error
+        try:
+            if not unknown:
+                facts.run(node, ran)
+        except Exception as error:
+            ran, unknown = Operators(), str(error).partition("\n")[0]
+        told = node.name, describe(node), shape_text(node)
+        rows.append(Cost(*told, ran.flops, ran.bytes, ran.launches, unknown))
+    return Roofline(tuple(rows), at or ceilings())
 
 
 def measured(model: nn.Module, fast: Any, example_inputs: ExampleInputs) -> Report:

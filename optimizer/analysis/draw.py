@@ -5,8 +5,6 @@ Source: https://graphviz.org/doc/info/lang.html.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-
 from torch import fx
 
 from optimizer.core.inputs import require_graph
@@ -37,21 +35,17 @@ def draw(module: fx.GraphModule, after: fx.GraphModule | None = None) -> str:
     for place, graph in enumerate(graphs):
         title = f"{type(modules[place]).__name__}, {len(graph.nodes)} nodes"
         lines += [f"subgraph cluster_{place} {{", f"label={_quoted(title)}"]
-        lines += [*_statements(graph, place, names[-1 - place]), "}"]
+        for node in graph.nodes:
+            label = f"{describe(node)}\n{node.name} {shape_text(node)}".strip()
+            told = f"{node.format_node()}  {source_of(node)}".strip()
+            look = f'fillcolor="{_COLOURS.get(node.op, "#eeeeee")}"'
+            look += "" if node.name in names[-1 - place] else f" {_MARKS[place]}"
+            name = _quoted(f"{place}.{node.name}")
+            lines.append(f"{name} [label={_quoted(label)} tooltip={_quoted(told)} {look}]")
+            read = (_quoted(f"{place}.{each.name}") for each in node.all_input_nodes)
+            lines += (f"{each} -> {name}" for each in read)
+        lines.append("}")
     return "\n".join([*lines, "}", ""])
-
-
-def _statements(graph: fx.Graph, place: int, others: Container[str]) -> Iterator[str]:
-    """The boxes and arrows of one of two graphs; `others` are the names in the other."""
-    for node in graph.nodes:
-        label = f"{describe(node)}\n{node.name} {shape_text(node)}".strip()
-        told = f"{node.format_node()}  {source_of(node)}".strip()
-        look = f'fillcolor="{_COLOURS.get(node.op, "#eeeeee")}"'
-        look += "" if node.name in others else f" {_MARKS[place]}"
-        name = _quoted(f"{place}.{node.name}")
-        yield f"{name} [label={_quoted(label)} tooltip={_quoted(told)} {look}]"
-        for each in node.all_input_nodes:
-            yield f"{_quoted(f'{place}.{each.name}')} -> {name}"
 
 
 def _quoted(text: str) -> str:

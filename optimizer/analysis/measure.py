@@ -43,8 +43,11 @@ class Spread:
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
         """The spread of at least one sample."""
-        ordered = sorted(samples)
-        skipped = _samples_outside(len(ordered))
+        ordered, count = sorted(samples), len(samples)
+        # The median is below the k + 1st of `count` samples as often as at most k of so many tossed
+        # coins show heads: in at most 1 of 40 cases, then, and as often above.
+        outcomes = itertools.accumulate(math.comb(count, heads) for heads in range(count))
+        skipped = max(0, sum(ways <= (1 << count) // 40 for ways in outcomes) - 1)
         return cls(median(ordered), ordered[skipped], ordered[-1 - skipped], tuple(samples))
 
 
@@ -153,7 +156,16 @@ def _rounds(
     device = device_of([*tensors_in(call), *weights])
     with _as_before(*modules):
         for module in modules:
-            _warm_up(module, call, warmup)
+            for _ in range(warmup):
+                args, kwargs = call.copied()
+                try:
+                    module(*args, **kwargs)
+                except Exception as error:
+                    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                    raise InputError(
+                        f"the {type(module).__name__} rejects the example inputs ({reason}):"
+                        " pass inputs that it can be called with."
+                    ) from error
         times = [[_timed(modules[i], call, device) for i in order] for _ in range(rounds)]
         measurements = []
         for number, module in enumerate(modules):
@@ -184,19 +196,6 @@ def _as_before(*modules: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _warm_up(module: nn.Module, call: Call, times: int) -> None:
-    for _ in range(times):
-        args, kwargs = call.copied()
-        try:
-            module(*args, **kwargs)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise InputError(
-                f"the {type(module).__name__} rejects the example inputs ({reason}):"
-                " pass inputs that it can be called with."
-            ) from error
-
-
 def _timed(module: nn.Module, call: Call, device: Device) -> float:
     args, kwargs = call.copied()
     device.synchronize()
@@ -206,16 +205,6 @@ def _timed(module: nn.Module, call: Call, device: Device) -> float:
     seconds = time.perf_counter() - start
     del output  # only now: freeing it is not part of the forward
     return seconds
-
-
-def _samples_outside(count: int) -> int:
-    """How many ordered samples lie outside the interval of the median, at either end.
-
-    The median is below the k + 1st of `count` samples as often as at most k of so many tossed
-    coins show heads: in at most 1 of 40 cases, then, and as often above.
-    """
-    outcomes = itertools.accumulate(math.comb(count, heads) for heads in range(count))
-    return max(0, sum(ways <= (1 << count) // 40 for ways in outcomes) - 1)
 
 
 def _time(seconds: float) -> str:

@@ -20,9 +20,7 @@ from optimizer.core.node import has_global_hooks
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Make tensors that outlive inference mode, without gradients or a search for garbage."""
-    collecting = (
-        gc.isenabled()
-    )  # a graph is one large cycle: to search it takes a third of the time
+    collecting = gc.isenabled()  # a graph is one large cycle, which is long to search
     gc.disable()
     try:
         with torch.inference_mode(False), torch.no_grad():

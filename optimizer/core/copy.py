@@ -47,7 +47,17 @@ def structural_copy(
     more than storage and shape, as a sparse one is: nothing could be known of it.
     """
     try:
-        memo = _memo(model, dict(onto or {}), share=share, only_ordinary=only_ordinary)
+        memo: dict[int, Any] = {}  # what takes the place of the tensors
+        taken = _Snapshot(model, dict(onto or {}))
+        for key, tensor in taken.tensors.items():
+            is_parameter = key in taken.parameters
+            if key in taken.places:
+                if share and is_parameter:
+                    taken.storages.setdefault(taken.places[key], tensor.untyped_storage())
+                same = taken.of(tensor)
+                memo[key] = nn.Parameter(same, tensor.requires_grad) if is_parameter else same
+            else:
+                memo[key] = _clone_of_another_kind(tensor, only_ordinary)
         return cast(ModuleType, _copied(model, memo))
     except Exception as error:  # locks, handles, sparse tensors: whatever a model may hold
         raise CaptureError(f"the model cannot be copied: {error}") from error
@@ -76,7 +86,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(value), set())
     if not isinstance(value, nn.Module):
         return _copied_object(value, memo)
-    if _says_how(kind):
+    own = any(getattr(kind, name) is not getattr(nn.Module, name) for name in _PROTOCOL)
+    if own or hasattr(kind, "__deepcopy__"):  # its class has a way of its own
         with _unseen(value):
             return _like(value, copy.deepcopy(value, memo), memo)
     module = memo[id(value)] = kind.__new__(kind)
@@ -110,12 +121,6 @@ def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
     return copied
 
 
-def _says_how(kind: type) -> bool:
-    """Whether the class of a module has a way of its own to be copied."""
-    own = any(getattr(kind, name) is not getattr(nn.Module, name) for name in _PROTOCOL)
-    return own or hasattr(kind, "__deepcopy__")
-
-
 def _like(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Give what a class copied in a way of its own the modes of the model, and require the rest."""
     modules = dict(model.named_modules())
@@ -142,36 +147,16 @@ def _holds_the_same(module: nn.Module, copied: nn.Module, memo: dict[int, Any]) 
         old is None or new is None or new is memo.get(id(old)) or torch.equal(old, new)
         for old, new in pairs
     )
-    return values and weights and _hooks_of_users(module) == _hooks_of_users(copied)
-
-
-def _hooks_of_users(module: nn.Module) -> int:
-    """How many hooks of its calls are not torch's own, which checks the inputs of an export so."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return sum(str(each.__module__).partition(".")[0] != "torch" for each in hooks)
-
-
-def _memo(
-    model: nn.Module, storages: Storages, *, share: bool, only_ordinary: bool
-) -> dict[int, Any]:
-    """What deepcopy takes for the tensors of a model instead of copying them."""
-    memo: dict[int, Any] = {}
-    taken = _Snapshot(model, storages)
-    for key, tensor in taken.tensors.items():
-        is_parameter = key in taken.parameters
-        if key in taken.places:
-            if share and is_parameter:
-                storages.setdefault(taken.places[key], tensor.untyped_storage())
-            same = taken.of(tensor)
-            memo[key] = nn.Parameter(same, tensor.requires_grad) if is_parameter else same
-        elif only_ordinary:
-            raise TypeError(
-                f"it holds a tensor of class {type(tensor).__name__}, {tensor.dtype},"
-                f" {tensor.layout}, which is more than its storage and shape"
-            )
-        else:
-            memo[key] = _clone_of_another_kind(tensor)
-    return memo
+    one, other = (  # the hooks but torch's own, which checks the inputs of an export so
+        [
+            hook
+            for table in (each._forward_hooks, each._forward_pre_hooks)
+            for hook in table.values()
+            if str(hook.__module__).partition(".")[0] != "torch"
+        ]
+        for each in (module, copied)
+    )
+    return values and weights and len(one) == len(other)
 
 
 def held_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -235,8 +220,13 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     return ordinary and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
-def _clone_of_another_kind(tensor: torch.Tensor) -> torch.Tensor:
+def _clone_of_another_kind(tensor: torch.Tensor, only_ordinary: bool) -> torch.Tensor:
     """A copy of a tensor that is more than its storage and shape, and a view of no other."""
+    if only_ordinary:
+        raise TypeError(
+            f"it holds a tensor of class {type(tensor).__name__}, {tensor.dtype},"
+            f" {tensor.layout}, which is more than its storage and shape"
+        )
     data = tensor.detach().clone()
     is_parameter = isinstance(tensor, nn.Parameter)
     copied = nn.Parameter(data, tensor.requires_grad) if is_parameter else data

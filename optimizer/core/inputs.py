@@ -21,7 +21,12 @@ from optimizer.core.errors import InputError
 
 def opened(value: Any) -> Any:
     """The same tree with the name and the fields of a dataclass in the place of each."""
-    return pytree.tree_map_only(_is_record, _opened_record, value)
+
+    def held(record: Any) -> dict[str, Any]:
+        inside = {field.name: getattr(record, field.name) for field in fields(record)}
+        return {type(record).__name__: opened(inside)}
+
+    return pytree.tree_map_only(_is_record, held, value)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -35,8 +40,16 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     """The same tree with every tensor in it replaced by `function(tensor)`."""
     if isinstance(value, torch.Tensor):
         return function(value)
+
+    def of(record: Any) -> Any:
+        copied = copy.copy(record)
+        for field in fields(record):
+            inside = map_tensors(function, getattr(record, field.name))
+            object.__setattr__(copied, field.name, inside)  # it may be frozen
+        return copied
+
     mapped = pytree.tree_map_only(torch.Tensor, function, value)
-    return pytree.tree_map_only(_is_record, lambda each: _mapped_record(function, each), mapped)
+    return pytree.tree_map_only(_is_record, of, mapped)
 
 
 def storages_in(value: Any) -> set[int]:
@@ -61,19 +74,6 @@ def _is_record(leaf: Any) -> bool:
     return is_dataclass(leaf) and not isinstance(leaf, type)
 
 
-def _opened_record(record: Any) -> dict[str, Any]:
-    held = {field.name: getattr(record, field.name) for field in fields(record)}
-    return {type(record).__name__: opened(held)}
-
-
-def _mapped_record(function: Callable[[torch.Tensor], torch.Tensor], record: Any) -> Any:
-    mapped = copy.copy(record)
-    for field in fields(record):
-        value = map_tensors(function, getattr(record, field.name))
-        object.__setattr__(mapped, field.name, value)  # it may be frozen
-    return mapped
-
-
 ExampleInputs: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 
 
@@ -95,18 +95,16 @@ class Call(NamedTuple):
 def as_call(example_inputs: ExampleInputs) -> Call:
     """A tensor, a sequence of positional or a mapping of keyword arguments, as a `Call`."""
     if isinstance(example_inputs, torch.Tensor):
-        return _with_data(Call((example_inputs,), {}))
-    if isinstance(example_inputs, Mapping) and all(isinstance(key, str) for key in example_inputs):
-        return _with_data(Call((), dict(example_inputs)))
-    if isinstance(example_inputs, list | tuple):
-        return _with_data(Call(tuple(example_inputs), {}))
-    raise InputError(
-        f"example_inputs is of type {type(example_inputs).__name__}: pass a tensor, a tuple of"
-        " positional arguments, or a mapping of keyword arguments by name."
-    )
-
-
-def _with_data(call: Call) -> Call:
+        call = Call((example_inputs,), {})
+    elif isinstance(example_inputs, list | tuple):
+        call = Call(tuple(example_inputs), {})
+    elif isinstance(example_inputs, Mapping) and all(isinstance(k, str) for k in example_inputs):
+        call = Call((), dict(example_inputs))
+    else:
+        raise InputError(
+            f"example_inputs is of type {type(example_inputs).__name__}: pass a tensor, a tuple of"
+            " positional arguments, or a mapping of keyword arguments by name."
+        )
     if any(tensor.is_meta for tensor in tensors_in(call)):
         raise InputError(
             "an example input is on the meta device and holds no data: pass a tensor that does."

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.modules import module as _all_modules
 from optimizer.core.errors import CaptureError
 
 _SHORT = {"torch": "torch", "operator": "operator", "torch.nn.functional": "F", "torch._C._nn": "F"}
+KNOWN_HOMES = frozenset(("torch", "torchvision", "_operator", "math", "collections", "optimizer"))
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS_OF_ALL = [vars(_all_modules)[f"_global{name}"] for name in HOOKS]
 
@@ -82,6 +84,21 @@ def name_of_call(node: fx.Node) -> str:
         return type(module_of(node)).__name__.lower()
     target: Any = node.target
     return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
+
+
+def home_of(node: fx.Node) -> str:
+    """The package whose code a node calls; empty where a function or a method does not tell.
+
+    A decorator names itself after what it wraps: where one is another's than that, the other's.
+    """
+    code: Any = type(module_of(node)) if node.op == "call_module" else node.target
+    homes = [""]
+    while code is not None:
+        inside = code.__globals__.get("__name__") if isinstance(code, FunctionType) else None
+        named = (getattr(code, "__module__", None), inside)
+        homes += [str(name).partition(".")[0] for name in named if name]
+        code = getattr(code, "__dict__", {}).get("__wrapped__")
+    return next((home for home in homes if home and home not in KNOWN_HOMES), homes[-1])
 
 
 def called_on(node: fx.Node, module: Any, args: Any, kwargs: Any) -> Any:
@@ -203,15 +220,15 @@ def user_line() -> str:
     return ""
 
 
-def line_in(stack: str) -> str:
-    """The innermost line of a printed stack that is neither torch's nor ours, likewise."""
-    return _innermost(re.findall(r'File "(.+)", line (\d+)', stack))
-
-
-def line_of(error: BaseException) -> str:
-    """The innermost line that an error went through and is neither torch's nor ours, likewise."""
-    walked = traceback.walk_tb(error.__traceback__)
-    return _innermost([(frame.f_code.co_filename, line) for frame, line in walked])
+def line_of(stack: BaseException | str) -> str:
+    """The innermost line of an error's stack, or a printed one, that is neither, likewise."""
+    if isinstance(stack, str):
+        lines: list[tuple[str, Any]] = re.findall(r'File "(.+)", line (\d+)', stack)
+    else:
+        walked = traceback.walk_tb(stack.__traceback__)
+        lines = [(frame.f_code.co_filename, line) for frame, line in walked]
+    theirs = [_told(path, line) for path, line in lines if is_user_code(path)]
+    return theirs[-1] if theirs else ""
 
 
 def reason_of(error: Exception) -> str:
@@ -221,11 +238,6 @@ def reason_of(error: Exception) -> str:
         reason = f"its forward cannot be recorded: {reason}"
     line = line_of(error)
     return f"{reason}, at {line}" if line else reason
-
-
-def _innermost(lines: list[tuple[str, Any]]) -> str:
-    theirs = [_told(path, line) for path, line in lines if is_user_code(path)]
-    return theirs[-1] if theirs else ""
 
 
 def _told(path: str, line: object) -> str:

@@ -181,7 +181,14 @@ class Report:
         told = (", ".join(changes[1:4]), ", ".join(changes[4:7]), self.compared)
         counted = [_counted("rewritten", self.fired), _counted("refused", self.refused)]
         remarks = [f"remark: {remark}" for remark in self.remarks]
-        return "\n".join(_fitting([self.summary(), *told], [*counted, _regions(self), remarks]))
+        head = [line for line in (self.summary(), *told) if line]
+        sections = [*counted, _regions(self), remarks]
+        over = len(head) + sum(map(len, sections)) - _LINES
+        for _ in range(over + 1 if over > 0 else 0):  # of the longest ones the last lines give way
+            max(sections, key=len).pop()
+        more = [f"... and {over + 1} more; report.to_html() lists all"] * (over > 0)
+        every = (" ".join(line.splitlines()) for part in (head, *sections) for line in part)
+        return "\n".join([*every, *more])
 
     def summary(self) -> str:
         """What became of the model, in one line."""
@@ -198,17 +205,6 @@ class Report:
 
 
 _LINES = 20
-
-
-def _fitting(head: list[str], sections: list[list[str]]) -> Iterator[str]:
-    """At most 20 lines: of the longest sections the last ones give way."""
-    head = [line for line in head if line]
-    over = len(head) + sum(map(len, sections)) - _LINES
-    for _ in range(over + 1 if over > 0 else 0):
-        max(sections, key=len).pop()
-    yield from (" ".join(line.splitlines()) for part in (head, *sections) for line in part)
-    if over > 0:
-        yield f"... and {over + 1} more; report.to_html() lists all"
 
 
 def _counted(title: str, entries: Sequence[Rewrite]) -> list[str]:
@@ -315,10 +311,8 @@ def _graph(report: Report) -> str:
     rows = list[tuple[str, ...]]()
     for kind, i, j, k, n in matcher.get_opcodes():
         stayed = kind == "equal"
-        rows += (_node("-", line, by.get(line.name, "")) for line in old[i:j] if not stayed)
-        rows += (_node("" if stayed else "+", line, line.origin()) for line in new[k:n])
+        gone = [("-", line, by.get(line.name, "")) for line in old[i:j] if not stayed]
+        there = [("" if stayed else "+", line, line.origin()) for line in new[k:n]]
+        for mark, line, note in gone + there:
+            rows.append((mark, f"{line.name} = {line.text}", line.shape, line.source, note))
     return _table("graph", ("", "node", "shape", "source", "pass"), rows)
-
-
-def _node(mark: str, line: Line, note: str) -> tuple[str, ...]:
-    return mark, f"{line.name} = {line.text}", line.shape, line.source, note

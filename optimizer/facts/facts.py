@@ -1,34 +1,376 @@
 """The facts that passes ask for: shape, dtype, shared storage, who reads and writes it.
 
+They are learned by running a graph once on meta tensors, which hold no data.
+Shapes, strides and shared storage are read off the results; writes and randomness are read
+off the schemas of the ATen operators that each node runs. Nothing is guessed from a name.
+What layers and sums of the same form yielded is remembered: their meta kernels are slow Python.
+
 To ask for a fact that is not known is to be refused (`Refused`), so a rewrite whose safety
 argument needs it does not fire and the report says why.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental import _config
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from optimizer.core import ops
+from optimizer.core.context import own_random_numbers
+from optimizer.core.copy import on_storage
+from optimizer.core.errors import require
 from optimizer.core.guards import GUARDS
-from optimizer.core.inputs import storages_in
+from optimizer.core.inputs import hides_tensors, map_tensors, storages_in
 from optimizer.core.node import (
+    KNOWN_HOMES,
     attribute_of,
     called_on,
     callee,
     describe,
     has_plain_tensors,
+    home_of,
     is_plain,
     module_of,
+    name_of_call,
     tensors_of,
 )
-from optimizer.core.ops import INPLACE_OPERATORS, LAYOUTS, LINEAR_LAYERS, add_over, mul_over
-from optimizer.facts.effects import runs_known_code
-from optimizer.facts.propagation import Fact, Facts
+
+# Without data, `v[mask]` has as many rows as under a mask of True: an example as good as any.
+EVERY_MASK_IS_FULL = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+
+
+class Effect(NamedTuple):
+    """What a call did besides yielding a value."""
+
+    writes: Set[int]
+    random: bool = False
+
+
+NOTHING = Effect(frozenset())
+
+
+class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collect the storages written, whether numbers were drawn, and whether data gave a size."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.writes: set[int] = set()
+        self.random = False
+        self.counts = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch imports it first, which takes a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        self.counts |= is_sized_by_values(func, args)
+        self.writes |= storages_in(written_by(func, args, kwargs))
+        if not self.random:
+            return func(*args, **kwargs)
+        with own_random_numbers():  # on meta tensors too, where decompositions of torch's do it
+            return func(*args, **kwargs)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes."""
+    parameters = func._schema.arguments
+    given = {**dict(zip((each.name for each in parameters), args, strict=False)), **kwargs}
+    written = [each.name for each in parameters if each.alias_info and each.alias_info.is_write]
+    if given.get("training"):  # native_batch_norm updates these, and its schema keeps quiet
+        written += ["running_mean", "running_var"]
+    return [given[name] for name in written if name in given]
+
+
+def is_sized_by_values(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the size of what an operator returns depends on values."""
+    if func is torch.ops.aten.index.Tensor:  # v[i] has as many elements as there are numbers in i
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+_KNOWN_BUILTINS = (abs, bool, divmod, float, getattr, int, len, max, min, pow, round, sum)
+
+
+def runs_known_code(node: fx.Node) -> bool:
+    """Whether a node is known to have no effects but those that ATen operators have."""
+    calls_code = node.op in ("call_function", "call_module")
+    return not calls_code or node.target in _KNOWN_BUILTINS or home_of(node) in KNOWN_HOMES
+
+
+def devices_named_by(node: fx.Node) -> set[torch.device]:
+    """Devices that a call names, or takes by default because it makes a tensor of nothing."""
+    named = set[torch.device]()
+    for leaf in (*node.args, *node.kwargs.values()):
+        if isinstance(leaf, str | torch.device):
+            with suppress(RuntimeError):  # another word
+                named.add(torch.device(leaf))
+    if node.op == "call_method" and node.target in ("cpu", "cuda"):
+        named.add(torch.device(str(node.target)))
+    if node.op == "call_function" and node.target in ops.FACTORIES and "device" not in node.kwargs:
+        named.add(torch.get_default_device())
+    return named
+
+
+def called_as_they_are(module: fx.GraphModule) -> list[str]:
+    """What was not recorded, because nothing is known of what it does; and the reasons."""
+    calls = {n.target: module_of(n) for n in module.graph.find_nodes(op="call_module")}
+    return [
+        f"'{name}' ({type(each).__name__}) is called as it is: it is scripted, or it has hooks,"
+        " parametrizations or a __call__"
+        for name, each in calls.items()
+        if isinstance(each, torch.jit.ScriptModule) or not is_plain(each)
+    ]
+
+
+_ARITHMETIC = frozenset((operator.add, operator.sub, operator.mul, torch.add, torch.sub, torch.mul))
+_MOST = 1 << 14
+_known: dict[Any, Any] = {}  # the layout of a new tensor, or None if the first is overwritten
+
+
+def known_outcome(
+    run: Callable[[], tuple[Any, Effect]], called: Any, *args: Any
+) -> tuple[Any, Effect]:
+    """What a call on meta tensors yields and does: as before, or as a run tells."""
+    key = _form(called, args)
+    if key in _known:
+        if (layout := _known[key]) is None:
+            return args[0], Effect(storages_in(args[0]))
+        return torch.empty_strided(*layout[:2], dtype=layout[2], device="meta"), NOTHING
+    value, effect = run()
+    if isinstance(called, _NormBase) and effect == NOTHING and args[0].is_contiguous():
+        value = value.new_empty(value.shape)  # of single elements, its kernel keeps no strides
+    over = value is args[0] and effect == Effect(storages_in(value)) if args else False
+    new = effect == NOTHING and storages_in(value).isdisjoint(storages_in(args))
+    if key and isinstance(value, torch.Tensor) and (over or new) and len(_known) < _MOST:
+        _known[key] = None if over else _layout(value)
+    return value, effect
+
+
+def _form(called: Any, args: tuple[Any, ...]) -> Any:
+    """All that the layout of a result depends on; None where it is not known what that is."""
+    if not all(isinstance(each, torch.Tensor) for each in args):
+        return None
+    layouts = tuple(map(_layout, args))
+    if not isinstance(called, nn.Module):
+        return (called, layouts) if called in _ARITHMETIC else None
+    kind = type(called)
+    ours = kind.__module__.startswith(("torch.nn.modules.", "optimizer."))
+    if not (ours and isinstance(called, ops.RETURN_A_TENSOR)) or has_plain_tensors(called):
+        return None
+    names = ("training", "_reversed_padding_repeated_twice", *getattr(kind, "__constants__", ()))
+    settings = [getattr(called, name, None) for name in names]
+    held = [*called._parameters.items(), *called._buffers.items()]
+    tensors = tuple((name, each if each is None else _layout(each)) for name, each in held)
+    return kind, repr(settings), tensors, layouts
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What one node yields and does. `error` tells why nothing is known of it."""
+
+    value: Any = None
+    storages: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
+    random: bool = False
+    rank_varies: bool = False  # with sizes: a squeeze came before
+    inputs: frozenset[fx.Node] = frozenset()  # the placeholders that it depends on
+    error: str = ""
+
+
+class Facts:
+    """The facts of one graph, kept up to date as passes add nodes."""
+
+    def __init__(self) -> None:
+        self.failures: list[fx.Node] = []
+        self.devices: set[torch.device] = set()
+        self.external: set[int] = set()  # storages that outlive a call: inputs and attributes
+        self.holders: dict[int, list[fx.Node]] = {}
+        self.calls: dict[Any, fx.Node] = {}  # by what each called when it was looked at last
+        self.writers: dict[int, list[fx.Node]] = {}
+        self._shared: dict[int, frozenset[int]] = {}  # what a copy may share in another call
+        self.asked: set[tuple[str, fx.Node]] = set()  # by the rewrite under way: kind, input
+        self.relied: set[tuple[str, fx.Node]] = set()  # what the rewrites that fired rest on
+        self._meta: dict[int, Any] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def any_written(self, storages: Iterable[int]) -> bool:
+        """Whether a node of the graph writes one of some storages."""
+        return any(not node._erased for each in storages for node in self.writers.get(each, ()))
+
+    def to_meta(self, value: Any) -> Any:
+        """A copy of a tensor, a module or a pytree of them whose tensors hold no data."""
+        if isinstance(value, nn.Module):
+            for tensor in tensors_of(value):
+                self._to_meta(tensor)
+            return copy.deepcopy(value, self._meta)
+        return map_tensors(self._to_meta, value)
+
+    def _to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self._meta:
+            return self._meta[id(tensor)]  # type: ignore[no-any-return]
+        real = tensor.untyped_storage()
+        if real._cdata not in self._storages:
+            empty = torch.UntypedStorage(real.nbytes(), device="meta")  # type: ignore[no-untyped-call]
+            self._storages[real._cdata] = empty
+            self.external.add(empty._cdata)
+        meta = on_storage(tensor, self._storages[real._cdata])
+        if isinstance(tensor, nn.Parameter):
+            meta = nn.Parameter(meta, tensor.requires_grad)
+        self._meta[id(tensor)] = meta
+        self._alive.append(tensor)
+        self.devices.add(tensor.device)
+        return meta
+
+    def input(self, node: fx.Node, example: Any) -> None:
+        """Record the example that a placeholder is given."""
+        self.record(node, Fact(*_snapshot(self.to_meta(example)), inputs=frozenset({node})))
+
+    def evaluate(self, node: fx.Node) -> None:
+        """Run one node on meta tensors and record what it yields and does."""
+        self.devices |= devices_named_by(node)
+        try:
+            value, effect = self._outcome(node)
+        except Exception as error:  # an operator that needs data, or a bug of the model
+            self.failures.append(node)
+            reason = str(error).split("\n")[0] or type(error).__name__
+            self.record(node, Fact(writes=self._within_reach(node), error=reason))
+            return
+        lasting_writes = {s for s in effect.writes if s in self.holders or s in self.external}
+        given: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
+        name, known = name_of_call(node), runs_known_code(node)
+        squeezes = not known or "squeeze" in name.split("_")
+        varies = squeezes or any(each.rank_varies for each in given)
+        inputs = frozenset[fx.Node]().union(*(each.inputs for each in given))
+        kept, storages = _snapshot(value)
+        sources = self._may_be_part_of_result(node, value, given)
+        self._shared |= dict.fromkeys(storages - sources, sources) if sources else {}
+        storages |= sources
+        storages, writes = self._with_shared(storages), self._with_shared(lasting_writes)
+        training = node.op == "call_module" and module_of(node).training
+        draws = training or "dropout" in name or "attention" in name  # but nothing for no elements
+        none = any(isinstance(v, torch.Tensor) and not v.numel() for v in (g.value for g in given))
+        drawn = effect.random or (draws and none)
+        self.record(node, Fact(kept, storages, writes, drawn, varies, inputs))
+
+    def _within_reach(self, node: fx.Node) -> frozenset[int]:
+        """The storages of all that a node is given and, if a user's code, of what it holds."""
+        known = node.op != "call_module" or runs_known_code(node)
+        held = storages_in(self.to_meta([] if known else tensors_of(module_of(node))))
+        facts: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
+        return frozenset(held).union(*(fact.storages | fact.writes for fact in facts))
+
+    def _may_be_part_of_result(
+        self, node: fx.Node, value: Any, given: list[Fact]
+    ) -> frozenset[int]:
+        """What a result may hold unseen, or share in another call, which needs no copy."""
+        if not runs_known_code(node) or hides_tensors(value):
+            return self._within_reach(node)
+        name, others = name_of_call(node), (each.value for each in given[1:] if each.inputs)
+        numbers = {getattr(each, "dtype", torch.bool) for each in others} - {torch.bool}
+        may = name in ops.MAY_COPY or (name == "getitem" and numbers)  # of no dimension: a view
+        return given[0].storages if given and may else frozenset()
+
+    def _with_shared(self, storages: Iterable[int]) -> frozenset[int]:
+        """Some storages and those that they are in calls which need no copy."""
+        return frozenset(storages).union(*(self._shared.get(each, ()) for each in storages))
+
+    def _outcome(self, node: fx.Node) -> tuple[Any, Effect]:
+        """What a node yields and does: as before, or by running it."""
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
+        if node.op in ("get_attr", "output"):
+            return self.to_meta(attribute_of(node)) if node.op == "get_attr" else args, NOTHING
+        module = module_of(node) if node.op == "call_module" else None
+        plain = module is None or all(map(is_plain, module.modules()))
+        require(plain, "it has hooks or parametrizations, which are left alone")
+        if kwargs:
+            return self._observed(node)
+        return known_outcome(lambda: self._observed(node), module or node.target, *args)
+
+    def _observed(self, node: fx.Node) -> tuple[Any, Effect]:
+        effects = Effects()
+        return self.run(node, effects), Effect(effects.writes, effects.random)
+
+    def run(self, node: fx.Node, effects: Effects) -> Any:
+        """Call what a node calls on meta tensors, and collect what its operators do."""
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": "meta"}
+        if isinstance(node.kwargs.get("training"), fx.Node):
+            kwargs = {**kwargs, "training": True}  # which it may be in another call
+        named = torch.device | str if node.target == "to" else torch.device
+        given = ["meta" if isinstance(each, named) else each for each in args]
+        module = self.to_meta(module_of(node)) if node.op == "call_module" else None
+        with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, effects:
+            return called_on(node, module, given, kwargs)
+
+    def identify(self, node: fx.Node, replaced: fx.Node) -> None:
+        """Record that views of a value that is replaced will be views of another one."""
+        both: frozenset[int] = node.meta["fact"].storages | replaced.meta["fact"].storages
+        told = self._users_of(both) if self.any_written(both) else [node]
+        self._rename(told, both, both)
+
+    def rename_after(self, node: fx.Node, replaced: fx.Node) -> None:
+        """Record that what holds or writes a value after `node` does so to that one's."""
+        was, now = (each.meta["fact"].storages for each in (replaced, node))
+        later = [each for each in self._users_of(was) if not each._erased and node < each]
+        self._rename(later, was, now)
+
+    def _users_of(self, storages: frozenset[int]) -> list[fx.Node]:
+        """The nodes that hold or write some storages."""
+        known = (table.get(n, ()) for n in storages for table in (self.holders, self.writers))
+        return list({each: None for nodes in known for each in nodes})
+
+    def _rename(self, nodes: list[fx.Node], was: frozenset[int], now: frozenset[int]) -> None:
+        """Record that nodes that hold, or write, some storages do so to others instead."""
+        gone = set(nodes)
+        for storage, table in product(was, (self.holders, self.writers)):
+            if storage in table:
+                table[storage] = [each for each in table[storage] if each not in gone]
+        for node in nodes:
+            fact: Fact = node.meta["fact"]
+            held, written = (a - was | now if was & a else a for a in (fact.storages, fact.writes))
+            self.record(node, replace(fact, storages=held, writes=written))
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a graph starts without facts: they speak of the nodes of this one."""
+
+    def record(self, node: fx.Node, fact: Fact) -> None:
+        """Keep what is known of a node."""
+        node.meta["fact"] = fact
+        for storage in fact.writes:
+            self.writers.setdefault(storage, []).append(node)
+        for storage in fact.storages:
+            self.holders.setdefault(storage, []).append(node)
+
+
+def _value(node: fx.Node) -> Any:
+    fact: Fact = node.meta["fact"]
+    require(not fact.error, fact.error)
+    return fact.value
+
+
+def _snapshot(value: Any) -> tuple[Any, frozenset[int]]:
+    """A result as it is now: later in-place changes of its shape are not seen through it."""
+    kept = map_tensors(lambda tensor: tensor.detach().to("meta"), value)
+    return kept, frozenset(storages_in(value))
 
 
 class Refused(Exception):  # noqa: N818 - a remark in the report, not an error
@@ -80,13 +422,6 @@ def _guarded(node: fx.Node, kind: str) -> torch.Tensor:
         elif isinstance(example, list | tuple | dict):
             raise Refused(f"it rests on the {kind} of tensors inside the input '{given.name}'")
     return value
-
-
-def rely_on_asked(graph: fx.Graph) -> None:
-    """Keep the guards that were requested: a rewrite that fired rests on them."""
-    facts = facts_of(graph)
-    if facts is not None:
-        facts.relied |= facts.asked
 
 
 def aliases(node: fx.Node) -> Iterator[fx.Node]:
@@ -159,7 +494,7 @@ def is_read_only(node: fx.Node) -> bool:
 
 
 _ONLY_READ = (F.linear, F.conv1d, F.conv2d, F.conv3d)
-_PURE_BY_DEFINITION = (*LAYOUTS, *LINEAR_LAYERS, nn.Identity)
+_PURE_BY_DEFINITION = (*ops.LAYOUTS, *ops.LINEAR_LAYERS, nn.Identity)
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -174,7 +509,7 @@ def is_pure(node: fx.Node) -> bool:
         given = node.args[0].meta["fact"].value if isinstance(node.args[0], fx.Node) else None
         return isinstance(given, torch.Tensor)
     kinds = ("get_attr", "call_module", "call_function")
-    return node.op in kinds and runs_known_code(node) and node.target not in INPLACE_OPERATORS
+    return node.op in kinds and runs_known_code(node) and node.target not in ops.INPLACE_OPERATORS
 
 
 def computation(last: fx.Node, accepts: Callable[[fx.Node], bool]) -> list[fx.Node]:
@@ -203,9 +538,9 @@ def value_of(nodes: list[fx.Node], given: Callable[[Any], Any]) -> Any:
 
 # They always make a tensor, a dense one, and do not keep it for a backward pass.
 _MAKERS = (
-    *LINEAR_LAYERS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm,
+    *ops.LINEAR_LAYERS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm,
     operator.matmul, torch.matmul, torch.bmm, torch.cat, operator.add, operator.mul, torch.add,
-    torch.mul, add_over, mul_over,
+    torch.mul, ops.add_over, ops.mul_over,
 )  # fmt: skip
 
 

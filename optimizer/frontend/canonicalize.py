@@ -30,7 +30,7 @@ from optimizer.core.node import (
     named_arguments,
     owner,
 )
-from optimizer.facts.facts import Refused, is_read_only, rank, rely_on_asked
+from optimizer.facts.facts import Refused, facts_of, is_read_only, rank
 from optimizer.frontend.known import is_of_torch
 
 aten = torch.ops.aten
@@ -59,17 +59,16 @@ def affine_as_module(node: fx.Node) -> None:
         return
     if attribute_of(weight).dim() < 2:
         return  # F.linear takes a vector for a weight, nn.Linear does not
-    _call_module(node, _affine_module(function, settings, weight), source, weight=weight, bias=bias)
-
-
-def _affine_module(function: Function, settings: list[Any], weight: fx.Node) -> nn.Module:
     rows, columns, *kernel = attribute_of(weight).shape
     if function is F.linear:
-        return nn.Linear(columns, rows, device="meta")
-    kind, named = _CONVS[function], dict(zip([*_parameters(function)][3:], settings, strict=True))
-    wide = columns * named["groups"]
-    sizes = (rows, wide) if issubclass(kind, _ConvTransposeNd) else (wide, rows)
-    return kind(*sizes, kernel, **named, device="meta")
+        made: nn.Module = nn.Linear(columns, rows, device="meta")
+    else:
+        kind, names = _CONVS[function], [*_parameters(function)][3:]
+        named = dict(zip(names, settings, strict=True))
+        wide = columns * named["groups"]
+        sizes = (rows, wide) if issubclass(kind, _ConvTransposeNd) else (wide, rows)
+        made = kind(*sizes, kernel, **named, device="meta")
+    _call_module(node, made, source, weight=weight, bias=bias)
 
 
 def norm_as_module(node: fx.Node) -> None:
@@ -86,7 +85,8 @@ def norm_as_module(node: fx.Node) -> None:
         kind = _NORMS[rank(source)]  # type: ignore[arg-type]
     except (Refused, KeyError):
         return
-    rely_on_asked(node.graph)
+    if facts := facts_of(node.graph):
+        facts.relied |= facts.asked
     features = attribute_of(mean).shape[0]
     module = kind(features, eps, momentum, device="meta").eval()
     module.num_batches_tracked = torch.tensor(0)
@@ -299,21 +299,16 @@ def _convolution(node: fx.Node) -> None:
 
 def _index_put(node: fx.Node) -> None:
     """y.index_put_([mask], number) is y[mask] = number; who reads the result reads y."""
-    target, index, value, *accumulate = node.args
-    number = _number(value)
-    if len(index) != 1 or index[0] is None or number is None or any(accumulate):  # type: ignore[arg-type, index]
-        return
-    node.replace_all_uses_with(target)  # type: ignore[arg-type]
-    _call(node, operator.setitem, target, index[0], number)  # type: ignore[index]
-
-
-def _number(value: Any) -> Any:
-    """What a scalar that the model's code wrote out holds; None if this is another value."""
-    if getattr(value, "target", None) is not aten.lift_fresh_copy.default:
-        return None
-    constant = value.args[0]
+    args: Any = node.args
+    target, index, value, *accumulate = args
+    # A scalar that the model's code wrote out.
+    written = getattr(value, "target", None) is aten.lift_fresh_copy.default
+    constant = value.args[0] if written else None
     tensor = attribute_of(constant) if is_attribute(constant) else None
-    return tensor.item() if tensor is not None and tensor.dim() == 0 else None
+    if tensor is None or tensor.dim() or len(index) != 1 or index[0] is None or any(accumulate):
+        return
+    node.replace_all_uses_with(target)
+    _call(node, operator.setitem, target, index[0], tensor.item())
 
 
 # Each takes the positional arguments of the function of its name, in the same order.

@@ -23,10 +23,10 @@ from optimizer.core.context import is_tracing, is_watched, own_random_numbers, u
 from optimizer.core.copy import held_tensors, is_ordinary, structural_copy
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call, tensors_in
-from optimizer.core.node import has_global_hooks, hold, line_in, reason_of
+from optimizer.core.node import has_global_hooks, hold, line_of, reason_of
 from optimizer.core.ops import FACTORIES
 from optimizer.core.report import Choice, Report
-from optimizer.facts.propagation import Facts
+from optimizer.facts.facts import Facts
 from optimizer.frontend.module import Constants, OptimizedModule
 from optimizer.frontend.outside import Outside, kept
 from optimizer.frontend.symbolic import finished, observe
@@ -88,49 +88,39 @@ class DynamoGraph:
         if self.made == _MOST:
             return self.module
         if not self.made:
-            self.held = self._unwritten(args)
+            graph = _copied(self.module)
+            facts: Facts = observe(fx.GraphModule(self.module, graph), Call(args, {}))
+            stored = [node.meta["fact"].storages for node in graph.find_nodes(op="placeholder")]
+            self.held = [i for i in self.held if not facts.any_written(stored[i])]
         self.made += 1
-        snapshot = self._snapshot(args)
-        weights = [args[i] for i in self.held]
-        run = self._run(self._bound(snapshot), args)
-        variant = _Variant(
-            list(map(weakref.ref, weights)), [*map(_torch._data_address, weights)], snapshot, run
-        )
-        self.variants[tuple(map(id, weights))] = variant
-        return run
-
-    def _unwritten(self, args: tuple[Any, ...]) -> list[int]:
-        graph = _copied(self.module)
-        facts: Facts = observe(fx.GraphModule(self.module, graph), Call(args, {}))
-        stored = [node.meta["fact"].storages for node in graph.find_nodes(op="placeholder")]
-        return [i for i in self.held if not facts.any_written(stored[i])]
-
-    def _snapshot(self, args: tuple[Any, ...]) -> nn.Module:
-        """The weights whose changes will be seen, or do not count; by the names of the inputs."""
+        # The weights whose changes will be seen, or do not count; by the names of the inputs.
         held = nn.Module()  # statistics as parameters too: those are copied on write
         held._parameters.update({self.inputs[i].name: args[i] for i in self.held})
         with undisturbed():
             snapshot = structural_copy(held, share=False)
         if not self.frozen:
             self.held = [i for i in self.held if _torch._is_cow_tensor(args[i])]
-        return snapshot
+        weights = [args[i] for i in self.held]
+        run = self._run(snapshot, args)
+        variant = _Variant(
+            list(map(weakref.ref, weights)), [*map(_torch._data_address, weights)], snapshot, run
+        )
+        self.variants[tuple(map(id, weights))] = variant
+        return run
 
-    def _run(self, bound: fx.GraphModule, args: tuple[Any, ...]) -> Callable[..., Any]:
+    def _run(self, snapshot: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """What runs the graph with its weights as attributes instead of arguments."""
+        recorded, weights = self.module, {self.inputs[i] for i in self.held}
+        held = dict(recorded.named_children()) | recorded._parameters | recorded._buffers
+        for name, each in held.items():
+            hold(snapshot, name, each)
+        bound = fx.GraphModule(snapshot, _copied(recorded, weights), "Dynamo")
+        bound.training = False  # what depends on it is in the graph already
         free = [i for i in range(len(args)) if i not in self.held]
         fast = self.optimize(bound, Call(tuple(args[i] for i in free), {}))
         if not isinstance(fast, OptimizedModule):
             return self.module.forward
         return lambda *args: fast(*[args[i] for i in free])
-
-    def _bound(self, snapshot: nn.Module) -> fx.GraphModule:
-        """The graph with its weights as attributes instead of arguments."""
-        recorded, weights = self.module, {self.inputs[i] for i in self.held}
-        held = dict(recorded.named_children()) | recorded._parameters | recorded._buffers
-        for name, each in held.items():
-            hold(snapshot, name, each)
-        module = fx.GraphModule(snapshot, _copied(recorded, weights), "Dynamo")
-        module.training = False  # what depends on it is in the graph already
-        return module
 
 
 def _is_held(node: fx.Node, value: Any) -> bool:
@@ -150,7 +140,7 @@ def _copied(module: fx.GraphModule, weights: Container[fx.Node] = ()) -> fx.Grap
             copies[node] = graph.get_attr(node.name)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = {"source": line_in(node.meta.get("stack_trace") or "")}
+            copies[node].meta = {"source": line_of(node.meta.get("stack_trace") or "")}
     return graph
 
 

@@ -244,7 +244,11 @@ class Code:
         if isinstance(value, FunctionType):
             yield from self._visit_function(value)
         elif type(value) in _CONTAINERS:
-            yield from self._visit_container(value, name)
+            self.objects += [value] * (type(value) in MUTABLE)
+            if len(value) > _MOST:
+                yield f"it reaches {name}, which holds {len(value)} values"
+            for each in items(value) if len(value) <= _MOST else ():
+                yield from self._visit(each, name)
         else:
             yield from self._visit_object(value, name)
 
@@ -286,14 +290,6 @@ class Code:
         yield from self._visit_class(type(value))
         held = value if isinstance(value, dict) else attributes(value)
         for each in held.values():
-            yield from self._visit(each, name)
-
-    def _visit_container(self, value: Any, name: str) -> Iterator[str]:
-        self.objects += [value] * (type(value) in MUTABLE)
-        if len(value) > _MOST:
-            yield f"it reaches {name}, which holds {len(value)} values"
-            return
-        for each in items(value):
             yield from self._visit(each, name)
 
     def _visit_class(self, kind: type) -> Iterator[str]:

@@ -11,6 +11,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -20,23 +21,12 @@ from torch.utils import _pytree as pytree
 
 from optimizer.core.copy import ModuleType, Storages, held_tensors, on_storage, structural_copy
 from optimizer.core.errors import CaptureError, InputError
-from optimizer.core.inputs import Call, ExampleInputs
+from optimizer.core.inputs import Call, ExampleInputs, storages_in
 from optimizer.core.report import Report, Size, listing
 from optimizer.frontend.names import give_free_names, require_written
 from optimizer.frontend.tracer import Tracer
 
-_OPTIMIZE_AGAIN = (
-    "the original model is not known here: load the checkpoint into it and optimize it again"
-)
 _META = torch.device("meta")
-
-
-@dataclass(frozen=True)
-class Blank:
-    """A tensor's geometry and where it was; not its values."""
-
-    meta: torch.Tensor
-    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -45,7 +35,7 @@ class Recipe:
 
     model: nn.Module  # a copy of the original, with no data in what a checkpoint brings
     devices: dict[str, torch.device]  # where each of those tensors was
-    call: Any  # the example inputs, a Blank for each tensor
+    call: Any  # the example inputs, what makes a blank one for each tensor
     optimize: Callable[..., Any]  # `optimize` as it was told, but for the check
 
     @classmethod
@@ -55,7 +45,7 @@ class Recipe:
             devices = {name: tensor.device for name, tensor in _checkpoint(model).items()}
             hollow = _copy_on(model, dict.fromkeys(devices, _META))
             blank = pytree.tree_map_only(
-                torch.Tensor, lambda each: Blank(_like(each, _META), each.device), call
+                torch.Tensor, lambda each: partial(_like, _like(each, _META), each.device), call
             )
         except Exception:  # a state_dict or a kind of tensor that a user wrote
             return None
@@ -66,7 +56,9 @@ class Recipe:
         if self.call is None:
             return None
         args, kwargs = pytree.tree_map_only(
-            Blank, lambda each: _like(each.meta, each.device), self.call
+            lambda leaf: isinstance(leaf, partial) and leaf.func is _like,
+            lambda of: of(),
+            self.call,
         )
         return kwargs or args
 
@@ -85,30 +77,6 @@ def loaded(model: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def packed(recipe: Recipe | bytes | None) -> bytes | None:
-    """A recipe as bytes: who loads an optimized model need not have the code of the original."""
-    if not isinstance(recipe, Recipe):
-        return recipe
-    file = io.BytesIO()
-    try:
-        torch.save(recipe, file)
-    except Exception:  # a class or an attribute of the user's that does not pickle
-        return None
-    return file.getvalue()
-
-
-def unpacked(recipe: Recipe | bytes | None) -> Recipe:
-    """The recipe itself, or an InputError without one or without the code of the original."""
-    try:
-        if isinstance(recipe, bytes):
-            recipe = torch.load(io.BytesIO(recipe), weights_only=False)
-    except Exception as error:  # whatever importing a user's module raises
-        raise InputError(f"{_OPTIMIZE_AGAIN} ({error}).") from error
-    if not isinstance(recipe, Recipe):
-        raise InputError(f"{_OPTIMIZE_AGAIN}.")
-    return recipe
-
-
 def _checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:
     entries = model.state_dict(keep_vars=True).items()
     return {name: value for name, value in entries if isinstance(value, torch.Tensor)}
@@ -119,17 +87,13 @@ def _copy_on(model: nn.Module, devices: Mapping[str, torch.device]) -> nn.Module
     tensors = _checkpoint(model)
     brought = {id(tensor) for tensor in tensors.values()}
     held = (tensor for module in model.modules() for tensor in held_tensors(module))
-    kept = {_storage(tensor) for tensor in held if id(tensor) not in brought}
+    kept = storages_in([tensor for tensor in held if id(tensor) not in brought])
     onto: Storages = {
-        _storage(tensor): _storage_like(tensor, devices[name])
+        storage: _storage_like(tensor, devices[name])
         for name, tensor in tensors.items()
-        if _storage(tensor) not in kept
+        for storage in storages_in(tensor) - kept
     }
     return structural_copy(model, share=False, onto=onto)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -245,7 +209,17 @@ class OptimizedModule(_Result, fx.GraphModule):
             InputError: the checkpoint does not fit, or the original is not known here.
             CaptureError: nothing could be optimized with these weights.
         """
-        recipe = unpacked(self.meta.get("recipe"))
+        recipe, told = self.meta.get("recipe"), ""
+        try:
+            if isinstance(recipe, bytes):
+                recipe = torch.load(io.BytesIO(recipe), weights_only=False)
+        except Exception as error:  # whatever importing a user's module raises
+            told = f" ({error})"
+        if not isinstance(recipe, Recipe):
+            raise InputError(
+                "the original model is not known here: load the checkpoint into it and optimize it"
+                f" again{told}."
+            )
         model = loaded(_copy_on(recipe.model, recipe.devices), state_dict)
         inputs = recipe.example_inputs() if example_inputs is None else example_inputs
         check = None if example_inputs is None else "final"
@@ -275,7 +249,14 @@ class OptimizedModule(_Result, fx.GraphModule):
     def __reduce__(self) -> tuple[Any, ...]:
         _, (body, imports) = super().__reduce__()
         body = {name: each for name, each in body.items() if name not in _OF_THIS_PROCESS}
-        meta = self.meta | {"recipe": packed(self.meta.get("recipe"))}
+        recipe, file = self.meta.get("recipe"), io.BytesIO()
+        if isinstance(recipe, Recipe):  # as bytes: who loads it need not have the original's code
+            try:
+                torch.save(recipe, file)
+                recipe = file.getvalue()
+            except Exception:  # a class or an attribute of the user's that does not pickle
+                recipe = None
+        meta = self.meta | {"recipe": recipe}
         return _rebuild, (type(self)._class(), body | {"_tracer_cls": Retracer}, imports, meta)
 
     @classmethod

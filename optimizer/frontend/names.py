@@ -16,7 +16,6 @@ import enum
 import keyword
 import re
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from itertools import count
 from types import FunctionType
@@ -26,8 +25,7 @@ import torch
 from torch import fx, nn
 
 from optimizer.core.errors import require
-from optimizer.core.node import attribute
-from optimizer.facts.effects import home_of
+from optimizer.core.node import attribute, home_of
 from optimizer.frontend.known import numbers_of_numpy
 
 NUMBERS = (bool, int, float, complex, str)
@@ -50,18 +48,17 @@ def literal(value: Any) -> Any:
 
 def _literal(value: Any) -> Any:
     plain: Any = value.item() if isinstance(value, numbers_of_numpy()) else value
-    exact = type(plain) is not complex or (plain is value and _is_printed(plain))
+    exact = type(plain) is not complex or (  # (-0+0j) is a sum, and lacks the sign
+        plain is value
+        and cmath.isfinite(plain)
+        and repr(ast.literal_eval(repr(plain))) == repr(plain)
+    )
     enumerated = isinstance(plain, enum.Enum) and not isinstance(plain, enum.Flag)
     if enumerated or isinstance(plain, fx.Node | torch._ops.OpOverload):
         return plain
     if type(plain) in _PRINTED and exact:
         return plain
     raise TypeError(f"code cannot name a {type(value).__name__}")
-
-
-def _is_printed(number: complex) -> bool:
-    """Whether the text of a number is that number; (-0+0j) is a sum, and lacks the sign."""
-    return cmath.isfinite(number) and repr(ast.literal_eval(repr(number))) == repr(number)
 
 
 def is_literal(value: Any, within: bool = False) -> bool:
@@ -143,16 +140,13 @@ def require_written(graph: fx.Graph) -> None:
         require(own, f"'{node.name}' calls a function by the name of one of torch's")
         place = f"the default of '{node.target}'" if node.op == "placeholder" else f"'{node.name}'"
         require(is_literal((node.args, node.kwargs)), f"{place} holds what code cannot name")
-    for name in _hiding(graph):
-        require(False, f"its argument '{name}' has the name of what the code of a graph needs")
-
-
-def _hiding(graph: fx.Graph) -> Iterator[str]:
-    """The arguments that are read besides in the line that gives them another name."""
     inputs = {str(n.target).lstrip("*"): n.name for n in graph.find_nodes(op="placeholder")}
     renamed = [name for name, own in inputs.items() if name == "self" or name != own]
     if renamed:
         function: Any = ast.parse(graph.python_code("self").src).body[-1]
         nodes = (node for line in function.body for node in ast.walk(line))
         read = Counter(node.id for node in nodes if isinstance(node, ast.Name))
-        yield from (name for name in renamed if name == "self" or read[name] > 1)
+        # Read besides in the line that gives it another name.
+        hiding = [name for name in renamed if name == "self" or read[name] > 1]
+        told = "has the name of what the code of a graph needs"
+        require(not hiding, f"its argument '{next(iter(hiding), '')}' {told}")

@@ -15,8 +15,7 @@ from optimizer.core.errors import CaptureError, require
 from optimizer.core.guards import autocast, expect_autocast
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, storages_in
 from optimizer.core.node import clean, has_global_hooks, is_plain, reason_of, tensors_of
-from optimizer.facts.effects import runs_known_code
-from optimizer.facts.propagation import Fact, Facts
+from optimizer.facts.facts import Fact, Facts, runs_known_code
 from optimizer.frontend.canonicalize import from_aten, spell
 from optimizer.frontend.known import Code
 from optimizer.frontend.materialize import materialize
@@ -83,7 +82,13 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
     if call is not None:
         facts = observe(module, call)
         for node in module.graph.nodes:
-            _require_seen(node, tests_for_none)
+            fact: Fact = node.meta["fact"]
+            gives = node.op == "call_module" or node.target is operator.getitem
+            hidden = tests_for_none and gives and fact.value is None and not fact.error
+            require(not hidden, "it may test a value inside it that is None")
+            written = node.args[0] if node.target in _CHANGES else None
+            changes = isinstance(written, fx.Node) and written.meta["fact"].value
+            require(not isinstance(changes, list | dict), f"it changes a container ('{node}')")
         held = tensors_of(module)  # what is written is not the caller's, but is shared as before
         part(each for each in held if facts.any_written(storages_in(facts.to_meta(each))))
     return module
@@ -148,17 +153,6 @@ _CHANGES = frozenset((
     operator.setitem, operator.delitem, "append", "clear", "extend", "insert", "pop", "popitem",
     "remove", "reverse", "setdefault", "sort", "update",
 ))  # fmt: skip
-
-
-def _require_seen(node: fx.Node, tests_for_none: bool) -> None:
-    """Require that a call gave no None that the code looked for, and wrote into no list or dict."""
-    fact: Fact = node.meta["fact"]
-    gives = node.op == "call_module" or node.target is operator.getitem
-    hidden = tests_for_none and gives and fact.value is None and not fact.error
-    require(not hidden, "it may test a value inside it that is None")
-    held = node.args[0] if node.target in _CHANGES else None
-    changes = isinstance(held, fx.Node) and isinstance(held.meta["fact"].value, list | dict)
-    require(not changes, f"it changes a container ('{node}')")
 
 
 def _constants(module: fx.GraphModule) -> list[tuple[str, torch.Tensor]]:

@@ -26,8 +26,7 @@ from optimizer.frontend.module import Constants, OptimizedModule
 from optimizer.frontend.symbolic import capture_call
 from optimizer.lowering.candidates import require_one_device
 from optimizer.lowering.choose import Chooser, Times, Tuning
-from optimizer.lowering.plan import Plan, make_plan
-from optimizer.lowering.signature import Key, Signature
+from optimizer.lowering.plan import Key, Plan, Signature, make_plan
 from optimizer.lowering.trace import NotStraightLineError, require, straight_line
 from optimizer.verify.equivalence import Answer, Difference
 
@@ -62,22 +61,18 @@ class LoweredModule(Constants, OptimizedModule):
             InputError: such a call can only run the portable code; the message says why.
         """
         call = as_call(example_inputs)
-        self._require_no_obstacle(call)
-        return self.prepare(call, Chooser(tune_seconds, {}, self._tuning.engines)).choices
-
-    @property
-    def _tuning(self) -> Tuning:
-        return self.meta["tuning"]  # type: ignore[no-any-return]
-
-    def _require_no_obstacle(self, call: Call) -> None:
-        """Look at the graph anew: at other sizes, a BatchNorm may train, or a copy be a view."""
-        try:
+        try:  # at other sizes, a BatchNorm may train, or a copy be a view
             with undisturbed():
                 found = obstacle(capture_call(self, call).graph)
         except CaptureError as error:  # what was put into it since
             found = str(error)
         if found:
             raise InputError(f"such a call is not lowered: {found}.")
+        return self.prepare(call, Chooser(tune_seconds, {}, self._tuning.engines)).choices
+
+    @property
+    def _tuning(self) -> Tuning:
+        return self.meta["tuning"]  # type: ignore[no-any-return]
 
     def prepare(
         self,
@@ -100,7 +95,7 @@ class LoweredModule(Constants, OptimizedModule):
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 line = straight_line(self.run_portable, tensors_of(self), call)
                 plan = make_plan(line, chooser, self._tuning.precision)
-                known = self._decisions(signature.key)
+                known = self.meta.get("lowered", {}).get(signature.key)
                 plans[signature.key] = plan
                 chosen = {choice.key: choice.chosen for choice in plan.choices}
                 self.meta["lowered"] = {**self.meta.get("lowered", {}), signature.key: chosen}
@@ -133,27 +128,22 @@ class LoweredModule(Constants, OptimizedModule):
         signature = Signature.of(args, kwargs) if self.meta.get("lowered") else None
         if signature is None:
             return None
-        plan = self._plans.get(signature.key)
-        if plan is None and self._is_lowered(signature.key):
-            plan = self._prepare_here(signature.key, Call(args, kwargs))
+        plan, key = self._plans.get(signature.key), signature.key
+        if plan is None:
+            lowered = self.meta["lowered"]  # on other devices, if never tried on these
+            known = key in lowered and lowered[key] is not None
+            if known or (key not in lowered and any(each.what == key.what for each in lowered)):
+                plan = self._prepare_here(key, Call(args, kwargs))
         if plan is None or not plan.takes(signature.tensors):
             return None
         return functools.partial(plan, signature.tensors)
-
-    def _decisions(self, key: Key) -> Mapping[str, str] | None:
-        return self.meta.get("lowered", {}).get(key)  # type: ignore[no-any-return]
-
-    def _is_lowered(self, key: Key) -> bool:
-        """Whether such calls were lowered, on other devices if never tried on these."""
-        lowered = self.meta["lowered"]
-        return lowered[key] is not None if key in lowered else key.was_moved(lowered)
 
     def _prepare_here(self, key: Key, call: Call) -> Plan | None:
         """Pack the weights for what was chosen; choose anew on a device where nothing was."""
         plans = self._plans
         if not plans.lock.acquire(blocking=False):
             return None  # another thread does
-        known, tuning = self._decisions(key), self._tuning
+        known, tuning = self.meta["lowered"].get(key), self._tuning
         try:
             chooser = Chooser(tuning.seconds if known is None else 0, known or {}, tuning.engines)
             return self.prepare(call, chooser, plans=plans)
@@ -196,17 +186,15 @@ class LoweredModule(Constants, OptimizedModule):
         if code.src != before:
             self._forget()
             self.__dict__.get("meta", {}).pop("lowered", None)
-        type(self).forward = _lowered_first(type(self).forward)
+        portable = type(self).forward
+
+        @functools.wraps(portable)
+        def forward(self: LoweredModule, *args: Any, **kwargs: Any) -> Any:
+            plan = self.plan_for(args, kwargs)
+            return portable(self, *args, **kwargs) if plan is None else plan()
+
+        type(self).forward = forward
         return code
-
-
-def _lowered_first(portable: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(portable)
-    def forward(self: LoweredModule, *args: Any, **kwargs: Any) -> Any:
-        plan = self.plan_for(args, kwargs)
-        return portable(self, *args, **kwargs) if plan is None else plan()
-
-    return forward
 
 
 class _Plans(dict[Hashable, Plan]):

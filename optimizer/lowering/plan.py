@@ -1,20 +1,82 @@
-"""A call that was lowered: for inputs of the sizes, strides and dtypes of one example only."""
+"""A call that was lowered: for inputs of the sizes, strides and dtypes of one example only.
+
+Which plan a call may run: that of its sizes, strides, dtypes, devices and settings, if any.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from optimizer.core.context import is_watched
+from optimizer.core.guards import key_of as key_of_value
 from optimizer.core.inputs import Call, storages_in
-from optimizer.lowering.candidates import AS_IT_IS
+from optimizer.lowering.candidates import AS_IT_IS, policy_of
 from optimizer.lowering.choose import ByRegion, Chooser, Runs, Times, key_of, varied
 from optimizer.lowering.partition import as_function
 from optimizer.lowering.precision import Precision, in_precision
 from optimizer.lowering.trace import StraightLine, exact_copy, require
 from optimizer.verify.equivalence import Answer, compare_answers, relative_error
+
+_NUMBERS = (bool, int, float, str, type(None))
+
+
+class Key(NamedTuple):
+    """What a plan is made for.
+
+    Attributes:
+        what: the structure of the arguments, and the geometry of each tensor.
+        devices: where the tensors are.
+        settings: what besides kernels are chosen by.
+    """
+
+    what: Hashable
+    devices: tuple[torch.device, ...]
+    settings: Hashable
+
+
+class Signature(NamedTuple):
+    """What a plan is made for, and the tensors of a call that has it."""
+
+    key: Key
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature | None:
+        """The signature of a call; None for a call that must run as it is."""
+        if is_watched():
+            return None
+        leaves: Sequence[Any] = args
+        spec: Hashable = None  # pytree takes ten times as long
+        if kwargs or not all(type(arg) is torch.Tensor for arg in args):
+            leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
+            spec = str(tree)
+        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
+        if not all(type(leaf) is torch.Tensor or type(leaf) in _NUMBERS for leaf in leaves):
+            return None
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return None
+        settings = policy_of(tensors).settings()
+        if settings is False:
+            return None
+        what = (spec, *map(_geometry, leaves))
+        return cls(Key(what, tuple(map(_device, tensors)), settings), tensors)
+
+
+def _geometry(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.layout
+    key: Hashable = key_of_value(leaf)
+    return key
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    return tensor.device
+
 
 _FINDING = 1e-3  # seconds that it takes to find a plan, at most
 _CLEARLY = 0.1  # of a call's time, at least

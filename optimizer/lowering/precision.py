@@ -53,8 +53,8 @@ class Precision(NamedTuple):
             raise InputError(f"error_budget={budget!r} is for a precision: pass that as well.")
         if not isinstance(name, str) or name not in _DTYPES:
             raise InputError(f"precision={name!r} does not exist: use 'bf16', 'fp16' or 'int8'.")
-        if name == "int8":
-            require_torchao()
+        if name == "int8" and importlib.util.find_spec("torchao") is None:
+            raise InputError("precision='int8' needs torchao: run python -m pip install torchao.")
         dtype = _DTYPES[name]
         budget = BOUNDS.get(dtype, BOUNDS[torch.bfloat16]) if budget is None else budget
         if not isinstance(budget, int | float) or not 0 < budget < 1:
@@ -69,7 +69,6 @@ _PRODUCTS = frozenset((
     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm",
     "scaled_dot_product_attention",
 ))  # fmt: skip
-_FOLLOWING = POINTWISE | MOVED
 
 
 def in_precision(
@@ -103,14 +102,10 @@ class _Ranges(fx.Interpreter):
         tensors = tensors_in(value)
         if tensors and all(tensor.dtype == torch.float32 for tensor in tensors):
             self.wide.add(n)
-            if any(_magnitude(tensor) > self.limit for tensor in tensors):
+            finite = (each.nan_to_num(0.0, 0.0, 0.0).abs() for each in tensors if each.numel())
+            if any(each.max().item() > self.limit for each in finite):
                 self.overflowing.add(n)
         return value
-
-
-def _magnitude(tensor: torch.Tensor) -> float:
-    finite = tensor.nan_to_num(0.0, 0.0, 0.0)
-    return finite.abs().max().item() if finite.numel() else 0.0
 
 
 class _Writer:
@@ -124,42 +119,30 @@ class _Writer:
 
     def write(self, node: fx.Node) -> None:
         """Write one node; those that it reads are written."""
-        low = self._is_low(node)
+        floats = [read for read in node.all_input_nodes if read in self.ranges.wide]
+        name, fits = name_of_call(node), self.ranges.overflowing.isdisjoint((node, *floats))
+        follows = name in POINTWISE | MOVED and self.low.issuperset(floats)
+        low = bool(floats) and fits and (name in _PRODUCTS or follows)
         if low:
             self.low.add(node)
         self.copies[node, low] = self.graph.node_copy(node, lambda read: self._read(read, low))
-
-    def _is_low(self, node: fx.Node) -> bool:
-        floats = [read for read in node.all_input_nodes if read in self.ranges.wide]
-        if not floats or not self.ranges.overflowing.isdisjoint((node, *floats)):
-            return False
-        if name_of_call(node) in _PRODUCTS:
-            return True
-        return name_of_call(node) in _FOLLOWING and self.low.issuperset(floats)
 
     def _read(self, node: fx.Node, low: bool) -> fx.Node:
         """What stands for a node where its value is read in 16 bits, or in its own."""
         if node not in self.ranges.wide:
             return self.copies[node, False]
-        if (node, low) not in self.copies:
-            self.copies[node, low] = self._cast(node, low)
-        return self.copies[node, low]
-
-    def _cast(self, node: fx.Node, low: bool) -> fx.Node:
+        if (node, low) in self.copies:
+            return self.copies[node, low]
         if low and node.op == "get_attr":
             name = f"{node.target}_in_16_bits"
             setattr(self.line, name, getattr(self.line, str(node.target)).to(self.low_dtype))
-            return self.graph.get_attr(name)
-        dtype = self.low_dtype if low else torch.float32
-        cast = self.graph.call_method("to", (self.copies[node, not low], dtype))
-        cast.meta = dict(node.meta)
+            cast = self.graph.get_attr(name)
+        else:
+            dtype = self.low_dtype if low else torch.float32
+            cast = self.graph.call_method("to", (self.copies[node, not low], dtype))
+            cast.meta = dict(node.meta)
+        self.copies[node, low] = cast
         return cast
-
-
-def require_torchao() -> None:
-    """Refuse where the library is not installed."""
-    if importlib.util.find_spec("torchao") is None:
-        raise InputError("precision='int8' needs torchao: run python -m pip install torchao.")
 
 
 def in_int8(line: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -169,9 +152,20 @@ def in_int8(line: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
     once, each row of an input in every call, and the integer products add up exactly (Dettmers et
     al., 2022, without the outliers). All else stays as it is.
     """
+    torchao: Any = importlib.import_module("torchao.quantization")
     module = fx.GraphModule(line, copy.deepcopy(line.graph))
     for node in list(module.graph.nodes):
-        _quantize(module, node)
+        read = constant_weight(node) if name_of_call(node) == "linear" else None
+        if read is None or attribute_of(read).dtype != torch.float32:
+            continue
+        name = f"{read.target}_in_8_bits"
+        linear = nn.Linear(1, 1, bias=False)
+        linear.weight = nn.Parameter(attribute_of(read), requires_grad=False)
+        torchao.quantize_(linear, torchao.Int8DynamicActivationInt8WeightConfig())
+        setattr(module, name, linear.weight)
+        with module.graph.inserting_before(node):
+            node.replace_input_with(read, module.graph.get_attr(name))
+        node.target = int8_linear
     module.graph.lint()
     module.recompile()
     try:
@@ -193,23 +187,3 @@ def int8_linear(
     torchao reads positional arguments only.
     """
     return F.linear(input, weight, bias)
-
-
-def _quantize(module: fx.GraphModule, node: fx.Node) -> None:
-    read = constant_weight(node) if name_of_call(node) == "linear" else None
-    if read is None or attribute_of(read).dtype != torch.float32:
-        return
-    name = f"{read.target}_in_8_bits"
-    setattr(module, name, _rounded(attribute_of(read)))
-    with module.graph.inserting_before(node):
-        node.replace_input_with(read, module.graph.get_attr(name))
-    node.target = int8_linear
-
-
-def _rounded(weight: torch.Tensor) -> nn.Parameter:
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
-
-    linear = nn.Linear(1, 1, bias=False)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    quantize_(linear, Int8DynamicActivationInt8WeightConfig())
-    return linear.weight

@@ -27,7 +27,7 @@ from optimizer.core.copy import is_ordinary, on_storage
 from optimizer.core.inputs import Call, storages_in, tensors_in
 from optimizer.core.node import name_of_call
 from optimizer.core.ops import READS_DATA
-from optimizer.facts.effects import is_sized_by_values, written_by
+from optimizer.facts.facts import is_sized_by_values, written_by
 from optimizer.lowering.partition import KNOWN, arguments_of
 
 _WHOLE = KNOWN | {"group_norm", "gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
@@ -250,7 +250,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
         if func is torch.ops.aten.cat.default:
-            args = (_filled(args[0]), *args[1:])
+            # Those without elements, as of a new cache, change nothing.
+            filled = [each for each in args[0] if each.numel()]
+            one = filled and len({each.dtype for each in args[0]}) == 1
+            args = (filled if one else args[0], *args[1:])
         own = pytree.tree_map_only(torch.Tensor, self._node, (tuple(args), kwargs))
         node = self.graph.call_function(func, *own)
         self.memory[node] = set()
@@ -292,12 +295,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 node.replace_all_uses_with(node.all_input_nodes[0])
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.root, self.graph)
-
-
-def _filled(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The tensors that have elements, where the others, as of a new cache, change nothing."""
-    filled = [each for each in tensors if each.numel()]
-    return filled if filled and len({each.dtype for each in tensors}) == 1 else tensors
 
 
 def _is_copy(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import pkgutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -27,25 +27,21 @@ def all_passes() -> tuple[Pass, ...]:
     names = [f"{__name__}.{entry.name}" for entry in pkgutil.iter_modules(__path__)]
     modules = map(importlib.import_module, names)
     found = [each for module in modules for each in vars(module).values() if isinstance(each, Pass)]
-    return _in_order([*found, *_installed()])
-
-
-def _in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
-    return tuple(sorted(passes, key=lambda each: (PHASES.index(each.phase), each.name)))
-
-
-def _installed() -> Iterator[Pass]:
-    """The passes of other packages. One that cannot be loaded must not cost the user a model."""
     for entry in entry_points(group="optimizer.passes"):
-        try:
+        try:  # one that cannot be loaded must not cost the user a model
             loaded = entry.load()
         except Exception as error:  # whatever an import may raise
             loaded = error
         if isinstance(loaded, Pass):
-            yield loaded
+            found.append(loaded)
         else:
             remark = f"'{entry.value}' gives no pass, and is left out: {loaded}"
             warnings.warn(remark, OptimizerWarning, stacklevel=2)
+    return _in_order(found)
+
+
+def _in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
+    return tuple(sorted(passes, key=lambda each: (PHASES.index(each.phase), each.name)))
 
 
 def explain(name: str) -> str:

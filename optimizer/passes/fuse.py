@@ -76,12 +76,17 @@ def reuse_activations(activation: fx.Node) -> fx.Node | None:
     of the result depends on element i of the input alone, so that the kernel may write where it
     reads. The input is new at each call, and its only reader is the activation.
     """
-    if _settings(activation).get("inplace"):
+    given = _settings(activation)
+    if given.get("inplace"):
         return None
     require(is_spare(arg(activation, 0)), "its input is needed elsewhere")
-    require(_keeps_signs(activation), "a gradient needs the signs, which would not be kept")
-
     function, settings = callee(activation), dict(activation.kwargs)
+    slope = given.get("negative_slope", 0.0)
+    kept = function not in (F.leaky_relu, nn.LeakyReLU) or (
+        isinstance(slope, int | float) and slope >= 0 and is_read_only(activation)
+    )
+    require(kept, "a gradient needs the signs, which would not be kept")
+
     if function is nn.GELU:
         settings = {"approximate": module_of(activation).approximate}
     if function in (F.gelu, nn.GELU):
@@ -108,14 +113,6 @@ def _settings(activation: fx.Node) -> dict[str, Any]:
     return signature.bind(*activation.args, **activation.kwargs).arguments
 
 
-def _keeps_signs(activation: fx.Node) -> bool:
-    """Whether the result shows the signs of its input, which autograd needs of leaky_relu only."""
-    if callee(activation) not in (F.leaky_relu, nn.LeakyReLU):
-        return True
-    slope = _settings(activation).get("negative_slope", 0.0)
-    return isinstance(slope, int | float) and slope >= 0 and is_read_only(activation)
-
-
 @rewrite(call(*OVER, name="combination"), numerics="exact", phase="memory")
 def reuse_operands(combination: fx.Node) -> fx.Node | None:
     """Write the sum or product of two large tensors over one of them that nobody else reads.
@@ -127,8 +124,9 @@ def reuse_operands(combination: fx.Node) -> fx.Node | None:
     layout of the result. That is so if the other has them too, which each call looks at anew:
     what agrees here may be broadcast, or another dtype under autocast, in a later call.
     """
-    operands = _tensors(combination)
-    if operands is None:
+    operands = [each for each in combination.args if isinstance(each, fx.Node)]
+    tensors = all(isinstance(fact(each).value, Tensor) for each in operands)
+    if not tensors or len(operands) != 2 or combination.kwargs:  # such as alpha
         return None
     first, second = operands
     size = tensor(first).nbytes
@@ -140,10 +138,3 @@ def reuse_operands(combination: fx.Node) -> fx.Node | None:
 
     overwritten = 0 if is_spare(first) else 1
     return insert_function(combination, OVER[callee(combination)], (first, second, overwritten))
-
-
-def _tensors(combination: fx.Node) -> list[fx.Node] | None:
-    """Both operands, where they are tensors and there are no settings such as alpha."""
-    operands = [each for each in combination.args if isinstance(each, fx.Node)]
-    known = all(isinstance(fact(each).value, Tensor) for each in operands)
-    return operands if known and len(operands) == 2 and not combination.kwargs else None

@@ -95,18 +95,14 @@ def _number(value: Any, kind: torch.dtype) -> Any:
         require(dtype(value) == kind, "the assigned value has another dtype")
         return value
     require(isinstance(value, bool | int | float) and not kind.is_complex, "it is no real number")
-    require(_fits(value, kind), "the dtype cannot hold the number")
+    fits = kind.is_floating_point or math.isfinite(value)
+    if math.isfinite(value) and kind != torch.bool:  # up to the cast's own rounding
+        limits = torch.finfo(kind) if kind.is_floating_point else torch.iinfo(kind)
+        fits = limits.min <= int(value) <= limits.max
+    require(fits, "the dtype cannot hold the number")
     if kind.is_floating_point:
         return value
     return bool(value) if kind == torch.bool else int(value)
-
-
-def _fits(value: float, kind: torch.dtype) -> bool:
-    """Whether a dtype can hold a number, up to the cast's own rounding."""
-    if not math.isfinite(value) or kind == torch.bool:
-        return kind.is_floating_point or math.isfinite(value)
-    limits = torch.finfo(kind) if kind.is_floating_point else torch.iinfo(kind)
-    return limits.min <= int(value) <= limits.max
 
 
 def _unwritten(target: fx.Node, assignment: fx.Node) -> fx.Node:

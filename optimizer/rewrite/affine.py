@@ -159,16 +159,14 @@ def layer_like(layer: Layer, kind: Any = None, **settings: Any) -> Layer:
 def require_only_reader(node: fx.Node, reader: fx.Node) -> None:
     """Refuse if a node other than `reader` reads more of a value than its shape or dtype."""
     others = [user for user in node.users if user is not reader]
-    of_shape = all(_reads_shape(user, node) for user in others)
-    require(of_shape, "the layer's output is read elsewhere")
-
-
-def _reads_shape(user: fx.Node, node: fx.Node) -> bool:
-    if user.target is getattr:
-        return user.args[1] in ("shape", "ndim", "dtype", "device")
-    if user.op == "call_method" and user.target in ("reshape_as", "view_as", "expand_as"):
-        return user.args[0] is not node
-    return user.op == "call_method" and user.target in ("size", "dim", "numel")
+    for user in others:
+        method = user.target if user.op == "call_method" else ""
+        of_shape = method in ("size", "dim", "numel")
+        if user.target is getattr:
+            of_shape = user.args[1] in ("shape", "ndim", "dtype", "device")
+        elif method in ("reshape_as", "view_as", "expand_as"):
+            of_shape = user.args[0] is not node
+        require(of_shape, "the layer's output is read elsewhere")
 
 
 def may_keep_odd_strides(layer: fx.Node) -> bool:

@@ -14,8 +14,7 @@ from optimizer.core.guards import expect_given, expect_tensor
 from optimizer.core.node import arg, callee, source_of
 from optimizer.core.ops import MAKE_A_TENSOR
 from optimizer.core.report import Refusal, Rewrite
-from optimizer.facts.facts import Refused, facts_of, is_pure, rely_on_asked
-from optimizer.facts.propagation import Facts
+from optimizer.facts.facts import Facts, Refused, facts_of, is_pure
 from optimizer.rewrite.contract import PHASES, Captured, Pass, Pattern, Phase, called
 
 log = logging.getLogger("optimizer")
@@ -101,7 +100,7 @@ class Pipeline:
             self._facts.asked.clear()
             graph = self.module.graph
             edited = [Rewrite(each.name, n.name, source_of(n)) for n in each.apply(graph)]
-            rely_on_asked(graph)
+            self._facts.relied |= self._facts.asked
             self.fired += edited
             self.steps += bool(edited)
         if each.pattern is None:
@@ -134,7 +133,7 @@ class Pipeline:
             return
         if replacement is None:
             return
-        rely_on_asked(root.graph)
+        self._facts.relied |= self._facts.asked  # a rewrite that fired rests on them
         self.steps += 1
         self.fired.append(Rewrite(each.name, root.name, source_of(root)))
         if replacement.meta.get("stands_for") is None and "new" in replacement.meta:

@@ -1,17 +1,25 @@
-"""Whether two modules give the same answer, by an oracle that can tell rounding from a bug."""
+"""Whether two modules give the same answer, by an oracle that can tell rounding from a bug.
+
+The parts of an answer are compared by their places. An array is its elements, a sparse tensor its
+indices and values, a distribution or a dataclass its attributes. What has no parts and no equality
+of its own, such as a generator or a function, cannot be compared.
+"""
 
 from __future__ import annotations
 
+import enum
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer.core.context import own_random_numbers
@@ -19,7 +27,6 @@ from optimizer.core.copy import is_ordinary, structural_copy
 from optimizer.core.errors import CaptureError, DeviceError, InputError
 from optimizer.core.inputs import Call, tensors_in
 from optimizer.frontend.outside import Outside, kept
-from optimizer.verify.leaves import leaves_of, says_nothing
 
 Function: TypeAlias = Callable[[torch.Tensor], Any]
 
@@ -30,6 +37,18 @@ _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDE = {float: torch.float64, complex: torch.complex128}
 # How much further from the float64 answer than the original's a result may be.
 _WORSE_THAN_EAGER = 4.0
+
+_ONE_OF_ITS_KIND = (
+    type, type(None), type(...), enum.Enum, ModuleType, BuiltinFunctionType, torch.dtype,
+    torch.layout, torch.memory_format, torch._ops.OpOverload,
+)  # fmt: skip
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 @dataclass(frozen=True)
@@ -115,17 +134,13 @@ def _differences(expected: Answer, actual: Answer, *, exact: bool) -> Iterator[D
         if old_structure != new_structure:
             yield Difference(place, float("inf"), "has another structure")
             return
-        bounds = {} if exact else _bounds_for(old_leaves.values())
+        dtypes = {each.dtype for each in old_leaves.values() if isinstance(each, torch.Tensor)}
+        # Python's numbers have the bound of the coarsest tensor beside them.
+        coarsest = max((BOUNDS[each] for each in dtypes & BOUNDS.keys()), default=1e-4)
+        bounds: dict[Any, float] = {} if exact else {**BOUNDS, float: coarsest, complex: coarsest}
         for (path, one), other in zip(old_leaves.items(), new_leaves.values(), strict=True):
             if found := _leaf_difference(place + path, one, other, bounds):
                 yield found
-
-
-def _bounds_for(leaves: Iterable[Any]) -> dict[Any, float]:
-    """The bounds by dtype, and for Python's numbers that of the coarsest tensor beside them."""
-    dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)} & BOUNDS.keys()
-    coarsest = max((BOUNDS[dtype] for dtype in dtypes), default=BOUNDS[torch.float32])
-    return {**BOUNDS, float: coarsest, complex: coarsest}
 
 
 def _leaf_difference(
@@ -135,8 +150,11 @@ def _leaf_difference(
         one, other = torch.tensor([old, new], dtype=_WIDE[type(old)])
         return _tensor_difference(place, one, other, bounds.get(type(old), 0.0))
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
-        reason = f"is {new!r}, not {old!r}"
-        return None if _equal(old, new) else Difference(place, float("inf"), reason, old, new)
+        if type(old) is type(new):
+            with suppress(Exception):  # whatever a user's class raises
+                if says_nothing(old) or bool(old == new):
+                    return None
+        return Difference(place, float("inf"), f"is {new!r}, not {old!r}", old, new)
     for name in ("shape", "dtype", "device"):
         one, other = getattr(old, name), getattr(new, name)
         if one != other:
@@ -148,11 +166,17 @@ def _leaf_difference(
 def _tensor_difference(
     place: str, old: torch.Tensor, new: torch.Tensor, bound: float
 ) -> Difference | None:
-    if _same_bits(old, new):
+    whole = _WHOLE.get(old.element_size()) if is_ordinary(old) and is_ordinary(new) else None
+    # The same bits are a hundred times as fast to see.
+    if whole and torch.equal(old.detach().view(whole), new.detach().view(whole)):
         return None
     error = relative_error(old, new)
-    if error <= bound and (bound or _same_signs(old, new)):
+    if error <= bound and (bound or not (old.is_floating_point() or old.is_complex())):
         return None
+    if error <= bound:  # equal numbers; but a zero has a sign, which a division shows
+        signs = [torch.signbit(_comparable(each)) for each in (old, new)]
+        if torch.equal(*(sign & ~_comparable(old).isnan() for sign in signs)):
+            return None
     reason = f"relative error {error:.2g}, more than {bound:.2g}"
     if not error:
         reason = "a zero has another sign"
@@ -161,34 +185,16 @@ def _tensor_difference(
     return Difference(place, error, reason, old, new)
 
 
-def _same_bits(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether two tensors hold the same, which is a hundred times as fast to see."""
-    whole = _WHOLE.get(old.element_size()) if is_ordinary(old) and is_ordinary(new) else None
-    return whole is not None and torch.equal(old.detach().view(whole), new.detach().view(whole))
-
-
-def _same_signs(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether equal numbers have equal bits: a zero has a sign, which a division shows."""
-    if not (old.is_floating_point() or old.is_complex()):
-        return True
-    signs = [torch.signbit(_comparable(each)) for each in (old, new)]
-    return torch.equal(*(sign & ~_comparable(old).isnan() for sign in signs))
-
-
-def _equal(old: Any, new: Any) -> bool:
-    if type(old) is not type(new) or says_nothing(old):
-        return type(old) is type(new)
-    with suppress(Exception):  # whatever a user's class raises
-        return bool(old == new)
-    return False
-
-
 def relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
     """Largest difference over largest finite magnitude; infinite where NaN or inf differ."""
     if expected.numel() == 0:
         return 0.0
     if not (expected.is_floating_point() or expected.is_complex()):
-        return _error_of_integers(expected.cpu(), actual.cpu())
+        one, other = expected.cpu(), actual.cpu()  # float64 has no room for those beyond 2**53
+        if torch.equal(one, other):
+            return 0.0
+        worst = (one.double() - other.double()).abs().max().item()
+        return max(worst / max(one.double().abs().max().item(), 1.0), sys.float_info.min)
     old, new = _comparable(expected), _comparable(actual)
     finite = torch.isfinite(old)
     if not torch.equal(finite, torch.isfinite(new)):
@@ -199,14 +205,6 @@ def relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
         old, new = old[finite], new[finite]
     worst = (old - new).abs().max().item() if old.numel() else 0.0
     return worst / max(old.abs().max().item(), 1e-300) if worst else 0.0
-
-
-def _error_of_integers(old: torch.Tensor, new: torch.Tensor) -> float:
-    """As they are: float64 has no room for those beyond 2**53."""
-    if torch.equal(old, new):
-        return 0.0
-    worst = (old.double() - new.double()).abs().max().item()
-    return max(worst / max(old.double().abs().max().item(), 1.0), sys.float_info.min)
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
@@ -224,7 +222,11 @@ def compare_answers(
     which it may not be much further than the model's own. Integers and flags may be others that
     rounding would choose. Inputs that the model writes are rounded as outputs are.
     """
-    found = [*_overwritten(call, expected, actual), *_differences(expected, actual, exact=exact)]
+    inputs = tuple(call), expected.inputs, actual.inputs
+    before, after, other = (Answer((), each) for each in inputs)
+    written = {each.place for each in _differences(before, after, exact=True)}
+    found = [each for each in _differences(after, other, exact=True) if each.place not in written]
+    found += _differences(expected, actual, exact=exact)
     if not found:
         return None
     again = answer(model, call, draws=expected.drawn)
@@ -239,15 +241,6 @@ def compare_answers(
         return found[0]
     worse = _worse(model, call, expected, found) if found else []
     return next((each for each in worse if not choices().allow(each)), None)
-
-
-def _overwritten(call: Call, expected: Answer, actual: Answer) -> Iterator[Difference]:
-    """The inputs that the model leaves in their bits, and the other one does not."""
-    before, after, other = (
-        Answer((), each) for each in (tuple(call), expected.inputs, actual.inputs)
-    )
-    written = {each.place for each in _differences(before, after, exact=True)}
-    return (each for each in _differences(after, other, exact=True) if each.place not in written)
 
 
 def _is_whole(value: Any) -> bool:
@@ -274,8 +267,8 @@ def _worse(
     try:
         double = structural_copy(model).double()
         wide = call.map(lambda each: each.double() if each.is_floating_point() else each.clone())
-        truth = leaves_of(answer(double, wide, draws=False).output)
-        return [each for each in found if not _as_good(each, truth[0])]
+        truth, _ = leaves_of(answer(double, wide, draws=False).output)
+        return [each for each in found if not _as_good(each, truth)]
     except Exception:  # whatever a user's forward raises
         return found
 
@@ -336,10 +329,16 @@ class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def function(value: torch.Tensor) -> Any:
             return func(inner(value), *args[1:], **kwargs)
 
+        def allows(other: torch.Tensor) -> bool:
+            """Whether it lies between what the source gives when it moves by rounding."""
+            room = _room(source)
+            ends = [_as_numbers(function(source + move)) for move in (-room, room)]
+            return bool(((torch.minimum(*ends) <= other) & (other <= torch.maximum(*ends))).all())
+
         in_steps |= func.overloadpacket in _STEPS or not result.is_floating_point()
         self._followed[id(result)] = result, source, function, in_steps
         if in_steps:
-            self._choices.append((result, partial(_follows, source, function)))
+            self._choices.append((result, allows))
 
     def _point(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         given = {each.name: each.default_value for each in func._schema.arguments}
@@ -369,13 +368,6 @@ def _room(source: torch.Tensor) -> float:
     return BOUNDS.get(source.dtype, 0.0) * (finite.max().item() if finite.numel() else 0.0)
 
 
-def _follows(source: torch.Tensor, function: Function, other: torch.Tensor) -> bool:
-    """Whether `other` lies between what the source gives when it moves by rounding."""
-    room = _room(source)
-    ends = [_as_numbers(function(source + move)) for move in (-room, room)]
-    return bool(((torch.minimum(*ends) <= other) & (other <= torch.maximum(*ends))).all())
-
-
 def _points_alike(
     source: torch.Tensor, dim: int | None, index: torch.Tensor, other: torch.Tensor
 ) -> bool:
@@ -393,3 +385,78 @@ def _points_alike(
 def _as_numbers(value: Any) -> torch.Tensor:
     tensor = torch.as_tensor(value)
     return tensor.dequantize() if tensor.is_quantized else tensor.to(torch.float64)
+
+
+def leaves_of(value: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
+    """Return the leaves of a tree by their places, and its structure, with every object opened."""
+    found, structure = pytree.tree_flatten_with_path(_opened(value, ()))
+    return {pytree.keystr(path): leaf for path, leaf in found}, structure
+
+
+def incomparable(value: Any) -> Iterator[str]:
+    """Yield the place of each leaf of which equality says nothing, and what is there."""
+    for place, leaf in leaves_of(value)[0].items():
+        if says_nothing(leaf):
+            yield f"{place} is a {type(leaf).__name__}, which cannot be compared"
+        elif not isinstance(leaf, torch.Tensor) or leaf.element_size() == 1 or not leaf.numel():
+            continue
+        elif not (leaf == leaf).any():  # which NaN alone is not
+            yield f"{place} is NaN everywhere, which hides what differs: pass other example inputs"
+
+
+def says_nothing(leaf: Any) -> bool:
+    """Return whether a leaf is equal to itself alone, and made anew in each call."""
+    equality: Any = type(leaf).__eq__
+    by_identity = equality is object.__eq__ and not isinstance(leaf, _ONE_OF_ITS_KIND)
+    return by_identity and not isinstance(leaf, torch.Tensor)
+
+
+def _opened(value: Any, around: tuple[int, ...]) -> Any:
+    def opened(leaf: Any) -> Any:
+        if id(leaf) in around:
+            return f"what holds it, {len(around) - around.index(id(leaf))} up"
+        parts = _parts(leaf)
+        return leaf if parts is None else {type(leaf).__name__: _opened(parts, (*around, id(leaf)))}
+
+    return pytree.tree_map(opened, value)
+
+
+def _parts(leaf: Any) -> dict[str, Any] | None:
+    """Return what a leaf consists of; None where it is one thing."""
+    if isinstance(leaf, torch.Tensor):
+        return _parts_of_tensor(leaf)
+    if type(leaf).__module__ == "numpy":
+        return _parts_of_array(leaf)
+    if isinstance(leaf, (FunctionType, *_ONE_OF_ITS_KIND)):
+        return None
+    if is_dataclass(leaf):
+        return {field.name: getattr(leaf, field.name, None) for field in fields(leaf)}
+    return dict(vars(leaf)) if hasattr(leaf, "__dict__") else None
+
+
+def _parts_of_tensor(tensor: torch.Tensor) -> dict[str, Any] | None:
+    if tensor.is_nested:  # it may have no shape
+        return {"layout": str(tensor.layout), "rows": list(tensor.unbind())}
+    common = {"shape": tuple(tensor.shape), "layout": str(tensor.layout)}
+    if tensor.layout in _SPARSE:
+        whole = tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor
+        return common | {name: getattr(whole, name)() for name in _SPARSE[tensor.layout]}
+    if tensor.is_quantized:
+        return common | {"dtype": str(tensor.dtype), "values": tensor.dequantize()}
+    if tensor.layout is not torch.strided:
+        return common | {"values": tensor.to_dense()}
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that names its parts
+        names, _ = tensor.__tensor_flatten__()
+        return common | {name: getattr(tensor, name) for name in names}
+    return None
+
+
+def _parts_of_array(array: Any) -> dict[str, Any] | None:
+    """Return a numpy array or number as a tensor, or as Python's objects where torch has none."""
+    if not hasattr(array, "tolist"):
+        return None
+    try:
+        values: Any = torch.as_tensor(array.copy())
+    except TypeError:  # texts, dates, objects
+        values = array.tolist()
+    return {"dtype": str(array.dtype), "shape": array.shape, "values": values}

@@ -35,7 +35,7 @@ from optimizer.testing.motifs import MOTIFS
 PACKAGE = Path(optimizer.__file__).parent
 TESTS = Path(__file__).parents[1]  # of the repository; the package may be installed elsewhere
 # What passes rest on without importing it.
-BELOW = {"facts/propagation", "facts/effects"}
+BELOW = {"facts/facts"}
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,12 @@ def engines_named(names: Engines) -> tuple[str, ...]:
     asked = [names] if isinstance(names, str) else names
     listed = list(asked) if isinstance(asked, Iterable) else [None]
     for name in listed:
-        _require(name)
+        if not isinstance(name, str) or name not in ENGINES:
+            known = " and ".join(map(repr, ENGINES))
+            raise InputError(f"engines: there is no {name!r}, but there are {known}, and 'auto'.")
+        if found := obstacle(ENGINES[name]):
+            advice = f"run python -m pip install '.[{name}]' in the clone"
+            raise InputError(f"engine {name!r} {found}: {advice}.")
     return tuple(map(str, listed))
 
 
@@ -47,15 +52,6 @@ def passed_over(names: Engines) -> str:
             advice = f"python -m pip install '.[{engine.name}]' from the clone brings another"
             return f"{engine.title} {found}, and is not used: {advice}"
     return ""
-
-
-def _require(name: str | None) -> None:
-    if not isinstance(name, str) or name not in ENGINES:
-        known = " and ".join(map(repr, ENGINES))
-        raise InputError(f"engines: there is no {name!r}, but there are {known}, and 'auto'.")
-    if found := obstacle(ENGINES[name]):
-        advice = f"run python -m pip install '.[{name}]' in the clone"
-        raise InputError(f"engine {name!r} {found}: {advice}.")
 
 
 def obstacle(engine: Engine) -> str:

@@ -95,8 +95,11 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.split.Tensor:
-            with self:
-                return _slices(*args)
+            tensor, size, dim = (*args, 0)[:3]
+            cut, whole = torch.ops.aten.slice.Tensor, tensor.shape[dim]
+            with self:  # OpenVINO does not take a last part that is smaller
+                starts = range(0, whole, size)
+                return [cut(tensor, dim, at, min(at + size, whole)) for at in starts]
         if func._opname in ENLARGED:  # OpenVINO wants the size alone
             corners = [each for each in args[2:3] if isinstance(each, bool)]
             args = (args[0], [*func(*args).shape[2:]], *corners, None)
@@ -120,10 +123,3 @@ def _ungrouped(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], Any]:
     times = query.shape[-3] // key.shape[-3]
     own = [each.repeat_interleave(times, -3) for each in (key, value)]
     return (query, *own, *rest), {**kwargs, "enable_gqa": False}
-
-
-def _slices(tensor: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]:
-    """What split makes; OpenVINO does not take a last part that is smaller."""
-    starts = range(0, tensor.shape[dim], size)
-    cut = torch.ops.aten.slice.Tensor
-    return [cut(tensor, dim, at, min(at + size, tensor.shape[dim])) for at in starts]

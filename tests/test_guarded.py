@@ -172,13 +172,20 @@ def test_other_weights_are_those_that_run(change: str, name: str, level: int) ->
         assert_same(Program(plain)(ROWS), fast(ROWS))
 
 
+def normed(m: Any, x: Tensor) -> Tensor:
+    """The kernel of weight_norm asks for the memory of weights as if to write it."""
+    return x @ torch._weight_norm(m.linear.weight, m.scale[:, None])
+
+
+@pytest.mark.parametrize("function", [plain, normed])
 @torch.no_grad()
-def test_a_write_to_the_snapshot_is_seen() -> None:
-    fast, eager = guarded(), Program(plain)
+def test_a_write_to_the_snapshot_is_seen(function: Callable[..., Any]) -> None:
+    fast, eager = guarded(function), Program(function)
     fast(ROWS)
 
     for module in (fast.model, eager):
         module.linear.weight.data.mul_(3)
+        module.scale.mul_(2)
 
     assert_same(eager(ROWS), fast(ROWS))
 
@@ -385,6 +392,23 @@ def test_a_model_is_not_made_slower_by_its_graphs(
     assert bool(told) is (kind is Unchanged)
     untimed = optimizer.optimize(Program(masked), ROWS, level=1, tune_seconds=0)
     assert isinstance(untimed, GuardedModule)
+
+
+def test_a_race_with_what_touches_weights_makes_no_graph_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def race(self: Times, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
+        for name in ("plan", "portable") * 3:
+            runs[name](*self.inputs)
+        return {"portable": 1.0, "plan": 0.5}
+
+    monkeypatch.setattr("optimizer._optimize.Times", Times)
+    monkeypatch.setattr(Times, "race", race)
+
+    fast = optimizer.optimize(Program(normed), ROWS, level=1)
+
+    assert isinstance(fast, GuardedModule)
+    assert recordings(fast) == 1
 
 
 @torch.no_grad()

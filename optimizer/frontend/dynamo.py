@@ -96,15 +96,14 @@ class DynamoGraph:
         # The weights whose changes will be seen, or do not count; by the names of the inputs.
         held = nn.Module()  # statistics as parameters too: those are copied on write
         held._parameters.update({self.inputs[i].name: args[i] for i in self.held})
-        with undisturbed():
-            snapshot = structural_copy(held, share=False)
+        with undisturbed():  # a kernel may part one of them from the weights, as if to write it
+            snapshot, kept = (structural_copy(held, share=False) for _ in range(2))
         if not self.frozen:
             self.held = [i for i in self.held if _torch._is_cow_tensor(args[i])]
         weights = [args[i] for i in self.held]
         run = self._run(snapshot, args)
-        variant = _Variant(
-            list(map(weakref.ref, weights)), [*map(_torch._data_address, weights)], snapshot, run
-        )
+        addresses = [*map(_torch._data_address, weights)]
+        variant = _Variant(list(map(weakref.ref, weights)), addresses, kept, run)
         self.variants[tuple(map(id, weights))] = variant
         return run
 

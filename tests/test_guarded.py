@@ -190,6 +190,20 @@ def test_a_write_to_the_snapshot_is_seen(function: Callable[..., Any]) -> None:
     assert_same(eager(ROWS), fast(ROWS))
 
 
+@torch.no_grad()
+def test_a_write_to_weights_that_something_else_holds_is_seen() -> None:
+    fast, eager = guarded().eval(), Program(plain)  # it forgets its graphs, which share weights
+    gc.collect()
+    held = [each.detach() for each in fast.model.parameters()]
+    fast(ROWS)
+
+    for module in (fast.model, eager):
+        module.linear.weight.mul_(3)
+
+    assert_same(eager(ROWS), fast(ROWS))
+    assert held
+
+
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     fast = guarded()
 

@@ -32,6 +32,7 @@ from optimizer.frontend.outside import Outside, kept
 from optimizer.frontend.symbolic import finished, observe
 
 _torch: Any = torch._C  # whose stubs lack what tells of copies on write
+_address = _torch._data_address
 _EXITS = {torch.amp.autocast_mode._exit_autocast, autograd.grad_mode._exit_inference_mode}
 _IDLE = [(_torch._set_grad_enabled, (False,)), (autograd.grad_mode._enter_inference_mode, (True,))]
 DYNAMO = "dynamo"
@@ -81,7 +82,7 @@ class DynamoGraph:
         if known is None:
             return None
         same = all(was() is each for was, each in zip(known.weights, weights, strict=True))
-        fits = same and (self.frozen or known.addresses == [*map(_torch._data_address, weights)])
+        fits = same and (self.frozen or known.addresses == [*map(_address, weights)])
         return known.run if fits else None
 
     def _made(self, args: tuple[Any, ...]) -> Callable[..., Any]:
@@ -98,13 +99,13 @@ class DynamoGraph:
         held._parameters.update({self.inputs[i].name: args[i] for i in self.held})
         with undisturbed():  # a kernel may part one of them from the weights, as if to write it
             snapshot, kept = (structural_copy(held, share=False) for _ in range(2))
-        if not self.frozen:
-            self.held = [i for i in self.held if _torch._is_cow_tensor(args[i])]
+        if not self.frozen:  # some may be copied: of memory that something else holds
+            pairs = zip(self.held, kept._parameters.values(), strict=True)
+            self.held = [i for i, own in pairs if _address(own) == _address(args[i])]
         weights = [args[i] for i in self.held]
         run = self._run(snapshot, args)
-        addresses = [*map(_torch._data_address, weights)]
-        variant = _Variant(list(map(weakref.ref, weights)), addresses, kept, run)
-        self.variants[tuple(map(id, weights))] = variant
+        refs, addresses = [*map(weakref.ref, weights)], [*map(_address, weights)]
+        self.variants[tuple(map(id, weights))] = _Variant(refs, addresses, kept, run)
         return run
 
     def _run(self, snapshot: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:

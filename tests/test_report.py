@@ -18,28 +18,32 @@ from optimizer import workloads
 from optimizer.__main__ import main
 from optimizer.analysis import measured
 from optimizer.core.report import Choice, Refusal, Rewrite, Size
+from tests.repository import table
+from tests.single_pass import Forward
 
 X = torch.linspace(-1, 1, 4 * 6).reshape(4, 6)
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """A fold whose result is fused, a name that HTML must escape, and a refused fold."""
+    first = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())
+    rest = {"second": nn.Linear(6, 6), "norm": nn.BatchNorm1d(6)}
+    forward = lambda m, x: (y := m.second(m.first(x)), {"<&>": m.norm(y) + y})[1]  # noqa: E731
+    return Forward(forward, first=first, **rest).eval()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())
-        self.second = nn.Linear(6, 6)
-        self.norm = nn.BatchNorm1d(6)
 
-    def forward(self, x: Tensor) -> Any:
-        y = self.second(self.first(x))
-        return {"<&>": self.norm(y) + y}
+def optimized(model: nn.Module | str, x: Tensor = X, level: int = 1, **options: Any) -> Any:
+    model = Forward(model) if isinstance(model, str) else model
+    return optimizer.optimize(model.eval(), x, level=level, **options)
+
+
+BRANCHING = "x + 1 if x.sum() > 0 else x - 1"  # what cannot be recorded
+NAN = 'x * float("nan")'
 
 
 @pytest.fixture(scope="module")
 def report() -> optimizer.Report:
-    passes = ["fold_affine", "fuse_linear_relu"]
-    return optimizer.optimize(Net().eval(), X, only=passes, level=1).report
+    return optimized(net(), only=["fold_affine", "fuse_linear_relu"]).report
 
 
 def test_every_candidate_of_a_region_is_accounted_for() -> None:
@@ -66,7 +70,7 @@ def test_every_candidate_of_a_region_is_accounted_for() -> None:
 
 
 class Page(HTMLParser):
-    """The rows of all tables, and whatever a browser would fetch."""
+    """The rows of all tables, the titles of what folds, and whatever a browser would fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -81,22 +85,20 @@ class Page(HTMLParser):
         values = dict(attributes)
         self.fetched += [values[name] for name in ("src", "href") if name in values]
         self.classes.append(values.get("class", ""))
-        if tag == "summary":
-            self.folds.append("")
-        if tag == "tr":
-            self.rows.append([])
+        self.folds += [""] * (tag == "summary")
+        self.rows += [[]] * (tag == "tr")
         if tag in ("td", "th"):
             self.rows[-1].append("")
-        if tag != "meta":
-            self.open.append(tag)
+        self.open += [tag] * (tag != "meta")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("td", "th"):
+        inside = self.open[-1] if self.open else ""
+        if inside in ("td", "th"):
             self.rows[-1][-1] += data
-        if self.open and self.open[-1] == "summary":
+        if inside == "summary":
             self.folds[-1] += data
 
 
@@ -106,13 +108,13 @@ def test_a_new_node_says_which_pass_made_it_of_what(report: optimizer.Report) ->
     assert set(made) == {"fuse_linear_relu"}  # of what fold_affine had made
     line = made["fuse_linear_relu"]
     assert line.text == "LinearReLU(x)"
+    assert "test_report.py" in line.source
     assert set(line.made_from) == {"first_0", "first_1", "first_2"}
     assert set(line.made_from) <= {before.name for before in report.graph_before}
 
 
 def test_the_listings_are_the_graphs(report: optimizer.Report) -> None:
-    model = Net().eval()
-    captured, fast = optimizer.capture(model, X), optimizer.optimize(model, X, level=1)
+    captured, fast = optimizer.capture(net(), X), optimized(net())
 
     assert [n.name for n in captured.graph.nodes] == [n.name for n in report.graph_before]
     assert [n.name for n in fast.graph.nodes] == [n.name for n in fast.report.graph_after]
@@ -135,37 +137,21 @@ def test_the_page_tells_all_and_fetches_nothing(report: optimizer.Report) -> Non
     cells = [cell for row in page.rows for cell in row]
     assert "fuse_linear_relu of first_0, first_1, first_2" in cells
     assert ["nodes", "8", "7"] in page.rows
+    assert "output = output _0" in optimized(nn.Sequential(nn.ReLU()), only=[]).report.to_html()
 
 
 def test_nodes_that_stayed_are_on_one_row(report: optimizer.Report) -> None:
     rows = [row for row in Page(report.to_html()).rows if len(row) == 5]
-
     marks = {row[1].partition(" ")[0]: row[0] for row in rows}
     assert len(marks) == len(rows)
-    assert marks["second"] == ""
-    assert marks["first_1"] == "-"
+    assert (marks["second"], marks["first_1"]) == ("", "-")
     assert "+" in marks.values()
 
 
-def test_what_is_left_as_it_is_has_a_page_as_well() -> None:
-    fast = optimizer.optimize(nn.Sequential(nn.ReLU()).eval(), X, only=[], level=1)
-    unchanged = optimizer.optimize(Branching().eval(), X, level=1)
-
-    assert "output = output _0" in fast.report.to_html()
-    assert "left as it is" in unchanged.report.to_html()
-
-
-class Branching(nn.Module):
-    """What cannot be recorded, with a name in its reason."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1 if x.sum() > 0 else x - 1
-
-
 def test_the_page_escapes_what_a_model_is_called() -> None:
-    kind = type("<script>", (Net,), {})
+    kind = type("<script>", (Forward,), {})
 
-    assert "<script>" not in optimizer.optimize(kind().eval(), X, level=1).report.to_html()
+    assert "<script>" not in optimized(kind("x + 1")).report.to_html()
 
 
 def test_the_same_report_gives_the_same_page(report: optimizer.Report) -> None:
@@ -184,10 +170,9 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_refusals_of_one_reason_are_one_line() -> None:
     refused = tuple(Refusal("reuse", f"add_{n}", f"net.py:{n}", "it is read") for n in range(12))
-    report = optimizer.Report("Net", 1, refused=refused)
 
-    assert "refused: 12\n  12  reuse  it is read" in str(report)
-    assert report.refused == refused
+    told = str(optimizer.Report("Net", 1, refused=refused))
+    assert "refused: 12\n  12  reuse  it is read" in told
 
 
 @pytest.mark.parametrize("kinds", [3, 30])
@@ -204,17 +189,15 @@ def test_a_report_is_at_most_20_lines(kinds: int) -> None:
     lines = str(report).split("\n")
 
     assert lines[0] == "Net, level 2, 0.00 s, answer not checked: 3 -> 2 nodes"
-    for title in ("rewritten: ", "refused: ", "regions: ", "remark: "):
-        assert any(line.startswith(title) for line in lines)
+    titles = {line.partition(":")[0] for line in lines}
+    assert {"rewritten", "refused", "regions", "remark"} <= titles
     every = 2 + 3 + 4 * kinds
     assert len(lines) == min(20, every)
-    if kinds > 3:
-        assert lines[-1] == f"... and {every - 19} more; report.to_html() lists all"
-    page = report.to_html()
-    assert all(each.reason in page for each in refused)
+    assert kinds == 3 or lines[-1] == f"... and {every - 19} more; report.to_html() lists all"
+    assert all(reason in report.to_html() for reason in reasons)
 
 
-@pytest.mark.parametrize("name", ["toy_model", "masked_postprocess_4096"])
+@table("name", ("toy_model",), ("masked_postprocess_4096",))
 def test_figures_are_in_every_form_of_the_report(name: str) -> None:
     workload = workloads.load(name)
     fast = optimizer.optimize(workload.module, workload.example_inputs, level=1)
@@ -232,32 +215,22 @@ def test_figures_are_in_every_form_of_the_report(name: str) -> None:
 
 
 def test_what_is_quick_is_timed_in_as_many_rounds_as_a_second_has() -> None:
-    model, inputs = nn.ReLU().eval(), torch.ones(2)
-    report = measured(model, optimizer.optimize(model, inputs, level=0), inputs)
+    model = nn.ReLU().eval()
 
-    assert ", 50 rounds" in report.compared
-
-
-class Hidden(nn.Module):
-    """NaN everywhere, and beside it what can be compared."""
-
-    def forward(self, x: Tensor) -> Any:
-        return (x * float("nan"), x + 1) if self.both else x * float("nan")
-
-    def __init__(self, *, both: bool) -> None:
-        super().__init__()
-        self.both = both
+    assert ", 50 rounds" in measured(model, optimized(model, level=0), X).compared
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@table("level", (1,), (2,))
 def test_an_answer_that_is_nan_everywhere_was_not_checked(level: int) -> None:
-    one = optimizer.optimize(Hidden(both=False).eval(), X, level=level).report
-    both = optimizer.optimize(Hidden(both=True).eval(), X, level=level).report
-
-    assert "answer not checked" in one.summary()
-    assert any(each.startswith("not checked: output is NaN everywhere") for each in one.remarks)
-    assert "answer checked" in both.summary()
-    assert any(each.startswith("not checked: output[0] is NaN ever") for each in both.remarks)
+    """What is beside it was."""
+    for forward, checked, where in (
+        (NAN, "answer not checked", "output"),
+        (f"({NAN}, x + 1)", "answer checked", "output[0]"),
+    ):
+        report = optimized(forward, level=level).report
+        assert checked in report.summary()
+        remark = f"not checked: {where} is NaN everywhere"
+        assert any(each.startswith(remark) for each in report.remarks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
@@ -265,22 +238,20 @@ def test_a_number_beside_nan_is_checked(dtype: torch.dtype) -> None:
     x = torch.full((2, 3), float("nan"), dtype=dtype)
     y = x.clone()
     y[0, 0] = 1
-    model = nn.Sequential(nn.Identity()).eval()
-    reports = [optimizer.optimize(model, each, level=1).report for each in (x, y, x[:0])]
+    reports = [optimized("x", each).report for each in (x, y, x[:0])]
 
     assert [each.checked for each in reports] == ["", "final", "final"]
 
 
 def test_a_model_that_is_left_as_it_is_was_not_checked() -> None:
-    report = optimizer.optimize(Branching().eval(), X, level=1).report
+    report = optimized(BRANCHING).report
 
     assert "nothing to check: the model is unchanged" in report.summary()
     assert "answer checked" not in str(report)
     assert report.checked == ""
+    assert "left as it is" in report.to_html()
 
 
 def test_check_warns_of_an_answer_that_is_nan_everywhere() -> None:
-    model = Hidden(both=False).eval()
-
     with pytest.warns(optimizer.OptimizerWarning, match="output is NaN everywhere"):
-        optimizer.check(model, optimizer.optimize(model, X, level=1), X)
+        optimizer.check(Forward(NAN), optimized(NAN), X)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -74,9 +75,8 @@ def test_containers_and_modules_are_new(original: Holder) -> None:
 def test_what_was_one_object_is_one_object(original: Holder) -> None:
     copied = structural_copy(original)
 
-    assert copied.layer is copied.again
+    assert copied.layer is copied.again is copied.loose[1]
     assert copied.same is copied.empty
-    assert copied.loose[1] is copied.layer
 
 
 def test_parameters_are_shared_and_buffers_are_not(original: Holder) -> None:
@@ -105,29 +105,17 @@ def by_fused_step(model: Weights) -> None:
     torch.optim.AdamW([model.weight], fused=True).step()
 
 
-def by_reference(model: Weights) -> None:
-    model.weight.detach().numpy()[...] = 5
-
-
-def by_dlpack(model: Weights) -> None:
-    torch.from_dlpack(model.weight.detach()).fill_(5)
-
-
-def by_swap(model: Weights) -> None:
-    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.full_like(model.weight, 5)))
-
-
-WRITES: dict[str, Callable[[Weights], object]] = {
+WRITES: dict[str, Callable[[Any], object]] = {
     "in place": lambda model: model.weight.detach().fill_(5),
     "a fused optimizer": by_fused_step,
     ".data": lambda model: model.weight.data.mul_(5),
-    "numpy": by_reference,
-    "dlpack": by_dlpack,
+    "numpy": lambda model: model.weight.detach().numpy().fill(5),
+    "dlpack": lambda model: torch.from_dlpack(model.weight.detach()).fill_(5),
     "a checkpoint": lambda model: model.load_state_dict(Weights(torch.randn(4, 4)).state_dict()),
     "a cast": lambda model: model.half(),
     "shared memory": lambda model: model.share_memory().weight.detach().fill_(5),
     "a storage": lambda model: model.weight.untyped_storage().fill_(5),
-    "swap": by_swap,
+    "swap": lambda model: torch.utils.swap_tensors(model.weight, nn.Parameter(torch.ones(4, 4))),
     "a resize": lambda model: model.weight.untyped_storage().resize_(80),
 }
 
@@ -137,11 +125,6 @@ def loaded(tensor: torch.Tensor) -> torch.Tensor:
     torch.save(tensor, file)
     file.seek(0)
     return torch.load(file)
-
-
-def inferred(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return tensor.clone()
 
 
 MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -157,11 +140,20 @@ OTHERS = set(MEMORY) - {"torch's own"}
 PLACES = [each for each in product(WRITES, MEMORY) if each not in product(["a resize"], OTHERS)]
 
 
+def taken_of(model: Weights) -> Any:
+    return structural_copy(model, share=False)
+
+
+@pytest.fixture
+def model() -> Weights:
+    return Weights(torch.ones(4, 4))
+
+
 @pytest.mark.parametrize(("write", "memory"), PLACES)
 def test_no_later_write_reaches_a_snapshot(write: str, memory: str) -> None:
     model = Weights(MEMORY[memory](torch.randn(4, 4)))
     before = model.weight.detach().clone()
-    taken = structural_copy(model, share=False)
+    taken = taken_of(model)
 
     WRITES[write](model)
     model.total.add_(1)
@@ -170,9 +162,8 @@ def test_no_later_write_reaches_a_snapshot(write: str, memory: str) -> None:
     assert taken.view.tolist() == [0, 0]
 
 
-def test_no_write_to_a_snapshot_reaches_the_model() -> None:
-    model = Weights(torch.ones(4, 4))
-    taken = structural_copy(model, share=False)
+def test_no_write_to_a_snapshot_reaches_the_model(model: Weights) -> None:
+    taken = taken_of(model)
 
     taken.weight.data.zero_()
     taken.total.add_(1)
@@ -181,39 +172,29 @@ def test_no_write_to_a_snapshot_reaches_the_model() -> None:
     assert (model.view.tolist(), taken.view.tolist()) == ([0, 0], [1, 1])
 
 
-def test_a_snapshot_takes_no_memory() -> None:
-    model = Weights(torch.ones(4, 4))
-
-    taken = structural_copy(model, share=False)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_snapshot_takes_no_memory_on_any_default_device(device: str, model: Weights) -> None:
+    with torch.device(device):
+        taken = taken_of(model)
 
     assert address(taken.weight) == address(model.weight)
     assert address(taken.view) == address(taken.total)
 
 
-def test_a_buffer_may_be_resized_afterwards() -> None:
+def test_a_buffer_may_be_resized_afterwards(model: Weights) -> None:
     """Torch fails to write what is to be copied when written, once it was resized."""
-    model = Weights(torch.ones(4, 4))
-    taken = structural_copy(model, share=False)
+    taken = taken_of(model)
 
     model.total.resize_(9).fill_(5)
 
     assert taken.total.tolist() == [0] * 4
 
 
-def test_the_default_device_does_not_matter() -> None:
-    model = Weights(torch.ones(4, 4))
+def test_a_snapshot_is_of_no_inference_tensors(model: Weights) -> None:
+    with torch.inference_mode():
+        model.total = torch.ones(4)
 
-    with torch.device("meta"):
-        taken = structural_copy(model, share=False)
-
-    assert address(taken.weight) == address(model.weight)
-
-
-def test_a_snapshot_is_of_no_inference_tensors() -> None:
-    model = Weights(torch.ones(4, 4))
-    model.total = inferred(torch.ones(4))
-
-    assert not structural_copy(model, share=False).total.is_inference()
+    assert not taken_of(model).total.is_inference()
 
 
 HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -225,11 +206,10 @@ HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_what_is_held_elsewhere_is_copied_at_once(holder: str) -> None:
+def test_what_is_held_elsewhere_is_copied_at_once(holder: str, model: Weights) -> None:
     """Else a numpy array would write into the snapshot, and the model would part from it."""
-    model = Weights(torch.ones(4, 4))
     array = HOLDERS[holder](model.weight.detach())
-    taken = structural_copy(model, share=False)
+    taken = taken_of(model)
 
     array[0] = 5
 
@@ -239,9 +219,11 @@ def test_what_is_held_elsewhere_is_copied_at_once(holder: str) -> None:
     assert array[0].tolist() == [0] * 4
 
 
-def test_threads_may_take_snapshots_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_may_take_snapshots_of_one_model(
+    monkeypatch: pytest.MonkeyPatch, model: Weights
+) -> None:
     """Torch does not lock: two at once would spoil the storage."""
-    model, kept, at_once = Weights(torch.ones(4, 4)), list[Weights](), list[bool]()
+    at_once = list[bool]()
     entered, counted = threading.Semaphore(1), torch._C._storage_Use_Count
 
     def slowly(storage: int) -> int:
@@ -252,14 +234,8 @@ def test_threads_may_take_snapshots_of_one_model(monkeypatch: pytest.MonkeyPatch
         return holders
 
     monkeypatch.setattr(torch._C, "_storage_Use_Count", slowly)
-    threads = [
-        threading.Thread(target=lambda: kept.append(structural_copy(model, share=False)))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        kept = [*pool.map(taken_of, [model] * 4)]
 
     assert len(kept) == 4
     assert at_once == [False] * 4
@@ -267,13 +243,13 @@ def test_threads_may_take_snapshots_of_one_model(monkeypatch: pytest.MonkeyPatch
 
 def test_weights_of_an_rnn_are_copied_at_once() -> None:
     """Its kernel asks to write them: threads that call it would end the process."""
-    model = nn.Sequential(nn.LSTM(4, 4))
+    model = nn.LSTM(4, 4)
 
-    taken = structural_copy(model, share=False)
+    pairs = zip(structural_copy(model, share=False).parameters(), model.parameters(), strict=True)
 
-    pairs = zip(taken.parameters(), model.parameters(), strict=True)
-    assert not any(address(ours) == address(theirs) for ours, theirs in pairs)
-    assert not any(torch._C._is_cow_tensor(each) for each in model.parameters())
+    for ours, theirs in pairs:
+        assert address(ours) != address(theirs)
+        assert not torch._C._is_cow_tensor(theirs)
 
 
 def test_a_layer_of_a_kind_with_state_of_its_own_still_runs(original: Holder) -> None:
@@ -282,34 +258,28 @@ def test_a_layer_of_a_kind_with_state_of_its_own_still_runs(original: Holder) ->
     torch.testing.assert_close(structural_copy(original).rnn(x), original.rnn(x))
 
 
-class Deepcopied(nn.Module):
-    def __deepcopy__(self, memo: Any) -> Deepcopied:
-        copied = Deepcopied()
+class Own(nn.Module):
+    """Say so on the copy."""
+
+    def noted(self, *memo: Any) -> Any:
+        copied = type(self)()
         copied.note = "copied its own way"
         return copied
 
 
-class Reduced(nn.Module):
-    def __reduce__(self) -> Any:
-        return type(self), (), {**vars(self), "note": "copied its own way"}
+OWN_WAYS: dict[str, Callable[..., Any]] = {
+    "__deepcopy__": Own.noted,
+    "__reduce__": lambda self: (type(self), (), vars(self.noted())),
+    "__setstate__": lambda self, state: vars(self).update(vars(self.noted())),
+    "__getstate__": lambda self: vars(self.noted()),
+}
 
 
-class Restored(nn.Module):
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.note = "copied its own way"
+@pytest.mark.parametrize("way", OWN_WAYS)
+def test_a_class_that_says_how_it_is_copied_is_obeyed(way: str) -> None:
+    kind = type("Own", (Own,), {way: OWN_WAYS[way]})
 
-
-class Stated(nn.Module):
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "note": "copied its own way"}
-
-
-@pytest.mark.parametrize("kind", [Deepcopied, Reduced, Restored, Stated])
-def test_a_class_that_says_how_it_is_copied_is_obeyed(kind: type[nn.Module]) -> None:
-    model = nn.Sequential(kind())
-
-    copied = structural_copy(model)
+    copied = structural_copy(nn.Sequential(kind()))
 
     assert type(copied[0]) is kind
     assert copied[0].note == "copied its own way"

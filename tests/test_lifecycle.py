@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import io
 import pickle
 import subprocess
 import sys
@@ -21,30 +19,21 @@ from torch.nn import functional as F
 import optimizer
 from optimizer import InputError
 from tests.conftest import address
+from tests.repository import table
+from tests.single_pass import Forward
 
 X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
 
 
-class Small(nn.Module):
+def small() -> Any:
     """A foldable pair, a layer that no rewrite replaces, and a hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.bn = nn.BatchNorm2d(4)
-        self.head = nn.Conv2d(4, 2, 1)
-        self.head.register_forward_hook(double_result)
-        self.conv.bias.requires_grad_(False)
-        nn.init.normal_(self.bn.running_mean)
-        self.eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.bn(self.conv(x))))
-
-
-def double_result(module: nn.Module, inputs: object, result: Tensor) -> Tensor:
-    return result * 2
+    torch.manual_seed(3)
+    layers = {"conv": nn.Conv2d(3, 4, 3), "bn": nn.BatchNorm2d(4), "head": nn.Conv2d(4, 2, 1)}
+    model = Forward("m.head(torch.relu(m.bn(m.conv(x))))", **layers)
+    model.head.register_forward_hook(lambda module, inputs, result: result * 2)
+    model.conv.bias.requires_grad_(False)
+    nn.init.normal_(model.bn.running_mean)
+    return model.eval()
 
 
 def state_of(model: nn.Module) -> list[object]:
@@ -69,7 +58,7 @@ THINGS_TO_DO: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize("thing", THINGS_TO_DO)
 @pytest.mark.parametrize("check", ["final", "each", None])
 def test_the_callers_model_is_not_touched(thing: str, check: Any) -> None:
-    model = Small()
+    model = small()
     before, random_state = state_of(model), torch.get_rng_state()
 
     THINGS_TO_DO[thing](optimizer.optimize(model, X, check=check, level=1))
@@ -79,7 +68,7 @@ def test_the_callers_model_is_not_touched(thing: str, check: Any) -> None:
 
 
 def test_parameters_that_no_rewrite_replaced_take_no_memory_of_their_own() -> None:
-    model = Small()
+    model = small()
 
     fast: Any = optimizer.optimize(model, X, level=1)
 
@@ -88,28 +77,14 @@ def test_parameters_that_no_rewrite_replaced_take_no_memory_of_their_own() -> No
     assert address(fast.head.bias) == address(model.head.bias)
 
 
-class Counting(nn.Module):
-    """Count the calls in a buffer, by a method or by an operator that also sets the attribute."""
-
-    def __init__(self, by_operator: bool) -> None:
-        super().__init__()
-        self.by_operator = by_operator
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.by_operator:
-            self.calls += 1
-        else:
-            self.calls.add_(1)
-        return x * self.calls
+def adds(model: Any) -> None:
+    model.calls += 1  # which also sets the attribute
 
 
-@pytest.mark.parametrize("by_operator", [False, True])
+@pytest.mark.parametrize("count", [adds, lambda model: model.calls.add_(1)])
 @pytest.mark.parametrize("check", ["final", "each", None])
-def test_a_buffer_is_written_in_the_optimized_modules_own_copy(
-    by_operator: bool, check: Any
-) -> None:
-    model = Counting(by_operator).eval()
+def test_a_buffer_is_written_in_the_optimized_modules_own_copy(count: Any, check: Any) -> None:
+    model = Forward(lambda m, x: (count(m), x * m.calls)[1], calls=torch.zeros(())).eval()
 
     fast = optimizer.optimize(model, X, check=check, level=1)
 
@@ -117,32 +92,8 @@ def test_a_buffer_is_written_in_the_optimized_modules_own_copy(
     assert (model.calls, *fast.buffers()) == (0, 3)
 
 
-def saved_and_loaded(module: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES: dict[str, Callable[[nn.Module], Any]] = {
-    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
-    "deepcopy": copy.deepcopy,
-    "save and load": saved_and_loaded,
-}
-
-
-@pytest.mark.parametrize("way", COPIES)
-def test_a_copy_keeps_the_answer_and_the_report(way: str) -> None:
-    fast = optimizer.optimize(Small(), X, level=1)
-
-    again = COPIES[way](fast)
-
-    assert torch.equal(again(X), fast(X))
-    assert again.report == fast.report
-
-
 class Fills(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x.relu() + torch.zeros(x.shape)
 
 
@@ -154,16 +105,20 @@ def test_a_pickle_with_a_factory_in_it_leaves_fx_as_it_was(make: Any) -> None:
 
 
 def test_the_same_model_gives_the_same_code() -> None:
-    first, second = (optimizer.optimize(Small(), X, level=1) for _ in range(2))
+    first, second = (optimizer.optimize(small(), X, level=1) for _ in range(2))
 
     assert first.code == second.code
 
 
 def test_models_can_be_optimized_from_threads_while_others_run() -> None:
-    model = Small()
+    model = small()
     with torch.no_grad():
         expected = model(X)
     acts = [lambda: optimizer.optimize(model, X, level=1)(X)] * 2 + [lambda: model(X)]
+
+    def ten_times(act: Callable[[], Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return [act() for _ in range(10)]
 
     with ThreadPoolExecutor(len(acts)) as pool:
         results = [result for each in pool.map(ten_times, acts) for result in each]
@@ -171,11 +126,6 @@ def test_models_can_be_optimized_from_threads_while_others_run() -> None:
     assert len(results) == 30
     for result in results:
         torch.testing.assert_close(result, expected)
-
-
-def ten_times(act: Callable[[], Tensor]) -> list[Tensor]:
-    with torch.no_grad():
-        return [act() for _ in range(10)]
 
 
 class Optional(nn.Module):
@@ -186,30 +136,23 @@ class Optional(nn.Module):
         return result * 2 if twice else torch.relu(result)
 
 
-@pytest.mark.parametrize(
-    ("given", "other"),
-    [
-        ({"x": X}, {"x": X, "y": X}),
-        ({"x": X}, {"x": X, "twice": True}),
-        ({"x": X, "twice": True}, {"x": X}),
-    ],
+@table(
+    "given other",
+    ({"x": X}, {"x": X, "y": X}),
+    ({"x": X}, {"x": X, "twice": True}),
+    ({"x": X, "twice": True}, {"x": X}),
+    ({"y": X, "x": X + 1}, {"y": None, "x": X}),
 )
 def test_an_argument_that_chose_a_branch_is_guarded(given: Any, other: Any) -> None:
+    """Inputs by keyword are a mapping."""
     model = Optional().eval()
 
     fast = optimizer.optimize(model, given, level=1)
+    later = given | {"x": X * 3}
 
-    assert torch.equal(fast(**given), model(**given))
+    assert torch.equal(fast(**later), model(**later))
     with pytest.raises(InputError, match="this model was optimized for"):
         fast(**other)
-
-
-def test_keyword_inputs_are_a_mapping() -> None:
-    model = Optional().eval()
-
-    fast = optimizer.optimize(model, {"y": X, "x": X + 1}, level=1)
-
-    assert torch.equal(fast(x=X, y=X * 3), model(x=X, y=X * 3))
 
 
 def test_a_rank_that_a_rewrite_relied_on_is_guarded() -> None:
@@ -234,7 +177,7 @@ LATER_INPUTS = {
 
 @pytest.mark.parametrize("kind", LATER_INPUTS)
 def test_later_inputs_may_be(kind: str) -> None:
-    model, x = Small(), LATER_INPUTS[kind]
+    model, x = small(), LATER_INPUTS[kind]
 
     with torch.no_grad():
         late = optimizer.optimize(model, X, level=1)(x)
@@ -250,26 +193,17 @@ def raising(**captured: object) -> None:
     raise RuntimeError("a bug")
 
 
-def wrong_fold(affine: Any) -> Any:
-    return affine.args[0]
-
-
-def with_faulty_fold(apply: Callable[..., Any]) -> Callable[[], tuple[optimizer.Pass, ...]]:
-    passes = optimizer.all_passes()
-    faulty = [
-        dataclasses.replace(each, apply=apply) if each.name == "fold_affine" else each
-        for each in passes
-    ]
-    return lambda: tuple(faulty)
-
-
 @pytest.mark.parametrize("check", ["final", "each"])
-@pytest.mark.parametrize(("apply", "words"), [(raising, "a bug"), (wrong_fold, "changed")])
+@table("apply words", (raising, "a bug"), (lambda affine: affine.args[0], "changed"))
 def test_a_faulty_pass_is_rolled_back_and_named(
     check: Any, apply: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optimizer.passes.all_passes", with_faulty_fold(apply))
-    model = nn.Sequential(Small(), nn.Dropout(), nn.Flatten(), nn.Linear(32, 2), nn.ReLU()).eval()
+    every = [
+        dataclasses.replace(each, apply=apply) if each.name == "fold_affine" else each
+        for each in optimizer.all_passes()
+    ]
+    monkeypatch.setattr("optimizer.passes.all_passes", lambda: tuple(every))
+    model = nn.Sequential(small(), nn.Dropout(), nn.Flatten(), nn.Linear(32, 2), nn.ReLU()).eval()
 
     with pytest.warns(UserWarning, match="fold_affine") as caught:
         fast = optimizer.optimize(model, X, check=check, level=1)

@@ -92,7 +92,7 @@ PROPERTIES: dict[str, str] = {
     "aliases, statistics, random state": "test_oracles.py test_a_spoiled_candidate_is_seen",
     "results share no memory with weights": "test_a_written_result_changes_no_later_one",
     "a checkpoint can be loaded": "test_its_own_checkpoint_can_be_loaded",
-    "copies and pickles": "test_lifecycle.py test_a_copy_keeps_the_answer_and_the_report",
+    "copies and pickles": "test_snapshot.py test_a_copy_keeps_the_answer_and_the_report",
     "the same code again": "test_fuzz.py test_optimizing_again_gives_the_same_code",
     "the same code in another process": "test_another_process_gives_the_same_code",
     "the random state": "test_trap_catalogue.py test_a_trap_is_answered_as_eager_answers",

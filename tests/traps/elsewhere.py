@@ -30,7 +30,7 @@ TESTED: dict[int, tuple[str, str]] = {
     ),
     85: (
         "a copy or a pickle that loses the report",
-        "test_lifecycle.py::test_a_copy_keeps_the_answer_and_the_report",
+        "test_snapshot.py::test_a_copy_keeps_the_answer_and_the_report",
     ),
     87: (
         "code that is older than its graph",

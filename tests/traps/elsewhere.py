@@ -22,7 +22,7 @@ TESTED: dict[int, tuple[str, str]] = {
     ),
     52: (
         "a checkpoint of the original that half fits the result",
-        "test_refit.py::test_load_state_dict_refuses_a_checkpoint_of_the_original",
+        "test_snapshot.py::test_load_state_dict_refuses_a_checkpoint_of_the_original",
     ),
     55: (
         "optimizing in inference mode",

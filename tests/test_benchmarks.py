@@ -466,7 +466,7 @@ def smoke(monkeypatch, tmp_path):
             (results / "benchmarks.json").write_text("after")
             (results / "here" / "machine.json").write_text("new")
             for line in output if name == "run" else ():
-                hear(line) if line else signal.raise_signal(signal.SIGINT)
+                hear(line) if line else signal.raise_signal(signal.SIGTERM)
             return status if name == "run" else 0
 
         (results / "benchmarks.json").write_text("before")

@@ -19,6 +19,7 @@ GROUP = "optimizer.subjects"
 EAGER = "eager"
 OURS = "optimized-"
 VARIANT, PEER, HUNTED = "variant", "peer", "hunted"
+DEVICES = ("cpu", "cuda", "mps")
 
 
 Run: TypeAlias = Any  # what is called with the inputs of a task, and is often a module
@@ -81,7 +82,7 @@ class Subject:
     name: str
     prepare: Callable[[Task], Run]
     roles: tuple[str, ...] = (PEER,)
-    devices: tuple[str, ...] = ("cpu", "cuda", "mps")
+    devices: tuple[str, ...] = DEVICES
     needs: tuple[str, ...] = ()
     promise: str | float = "rounding"
     values_only: bool = False

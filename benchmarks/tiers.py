@@ -12,8 +12,8 @@ from ._workloads import HEADLINE, PORTABLE, _require_hardware
 from .peers import ASKED
 from .progress import Part
 from .stored import LISTING
+from .subjects import DEVICES
 
-DEVICES = ("cpu", "cuda", "mps")
 # Of a kind of small program each; what they cost is little beside the models.
 SMALL = ("toy_model", "tiny_convnet", "resnet_block", "masked_assign_where")
 # Seconds that a cell takes on a small virtual machine, roughly.

@@ -146,6 +146,12 @@ def test_the_latest_that_is_whole_is_printed(printed):
     assert printed(("d", 4, ONES), device="mps").startswith("Commit dddddddd")
 
 
+def test_what_was_measured_by_an_older_definition_is_not_printed(printed, tmp_path):
+    (tmp_path / "benchmarks.json").write_text(json.dumps({MEMORY: {"version": "2"}}))
+
+    assert "| n/a → n/a → n/a |" in printed(("a", 2, ONES))
+
+
 def test_a_model_of_which_something_was_not_measured_has_no_row(printed):
     found = printed(("a", 2, [4.0, None, 1.0, 3.0, 2.0, 1.0]), models=("'one'", "'other'"))
     assert "| other |" in found

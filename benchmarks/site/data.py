@@ -17,8 +17,8 @@ from benchmarks._git import git, git_or_nothing
 from benchmarks.peers._rounds import Cell
 from benchmarks.peers._store import Store
 from benchmarks.stored import Run
+from benchmarks.subjects import DEVICES
 
-DEVICES = ("cpu", "cuda", "mps")
 _ALIKE = {"dtype": "float32", "batch": 1, "threads": 1}
 _UNTOLD = (OSError, ValueError, KeyError, TypeError, AttributeError)
 

@@ -1,7 +1,6 @@
 """A compact torch.fx graph optimizer for inference."""
 
 from optimizer._optimize import optimize
-from optimizer.analysis.draw import draw
 from optimizer.analysis.measure import Comparison, Measurement, compare, measure
 from optimizer.core.errors import (
     CaptureError,
@@ -25,6 +24,6 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError", "Comparison", "Culprit", "DeviceError", "EquivalenceError", "GuardedModule",
     "InputError", "Measurement", "OptimizedModule", "OptimizerError", "OptimizerWarning", "Pass",
-    "PassError", "Refused", "Report", "all_passes", "bisect", "capture", "check", "compare", "draw",
+    "PassError", "Refused", "Report", "all_passes", "bisect", "capture", "check", "compare",
     "explain", "measure", "optimize",
 ]  # fmt: skip

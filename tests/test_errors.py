@@ -129,7 +129,6 @@ ENTRIES: dict[str, tuple[Callable[..., object], dict[str, object]]] = {
     "compare": (optimizer.compare, SMALL | {"fast": FAST, "rounds": 6}),
     "bisect": (optimizer.bisect, SMALL),
     "explain": (optimizer.explain, {"name": "fold_affine"}),
-    "draw": (optimizer.draw, {"module": optimizer.capture(nn.ReLU(), X)}),
     "lower": (FAST.lower, {"example_inputs": X}),
     "refit": (FAST.refit, {"state_dict": {}}),
 }

@@ -26,6 +26,7 @@ from optimizer.testing import (
     TOKENS,
     Counterexample,
     Spec,
+    as_graph,
     assert_equivalent,
     check_pass,
     check_spec,
@@ -221,6 +222,18 @@ class TestData:
         scale = norm.weight.detach().abs() / torch.sqrt(norm.running_var + norm.eps)
 
         assert torch.equal(torch.exp2(torch.log2(scale).round()), scale)
+
+
+def test_a_graph_writes_to_what_a_named_tuple_holds() -> None:
+    class Maximum(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.max(0).values
+            y[y > 0] = 7.0
+            return y
+
+    x = torch.tensor([[1.0, -2.0], [3.0, -4.0]])
+
+    assert torch.equal(as_graph(Maximum())(x), torch.tensor([7.0, -2.0]))
 
 
 # What the planted bugs are made of, besides control and views.

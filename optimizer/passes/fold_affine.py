@@ -235,8 +235,11 @@ def _constant(node: fx.Node, constant: Any, layer: Layer, channels: int) -> torc
     axis = 1 - layer.weight.ndim
     size = value.shape[axis] if value.dim() >= -axis else 1
     require(value.numel() == size in (1, channels), "the constant is not one number a channel")
-    widens = value.dim() > -axis and value.dim() > rank(_operand(node))  # type: ignore[arg-type]
+    operand: Any = _operand(node)
+    widens = value.dim() > -axis and value.dim() > rank(operand)
     require(not widens, "the constant has more dimensions than what it is combined with")
+    if value.dim() and isinstance(layer, _ConvTransposeNd):
+        dtype(operand)  # which without elements may be any: the constant then promotes it
     return wide(value).reshape(-1)
 
 

@@ -36,7 +36,8 @@ class _Proxy(fx.Proxy):
     """Stands for a tensor; what is written to it, or to a view that is no call, is recorded."""
 
     def __getattr__(self, name: str) -> Any:
-        if callable(getattr(torch.Tensor, name, None)):
+        # Named tuples of results have these, which are methods of sparse tensors.
+        if name not in ("values", "indices") and callable(getattr(torch.Tensor, name, None)):
             return super().__getattr__(name)
         return self.tracer.create_proxy("call_function", getattr, (self, name), {})
 

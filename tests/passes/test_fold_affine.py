@@ -548,6 +548,15 @@ def test_another_rank_than_the_example_is_an_error() -> None:
         fast(torch.randn(2, 4, 3).double())
 
 
+def test_a_constant_that_widens_what_has_no_elements_is_guarded() -> None:
+    held = {"layer": nn.ConvTranspose2d(4, 4, 3), "scale": parameter(4, 1, 1)}
+    model = Forward(lambda m, x: m.fc(m.layer(x) * m.scale), fc=nn.Linear(5, 2), **held)
+    fast = tried_on(FOLD, model, (2, 4, 3, 3), 1, (0, 4, 3, 3))
+
+    with pytest.raises(optimizer.InputError, match="float64 and got"):
+        fast(torch.empty(0, 4, 3, 3))  # a layer of no rows leaves it, and the product does not
+
+
 def test_a_constant_that_widens_what_autocast_narrows_stays() -> None:
     scale = nn.Parameter(torch.linspace(0.5, 2.0, 4))
     model = Forward(lambda m, x: m.fc(x) * m.scale, fc=nn.Linear(4, 4), scale=scale).eval()

@@ -244,7 +244,7 @@ class Run:
         if isinstance(optimized, LoweredModule):
             remark = lower(optimized, self.call, reason, self.tuning, self._output_difference)
             seconds = time.perf_counter() - self.started
-            more = (*optimized.report.remarks, *filter(None, [self.tuning.passed_over, remark]))
+            more = (*optimized.report.remarks, *filter(None, [remark]))
             optimized.meta["report"] = replace(optimized.report, remarks=more, seconds=seconds)
         return optimized
 

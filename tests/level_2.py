@@ -45,9 +45,6 @@ class StubEngine:
 
     name, title, module = "stub", "Stub", "torch"
 
-    def fault(self, version: str) -> str:
-        return ""
-
     def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Any:
         return lambda given: [each.nan_to_num(0, 0, 0) for each in graph(*given)]
 

@@ -21,7 +21,7 @@ from optimizer.core.inputs import Call, require_flags, require_seconds, tensors_
 from optimizer.core.node import name_of_call, tensors_of
 from optimizer.core.report import Choice
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, LaidOut, Maker, Program, policy_of
-from optimizer.lowering.engines import Compiled, Engines, engines_here, engines_named, passed_over
+from optimizer.lowering.engines import Compiled, Engines, engines_here, engines_named
 from optimizer.lowering.partition import WEIGHTED, extract_layers
 from optimizer.lowering.precision import Precision
 from optimizer.lowering.trace import NotStraightLineError, exact_copy, require
@@ -129,14 +129,12 @@ class Tuning(NamedTuple):
         precision: of matrix products and convolutions, where it is not to be the model's own.
         cuda_graph: whether a whole call may be one.
         engines: the names of those that may run a region on the CPU.
-        passed_over: why another that is installed may not.
     """
 
     seconds: float = 1.0
     precision: Precision | None = None
     cuda_graph: bool = True
     engines: tuple[str, ...] = ()
-    passed_over: str = ""
 
     @classmethod
     def of(
@@ -157,7 +155,7 @@ class Tuning(NamedTuple):
                 " level=3."
             )
         named = engines_named(engines) * (level >= LOWERED)
-        return cls(require_seconds(seconds), reduced, cuda_graph, named, passed_over(engines))
+        return cls(require_seconds(seconds), reduced, cuda_graph, named)
 
     def options(self) -> dict[str, Any]:
         """What `optimize` is to be told to make the same of other weights."""

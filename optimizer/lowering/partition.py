@@ -28,8 +28,8 @@ POINTWISE = frozenset((
     "relu", "hardtanh", "clamp", "hardswish", "hardsigmoid", "sigmoid", "silu", "gelu", "tanh",
     "elu", "leaky_relu", "add", "mul", "max_pool2d", "max_pool3d",
 ))  # fmt: skip
-_COMPUTED = POINTWISE | {  # no group_norm: OpenVINO 2025.4.1 ends the process at a sum of one
-    "sub", "rsub", "neg", "div", "mish", "softmax", "batch_norm", "layer_norm",
+_COMPUTED = POINTWISE | {
+    "sub", "rsub", "neg", "div", "mish", "softmax", "batch_norm", "layer_norm", "group_norm",
     "linalg_vector_norm", "clamp_min", "mean", "sum", "amax", "pow", "rsqrt", "sqrt", "addcmul",
     "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
 }  # fmt: skip
@@ -128,6 +128,7 @@ _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
     "avg_pool2d": lambda given: given["divisor_override"] is None,  # which OpenVINO lacks
     "avg_pool3d": lambda given: given["divisor_override"] is None,
     "batch_norm": lambda given: given["eps"] >= _SMALLEST,
+    "group_norm": lambda given: given["eps"] >= _SMALLEST,
     "div": lambda given: not given.get("rounding_mode") and _keeps_from_zero(given["other"]),
     "index": lambda given: all(i is None or is_attribute(i) for i in given["indices"]),
     "layer_norm": lambda given: given["eps"] >= _SMALLEST,

@@ -30,7 +30,7 @@ from optimizer.core.ops import READS_DATA
 from optimizer.facts.facts import is_sized_by_values, written_by
 from optimizer.lowering.partition import KNOWN, arguments_of
 
-_WHOLE = KNOWN | {"group_norm", "gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
+_WHOLE = KNOWN | {"gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
 _LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
 _SAME = frozenset(("alias", "detach", "lift_fresh"))  # as what they are given
 

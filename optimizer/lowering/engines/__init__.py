@@ -18,7 +18,7 @@ from optimizer.lowering.engines.onnxruntime import OnnxRuntime
 from optimizer.lowering.engines.openvino import OpenVino
 
 __all__ = [
-    "AUTOMATIC", "Compiled", "Engine", "Engines", "engines_here", "engines_named", "passed_over",
+    "AUTOMATIC", "Compiled", "Engine", "Engines", "engines_here", "engines_named",
 ]  # fmt: skip
 Engines: TypeAlias = str | Iterable[str]
 ENGINES: dict[str, Engine] = {each.name: each for each in (OpenVino(), OnnxRuntime())}
@@ -32,33 +32,17 @@ def engines_named(names: Engines) -> tuple[str, ...]:
         InputError: there is no such engine, or it cannot be used.
     """
     if names == "auto":
-        return tuple(name for name in AUTOMATIC if not obstacle(ENGINES[name]))
+        return tuple(name for name in AUTOMATIC if _is_installed(ENGINES[name]))
     asked = [names] if isinstance(names, str) else names
     listed = list(asked) if isinstance(asked, Iterable) else [None]
     for name in listed:
         if not isinstance(name, str) or name not in ENGINES:
             known = " and ".join(map(repr, ENGINES))
             raise InputError(f"engines: there is no {name!r}, but there are {known}, and 'auto'.")
-        if found := obstacle(ENGINES[name]):
+        if not _is_installed(ENGINES[name]):
             advice = f"run python -m pip install '.[{name}]' in the clone"
-            raise InputError(f"engine {name!r} {found}: {advice}.")
+            raise InputError(f"engine {name!r} is not installed: {advice}.")
     return tuple(map(str, listed))
-
-
-def passed_over(names: Engines) -> str:
-    """Which engine "auto" leaves out though it is installed, and why; empty if none."""
-    for engine in [ENGINES[each] for each in AUTOMATIC if names == "auto"]:
-        if found := _is_installed(engine) and obstacle(engine):
-            advice = f"python -m pip install '.[{engine.name}]' from the clone brings another"
-            return f"{engine.title} {found}, and is not used: {advice}"
-    return ""
-
-
-def obstacle(engine: Engine) -> str:
-    """Why an engine cannot be used here; empty if it can."""
-    if not _is_installed(engine):
-        return "is not installed"
-    return engine.fault(importlib.metadata.version(engine.module))
 
 
 def _is_installed(engine: Engine) -> bool:
@@ -68,5 +52,5 @@ def _is_installed(engine: Engine) -> bool:
 def engines_here(names: Iterable[str]) -> dict[str, Engine]:
     """The engines of these names that can be used, by title and version."""
     known = [each for name, each in ENGINES.items() if name in names]
-    here = [each for each in known if not obstacle(each)]
+    here = [each for each in known if _is_installed(each)]
     return {f"{each.title} {importlib.metadata.version(each.module)}": each for each in here}

@@ -29,9 +29,6 @@ class Engine(Protocol):
     title: str
     module: str
 
-    def fault(self, version: str) -> str:
-        """Why this version is not used; empty if it is."""
-
     def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
         """A program for contiguous float32 inputs of these sizes, or an exception of any kind.
 

@@ -19,10 +19,6 @@ class OnnxRuntime:
 
     name, title, module = "onnxruntime", "ONNX Runtime", "onnxruntime"
 
-    def fault(self, version: str) -> str:
-        """None is known."""
-        return ""
-
     def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
         """A program on so many threads, which do not spin between calls."""
         import onnxruntime

@@ -10,9 +10,9 @@ from optimizer.core.errors import (
     OptimizerError,
     OptimizerWarning,
     PassError,
+    Refused,
 )
 from optimizer.core.report import Report
-from optimizer.facts.facts import Refused
 from optimizer.frontend.dynamo import GuardedModule
 from optimizer.frontend.module import OptimizedModule
 from optimizer.frontend.symbolic import capture

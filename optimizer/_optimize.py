@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from optimizer.core.context import own_random_numbers, undisturbed
 from optimizer.core.copy import held_tensors, snapshot
-from optimizer.core.errors import CaptureError, InputError, OptimizerWarning
+from optimizer.core.errors import CaptureError, InputError, OptimizerWarning, Refused
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
 from optimizer.core.report import Report, Size, listing
 from optimizer.facts.facts import called_as_they_are, obstacle
@@ -158,7 +158,7 @@ class Run:
                 self.remarks.append(str(failure))
                 remark = f"{failure}. Please report it with this model."
                 warnings.warn(remark, OptimizerWarning, stacklevel=3)
-            except CaptureError as error:
+            except (CaptureError, Refused) as error:
                 if self.call is not None and self.expected is None:
                     self.expected = self._reference()  # was it the inputs?
                 found = self._by_dynamo(str(error))

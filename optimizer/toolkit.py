@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from optimizer.core.errors import InputError
+from optimizer.core.errors import InputError, Refused, require
 from optimizer.core.inputs import require_graph
-from optimizer.core.node import arg, clean, describe, module_of, owner, shape_text
+from optimizer.core.node import arg, callee, clean, describe, module_of, owner, shape_text
 from optimizer.core.report import columns
-from optimizer.facts.facts import Refused, dtype, is_read_only, is_returned, is_unchanged, rank
+from optimizer.facts.facts import dtype, is_read_only, is_returned, is_unchanged, rank
 from optimizer.frontend.canonicalize import spelled
-from optimizer.rewrite.contract import Pass, Target, call, called, require, rewrite, whole_graph
+from optimizer.rewrite.contract import Pass, Target, call, rewrite, whole_graph
 from optimizer.rewrite.edit import insert_call, insert_function, insert_module, operands, take_place
 from optimizer.rewrite.subgraph import inline, paths_of, record, replace_matches
 
@@ -45,7 +45,7 @@ def find(module: fx.GraphModule, target: Target | tuple[Target, ...]) -> list[fx
                 " of a method."
             )
     wanted = {spelled(each) for each in named}
-    return [node for node in require_graph(module).nodes if called(node) in wanted]
+    return [node for node in require_graph(module).nodes if callee(node) in wanted]
 
 
 def table(nodes: fx.GraphModule | Iterable[fx.Node]) -> str:
@@ -152,7 +152,7 @@ def decompose(module: fx.GraphModule, rules: Mapping[Target, Callable[..., Any]]
     pending = [(node, inside) for node in edited.graph.nodes]
     while pending:
         node, inside = pending.pop()
-        operation = called(node)
+        operation = callee(node)
         if operation not in named:
             continue
         if operation in inside:

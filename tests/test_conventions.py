@@ -24,6 +24,7 @@ OWN = [path for path in SHIPPED if PACKAGE in path.parents and "testing" not in 
 # A room may import those before it; what stands at the top of the package, all of them.
 ROOMS = ("core", "facts", "frontend", "rewrite", "passes", "verify", "analysis", "lowering")
 FOR_PASSES = {
+    "core.errors",
     *("core.guards", "core.node", "core.ops", "facts.facts"),
     *("rewrite.affine", "rewrite.contract", "rewrite.edit"),
 }
@@ -81,7 +82,7 @@ def room(name: str) -> int:
 
 def test_the_package_does_not_grow() -> None:
     """Its lines, without the testing kit. Lower the number with each change that allows it."""
-    assert sum(len(path.read_text().splitlines()) for path in OWN) <= 11136
+    assert sum(len(path.read_text().splitlines()) for path in OWN) <= 11127
 
 
 def test_no_file_is_a_drawer_for_everything() -> None:

@@ -15,7 +15,8 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 import optimizer
-from optimizer.facts.facts import Facts, Refused, fact, is_pure, rank
+from optimizer.core.errors import Refused
+from optimizer.facts.facts import Facts, fact, is_pure, rank
 from optimizer.testing import assert_equivalent
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)

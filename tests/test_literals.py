@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer import toolkit
-from optimizer.facts.facts import Refused
+from optimizer.core.errors import Refused
 from optimizer.frontend.names import literal
 from optimizer.rewrite.edit import insert_function
 from tests.single_pass import Forward

@@ -19,7 +19,7 @@ from optimizer.core.node import name_of_call
 from optimizer.lowering.choose import AS_IT_IS
 from optimizer.lowering.module import LoweredModule
 from optimizer.lowering.precision import HEADROOM, in_int8, in_precision
-from optimizer.lowering.trace import NotStraightLineError, straight_line
+from optimizer.lowering.trace import straight_line
 from optimizer.verify.equivalence import BOUNDS, relative_error
 from tests.level_2 import image, last_wins, lowered, offer, racing
 
@@ -246,7 +246,7 @@ class TestInt8:
     def test_what_torchao_cannot_compute_is_left(self) -> None:
         line = straight_line(lambda x: F.linear(x, WEIGHT), [WEIGHT], Call((image(0, WIDTH),), {}))
 
-        with pytest.raises(NotStraightLineError, match="torchao cannot compute it"):
+        with pytest.raises(optimizer.Refused, match="torchao cannot compute it"):
             in_int8(line.module, line.inputs)
 
     def test_without_it_the_error_says_what_to_install(

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 import optimizer
+from optimizer import Refused
 from optimizer.core.inputs import Call, tensors_in
 from optimizer.core.node import name_of_call
 from optimizer.lowering.choose import Chooser
 from optimizer.lowering.plan import Plan
 from optimizer.lowering.precision import Precision
-from optimizer.lowering.trace import NotStraightLineError, StraightLine, straight_line
+from optimizer.lowering.trace import StraightLine, straight_line
 from tests.level_2 import Then, image, lowered, offer, plan_of
 from tests.single_pass import function_of
 
@@ -186,7 +187,7 @@ TWO_DTYPES = "y = torch.zeros(2, 3); flags = y.view(torch.int32); y.copy_(x); re
     ],
 )
 def test_what_no_line_repeats_is_refused(program: Program, reason: str) -> None:
-    with pytest.raises(NotStraightLineError, match=reason):
+    with pytest.raises(Refused, match=reason):
         recorded(program, torch.ones(2, 3), held=[WEIGHT])
 
 
@@ -197,7 +198,7 @@ def test_a_call_that_writes_is_one_of_operators_in_its_own_precision(
     line = recorded("x.add_(1)")
     monkeypatch.setattr(Chooser, "for_call", None)  # a graph is not offered it
     Plan(line, Chooser(0, {}))
-    with pytest.raises(NotStraightLineError, match="other names"):
+    with pytest.raises(Refused, match="other names"):
         Plan(line, Chooser(0, {}), Precision.of("bf16", None))
 
 

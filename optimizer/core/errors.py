@@ -34,7 +34,11 @@ class OptimizerWarning(UserWarning):
     """What a user should know of a result that is right all the same."""
 
 
+class Refused(Exception):  # noqa: N818 - a remark in the report, not an error
+    """A rewrite, a recording or a plan would not be safe here; the message says why."""
+
+
 def require(condition: bool, reason: str) -> None:
-    """Go on only where a forward can be recorded; raise a CaptureError elsewhere."""
+    """Raise `Refused`, with a reason for the report, unless `condition` holds."""
     if not condition:
-        raise CaptureError(reason)
+        raise Refused(reason)

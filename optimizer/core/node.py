@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules import module as _all_modules
 
-from optimizer.core.errors import CaptureError
+from optimizer.core.errors import CaptureError, Refused
 
 _SHORT = {"torch": "torch", "operator": "operator", "torch.nn.functional": "F", "torch._C._nn": "F"}
 KNOWN_HOMES = frozenset(("torch", "torchvision", "_operator", "math", "collections", "optimizer"))
@@ -69,8 +69,8 @@ def module_of(node: fx.Node) -> Any:
 
 
 def callee(node: fx.Node) -> Any:
-    """What a node calls: a function, the class of a plain module, or None."""
-    if node.op == "call_function":
+    """What a node calls: a function, a method's name, the class of a plain module, or None."""
+    if node.op in ("call_function", "call_method"):
         return node.target
     if node.op != "call_module":
         return None
@@ -234,7 +234,7 @@ def line_of(stack: BaseException | str) -> str:
 def reason_of(error: Exception) -> str:
     """Why a forward cannot be recorded, and where."""
     reason = str(error).strip().split("\n")[0] or type(error).__name__
-    if not isinstance(error, CaptureError):
+    if not isinstance(error, CaptureError | Refused):
         reason = f"its forward cannot be recorded: {reason}"
     line = line_of(error)
     return f"{reason}, at {line}" if line else reason

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optimizer.core import ops
 from optimizer.core.context import own_random_numbers
 from optimizer.core.copy import on_storage
-from optimizer.core.errors import require
+from optimizer.core.errors import Refused, require
 from optimizer.core.guards import GUARDS
 from optimizer.core.inputs import hides_tensors, map_tensors, storages_in
 from optimizer.core.node import (
@@ -371,10 +371,6 @@ def _snapshot(value: Any) -> tuple[Any, frozenset[int]]:
     """A result as it is now: later in-place changes of its shape are not seen through it."""
     kept = map_tensors(lambda tensor: tensor.detach().to("meta"), value)
     return kept, frozenset(storages_in(value))
-
-
-class Refused(Exception):  # noqa: N818 - a remark in the report, not an error
-    """A rewrite's safety argument does not hold here; the message says why."""
 
 
 def facts_of(graph: fx.Graph) -> Facts | None:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.overrides import get_testing_overrides
 
+from optimizer.core.errors import Refused
 from optimizer.core.node import (
     attribute_of,
     callee,
@@ -30,7 +31,7 @@ from optimizer.core.node import (
     named_arguments,
     owner,
 )
-from optimizer.facts.facts import Refused, facts_of, is_read_only, rank
+from optimizer.facts.facts import facts_of, is_read_only, rank
 from optimizer.frontend.known import is_of_torch
 
 aten = torch.ops.aten

@@ -180,9 +180,9 @@ def capture_by_dynamo(model: nn.Module, call: Call) -> tuple[fx.GraphModule, Cal
     try:
         with torch.no_grad():
             _compiled(structural_copy(model), backend, fullgraph=True)(*own.args, **own.kwargs)
+        require(len(found) == 1, "Dynamo finds no graph in it")
     except Exception as error:  # whatever Dynamo or a user's forward raises
         raise CaptureError(reason_of(error)) from error
-    require(len(found) == 1, "Dynamo finds no graph in it")
     return found[0]
 
 

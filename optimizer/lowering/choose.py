@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from optimizer.core.device import device_of
-from optimizer.core.errors import InputError
+from optimizer.core.errors import InputError, Refused, require
 from optimizer.core.inputs import Call, require_flags, require_seconds, tensors_in
 from optimizer.core.node import name_of_call, tensors_of
 from optimizer.core.report import Choice
@@ -24,7 +24,7 @@ from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, LaidOut, Maker, 
 from optimizer.lowering.engines import Compiled, Engines, engines_here, engines_named
 from optimizer.lowering.partition import WEIGHTED, extract_layers
 from optimizer.lowering.precision import Precision
-from optimizer.lowering.trace import NotStraightLineError, exact_copy, require
+from optimizer.lowering.trace import exact_copy
 from optimizer.rewrite.contract import LOWERED, REDUCED
 from optimizer.verify.equivalence import Answer, compare_answers, difference
 
@@ -291,7 +291,7 @@ def _verified(name: str, make: Maker, region: Program, times: Times, settled: bo
 
 
 def _in_words(error: Exception) -> str:
-    if isinstance(error, NotStraightLineError):
+    if isinstance(error, Refused):
         return str(error)
     last = str(error).strip().rpartition("\n")[2]
     return f"{type(error).__name__}: {last[:200]}"

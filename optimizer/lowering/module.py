@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 
 from optimizer.core.context import undisturbed
-from optimizer.core.errors import CaptureError, InputError
+from optimizer.core.errors import CaptureError, InputError, Refused, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call
 from optimizer.core.node import tensors_of
 from optimizer.core.report import Choice
@@ -27,7 +27,7 @@ from optimizer.frontend.symbolic import capture_call
 from optimizer.lowering.candidates import require_one_device
 from optimizer.lowering.choose import Chooser, Times, Tuning
 from optimizer.lowering.plan import Key, Plan, Signature, make_plan
-from optimizer.lowering.trace import NotStraightLineError, require, straight_line
+from optimizer.lowering.trace import straight_line
 from optimizer.verify.equivalence import Answer, Difference
 
 Judge = Callable[[Answer], Difference | None]
@@ -101,7 +101,7 @@ class LoweredModule(Constants, OptimizedModule):
                 self.meta["lowered"] = {**self.meta.get("lowered", {}), signature.key: chosen}
                 if known is None:
                     self._require_right_and_fast(plan, call.copied(), chooser, judge)
-        except NotStraightLineError as error:
+        except Refused as error:
             self.forget(call)
             raise InputError(f"such a call is not lowered: {error}.") from error
         return plan

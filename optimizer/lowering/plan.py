@@ -13,13 +13,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from optimizer.core.context import is_watched
+from optimizer.core.errors import require
 from optimizer.core.guards import key_of as key_of_value
 from optimizer.core.inputs import Call, storages_in
 from optimizer.lowering.candidates import AS_IT_IS, policy_of
 from optimizer.lowering.choose import ByRegion, Chooser, Runs, Times, key_of, varied
 from optimizer.lowering.partition import as_function
 from optimizer.lowering.precision import Precision, in_precision
-from optimizer.lowering.trace import StraightLine, exact_copy, require
+from optimizer.lowering.trace import StraightLine, exact_copy
 from optimizer.verify.equivalence import Answer, compare_answers, relative_error
 
 _NUMBERS = (bool, int, float, str, type(None))

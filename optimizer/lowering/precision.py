@@ -19,11 +19,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer.core.errors import InputError
+from optimizer.core.errors import InputError, Refused
 from optimizer.core.inputs import tensors_in
 from optimizer.core.node import attribute_of, name_of_call
 from optimizer.lowering.partition import MOVED, POINTWISE, constant_weight
-from optimizer.lowering.trace import NotStraightLineError
 from optimizer.verify.equivalence import BOUNDS
 
 HEADROOM = 16  # how much larger the values of later calls may be before they overflow
@@ -173,7 +172,7 @@ def in_int8(line: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
             module(*inputs)
     except Exception as error:  # whatever torchao raises
         reason = str(error).strip().split("\n")[0]
-        raise NotStraightLineError(f"torchao cannot compute it: {reason}") from error
+        raise Refused(f"torchao cannot compute it: {reason}") from error
     return module
 
 

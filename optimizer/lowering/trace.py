@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from optimizer.core.copy import is_ordinary, on_storage
+from optimizer.core.errors import require
 from optimizer.core.inputs import Call, storages_in, tensors_in
 from optimizer.core.node import name_of_call
 from optimizer.core.ops import READS_DATA
@@ -33,16 +34,6 @@ from optimizer.lowering.partition import KNOWN, arguments_of
 _WHOLE = KNOWN | {"gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
 _LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
 _SAME = frozenset(("alias", "detach", "lift_fresh"))  # as what they are given
-
-
-class NotStraightLineError(Exception):
-    """A call does something that no fixed sequence of operators repeats."""
-
-
-def require(condition: bool, reason: str) -> None:
-    """Raise a NotStraightLineError with the reason where a condition is false."""
-    if not condition:
-        raise NotStraightLineError(reason)
 
 
 @dataclass(frozen=True)
@@ -71,7 +62,11 @@ class StraightLine:
 def straight_line(
     run: Callable[..., Any], held: Sequence[torch.Tensor], call: Call
 ) -> StraightLine:
-    """Write down one call of `run`, or raise a NotStraightLineError; `held` is what it may read."""
+    """Write down one call of `run`, which may read the tensors `held`.
+
+    Raises:
+        Refused: it does something that no fixed sequence of operators repeats.
+    """
     own = call.copied()
     inputs = tuple(tensors_in(own))
     dense = all(a.stride() == b.stride() for a, b in zip(tensors_in(call), inputs, strict=True))

@@ -10,11 +10,12 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.utils import _reverse_repeat_tuple
 
+from optimizer.core.errors import require
 from optimizer.core.node import arg, callee, has_plain_tensors, module_of, named_arguments
 from optimizer.core.ops import CONVOLUTIONS
 from optimizer.facts.facts import is_unchanged, is_written, tensor
 from optimizer.rewrite.affine import layer_like, may_keep_odd_strides, require_only_reader
-from optimizer.rewrite.contract import call, require, rewrite
+from optimizer.rewrite.contract import call, rewrite
 from optimizer.rewrite.edit import insert_copy, insert_module
 
 LAYERS = (

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from optimizer.core.errors import require
 from optimizer.core.node import arg, attribute_of, callee, is_attribute, module_of, owner
 from optimizer.core.ops import LINEAR_LAYERS
 from optimizer.facts.facts import dtype, is_read_only, is_unchanged, is_written, rank, tensor
@@ -24,7 +25,7 @@ from optimizer.rewrite.affine import (
     require_only_reader,
     wide,
 )
-from optimizer.rewrite.contract import call, require, rewrite
+from optimizer.rewrite.contract import call, rewrite
 from optimizer.rewrite.edit import call_module, insert_function, insert_module, supersede
 
 AFFINES = (

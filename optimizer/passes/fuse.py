@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from optimizer.core.errors import require
 from optimizer.core.node import arg, callee, has_plain_tensors, module_of
 from optimizer.core.ops import add_over, alike, mul_over
 from optimizer.facts.facts import fact, is_read_only, is_spare, tensor
 from optimizer.rewrite.affine import layer_like
-from optimizer.rewrite.contract import call, require, rewrite
+from optimizer.rewrite.contract import call, rewrite
 from optimizer.rewrite.edit import insert_function, insert_module
 
 FUNCTIONS = (

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimizer.core.node import arg
+from optimizer.core.errors import require
+from optimizer.core.node import arg, callee
 from optimizer.core.ops import alike, iadd, imul, isub, itruediv, where_into, where_like
 from optimizer.facts.facts import (
     aliases,
@@ -22,7 +23,7 @@ from optimizer.facts.facts import (
     rank,
     tensor,
 )
-from optimizer.rewrite.contract import call, called, require, rewrite
+from optimizer.rewrite.contract import call, rewrite
 from optimizer.rewrite.edit import erase_run, insert_function, replace_later_uses
 
 _PUTS = ("index_put_", torch.index_put_, torch.ops.aten.index_put_.default)
@@ -109,7 +110,7 @@ def _unwritten(target: fx.Node, assignment: fx.Node) -> fx.Node:
     """What `target` is a copy of, if it was copied only to be written; else `target`."""
     source = arg(target, 0)
     alone = len(target.args) == 1 and not target.kwargs  # then a copy in the layout of its source
-    copied = alone and called(target) in ("clone", torch.clone)
+    copied = alone and callee(target) in ("clone", torch.clone)
     if not (copied and isinstance(source, fx.Node)) or any(u < assignment for u in target.users):
         return target
     same = alike(tensor(source), tensor(target))

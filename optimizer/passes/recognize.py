@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from optimizer.core.errors import require
 from optimizer.core.node import (
     arg,
     attribute_of,
@@ -21,7 +22,7 @@ from optimizer.core.node import (
 )
 from optimizer.core.ops import LAYOUTS, alike, iadd, imul, isub, itruediv
 from optimizer.facts.facts import fact, is_read_only, is_unchanged, rank, tensor
-from optimizer.rewrite.contract import call, called, require, rewrite
+from optimizer.rewrite.contract import call, rewrite
 from optimizer.rewrite.edit import erase_run, insert_function, insert_module
 
 PRODUCTS = (
@@ -93,7 +94,7 @@ def _readings(root: fx.Node) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
 
 def _is_arithmetic(node: fx.Node, x: fx.Node | None, depth: int, inner: set[fx.Node]) -> bool:
     """Whether a value is one of `x`, not many calls away; the calls are added to `inner`."""
-    if node is x or not depth or called(node) not in ARITHMETIC:
+    if node is x or not depth or callee(node) not in ARITHMETIC:
         return node is x
     inner.add(node)
     below = [_is_arithmetic(each, x, depth - 1, inner) for each in node.all_input_nodes]
@@ -150,7 +151,7 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     Elsewhere torch takes another kernel, which is slower than what was spelled out.
     """
     scores, factors, inner = _unscaled(weights.all_input_nodes[0])
-    require(called(scores) not in MASKS, "a mask may hide all keys from a query")
+    require(callee(scores) not in MASKS, "a mask may hide all keys from a query")
     if callee(scores) not in MATMULS or not isinstance(root.args[1], fx.Node):
         return None
     q, of_q, inner_q = _unscaled(scores.args[0])

@@ -9,10 +9,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from optimizer.core.errors import Refused, require
 from optimizer.core.guards import key_of
 from optimizer.core.node import arg, attribute_of, owner, tensors_of
 from optimizer.facts.facts import (
-    Refused,
     aliases,
     computation,
     fact,
@@ -27,7 +27,7 @@ from optimizer.facts.facts import (
     tensor,
     value_of,
 )
-from optimizer.rewrite.contract import call, require, rewrite, whole_graph
+from optimizer.rewrite.contract import call, rewrite, whole_graph
 from optimizer.rewrite.edit import insert_buffer
 
 DROPOUTS = (

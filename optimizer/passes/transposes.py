@@ -9,10 +9,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from optimizer.core.errors import Refused, require
 from optimizer.core.node import arg, callee, name_of_call
 from optimizer.core.ops import LAYOUTS
-from optimizer.facts.facts import Refused, aliases, is_pure, rank, tensor
-from optimizer.rewrite.contract import call, called, require, rewrite
+from optimizer.facts.facts import aliases, is_pure, rank, tensor
+from optimizer.rewrite.contract import call, rewrite
 from optimizer.rewrite.edit import insert_copy, insert_function
 
 # Not GELU: on the CPU its kernel, and with it the last bit, depends on the layout.
@@ -125,7 +126,7 @@ def _sandwich(outer: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         node = pending.pop()
         if callee(node) in LAYOUTS:
             inners.add(node)
-        elif called(node) not in ELEMENTWISE or not is_pure(node):
+        elif callee(node) not in ELEMENTWISE or not is_pure(node):
             return [], []
         elif node not in between:
             between.add(node)

@@ -12,9 +12,9 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from optimizer.core.errors import require
 from optimizer.core.node import arg, module_of
 from optimizer.facts.facts import tensor
-from optimizer.rewrite.contract import require
 
 Layer: TypeAlias = Any  # a Linear, a Conv or a ConvTranspose
 

@@ -21,7 +21,6 @@ from torch import fx
 
 from optimizer.core.errors import PassError
 from optimizer.core.node import arg, callee
-from optimizer.facts.facts import Refused
 
 Target: TypeAlias = Callable[..., Any] | str  # a function, the class of a module, or a method
 Captured: TypeAlias = dict[str, fx.Node]
@@ -35,12 +34,6 @@ LEVELS: dict[int, frozenset[Numerics]] = {
 }
 LOWERED = 2  # the level from which on calls are lowered to kernels of their device
 REDUCED = 3  # the level at which they are computed in a lower precision
-
-
-def require(condition: bool, reason: str) -> None:
-    """Raise `Refused`, with a reason for the report, unless `condition` holds."""
-    if not condition:
-        raise Refused(reason)
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class Pattern:
         """The nodes that the pattern names, or None where it does not match."""
         if not isinstance(node, fx.Node) or not node.op.startswith("call"):
             return None
-        if self.targets and called(node) not in self.targets:
+        if self.targets and callee(node) not in self.targets:
             return None
         captured = {self.name: node}
         for index, pattern in enumerate(self.args):
@@ -67,11 +60,6 @@ class Pattern:
                 return None
             captured |= inner
         return captured
-
-
-def called(node: fx.Node) -> Any:
-    """What a node calls, as a pattern names it."""
-    return node.target if node.op == "call_method" else callee(node)
 
 
 def call(*targets: Target, args: tuple[Pattern, ...] = (), name: str) -> Pattern:

@@ -14,10 +14,10 @@ import torch
 from torch import fx, nn
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
-from optimizer.core.errors import InputError
+from optimizer.core.errors import InputError, Refused
 from optimizer.core.node import fresh_name, is_plain, module_of, owner
 from optimizer.core.ops import MAKE_A_TENSOR, writes
-from optimizer.facts.facts import Refused, facts_of, runs_known_code
+from optimizer.facts.facts import facts_of, runs_known_code
 from optimizer.frontend.names import literal
 
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

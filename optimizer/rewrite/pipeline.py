@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from optimizer.core.errors import Refused
 from optimizer.core.guards import expect_given, expect_tensor
 from optimizer.core.node import arg, callee, source_of
 from optimizer.core.ops import MAKE_A_TENSOR
 from optimizer.core.report import Refusal, Rewrite
-from optimizer.facts.facts import Facts, Refused, facts_of, is_pure
-from optimizer.rewrite.contract import PHASES, Captured, Pass, Pattern, Phase, called
+from optimizer.facts.facts import Facts, facts_of, is_pure
+from optimizer.rewrite.contract import PHASES, Captured, Pass, Pattern, Phase
 
 log = logging.getLogger("optimizer")
 
@@ -119,7 +120,7 @@ class Pipeline:
         if self._calls is None:
             self._calls = {}
             for place, node in enumerate(self.module.graph.nodes):
-                self._calls.setdefault(called(node), []).append((place, node))
+                self._calls.setdefault(callee(node), []).append((place, node))
         found = [call for target in pattern.targets for call in self._calls.get(target, ())]
         return [node for _, node in sorted(found, key=itemgetter(0))]
 

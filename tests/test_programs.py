@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
-IMPORTS = """
+PREAMBLE = """
 import collections, contextlib, contextvars, datetime, functools, itertools, math, operator, os
 import random, threading, time, types, warnings
 import numpy as np
@@ -41,6 +41,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.backends.cuda import flash_sdp_enabled
 from tests.test_programs import ROWS, Model, Pair, Slots
+def step(): listed[0] += 1; return listed[0]
+class Settings: calls, scale = 0, 2.0
+count, listed, history, settings, box = 0, [0], [], Settings(), types.SimpleNamespace()
+table = {"n": 0, "step": step, "tanh": torch.tanh, "scales": [1.0, 2.0], "none": None}
+pair, proxy = Pair([], step), types.MappingProxyType({"step": step})
+outside = nn.Linear(4, 4); outside.calls = 0
 """
 Pair = namedtuple("Pair", "first second")
 
@@ -93,14 +99,13 @@ class Slots:
         return self.calls
 
 
-# == name : what records it : words of the first remark, if there is one
+# == name : what records it : words of the first remark, if there is one : its text
 TENSORS = """
 == autocast : eager : enters autocast
 with torch.autocast("cpu", torch.bfloat16): y = m.linear(x)
 return y
 == a shape that changes in place : eager : changes the shape of a tensor
-y = (x * 2)[:1]; z = y.exp(); y.squeeze_(0)
-return y, z
+y = (x * 2)[:1]; z = y.exp(); y.squeeze_(0); return y, z
 == autograd : eager : it uses 'requires_grad_'
 with torch.enable_grad():
     x = x.detach().requires_grad_()
@@ -108,14 +113,6 @@ with torch.enable_grad():
 == a write under no_grad : eager : a gradient mode
 with torch.no_grad(): m.scale.add_(1)
 return x * m.scale
-== a swallowed error of len() : eager : it has a try statement
-try: rows = len(x)
-except Exception: rows = 0
-return x * rows
-== a swallowed error of bool() : eager : it has a try statement
-try: positive = bool(x.sum() > 0)
-except Exception: positive = None
-return x if positive is None else -x
 == any error : eager : it has a try statement
 try: return x.view(2, 6)
 except: return x
@@ -132,34 +129,22 @@ factor = 1
 with contextlib.suppress(Exception): factor = int(x.sum()) + 7
 return x * factor
 == a defaultdict : eager : makes a defaultdict
-result = collections.defaultdict(list); result["x"] = x * 2
-return result
-== a look into a set : eager : looks a traced value up
-x * 2 if x.dim() in {2, 3} else x * 3
-== a look into a dict : eager : looks a traced
-x * {2: 2.0}.get(x.dim(), 1.0)
-== a new attribute of a tensor : eager : sets the attribute 'note'
-x.note = 2.0
-return x * x.note
+result = collections.defaultdict(list); result["x"] = x * 2; return result
+== a look into a set : eager : looks a traced value up : x * 2 if x.dim() in {2, 3} else x * 3
+== a look into a dict : eager : looks a traced : x * {2: 2.0}.get(x.dim(), 1.0)
+== a new attribute of a tensor : eager : sets the attribute 'note' : x.note = 2.0; return x * x.note
 == an attribute that tensors lack : eager : asks what a value has
-mask = getattr(x, "mask", None)
-return x * 3 if mask is None else x * mask
-== an attribute that may be : eager : asks what a value has
-x * 2 if hasattr(x, "_scale") else x
-== a private attribute : eager : asks what a value has
-x * getattr(x, "_scale", 1.0)
-== a gradient : eager : for its attribute 'grad'
-x * 2 if x.grad is None else x
+mask = getattr(x, "mask", None); return x * 3 if mask is None else x * mask
+== an attribute that may be : eager : asks what a value has : x * 2 if hasattr(x, "_scale") else x
+== a private attribute : eager : asks what a value has : x * (1 + getattr(x, "_version"))
+== a gradient : eager : for its attribute 'grad' : x * 2 if x.grad is None else x
 == text of a dtype : eager : it writes a traced value as text
 x * 2 if str(x.dtype) == "torch.float64" else x
 == text of a size : eager : it writes a traced value as text
 x * 2 if f"{x.shape[0]}" == "2" else x
 == a key of text : eager : it writes a traced value as text
 x * {"k2": 2.0}.get(f"k{x.shape[0]}", 1.0)
-== a type : eager : it asks for the type of a value
-x * 2 if type(x) == nn.Parameter else x
-== a name of a type : eager : it asks for the type of a value
-x * 2 if type(x).__name__ == "Parameter" else x
+== a type : eager : it asks for the type of a value : x * 2 if type(x) == nn.Parameter else x
 == a subclass of tensors : eager : it asks for the type of an intermediate value
 x * 2 if isinstance(x, nn.Parameter) else x
 == a class of a dtype : eager : it asks for the type of an intermediate value
@@ -169,26 +154,19 @@ match x:
     case torch.Tensor(): return x * 2
 return x
 == a new tensor that is written : eager : a tensor that it makes itself
-total = torch.Tensor([0.0, 0.0, 0.0, 0.0]); total.add_(x[0])
-return total
-== a value that is read : eager : reads the value of a tensor
-x * torch.tensor([2.0]).item()
+total = torch.Tensor([0.0, 0.0, 0.0, 0.0]); total.add_(x[0]); return total
+== a value that is read : eager : reads the value of a tensor : x * torch.tensor([2.0]).item()
 == None in a tuple : eager : may choose a branch
 calls = (ROWS, None), (ROWS, ROWS)
-def forward(m, pair):
-    x, mask = pair
-    return x * 2 if mask is None else x * mask
+def forward(m, pair): return pair[0] * 2 if pair[1] is None else pair[0] * pair[1]
 == a tensor by default : eager : the default of 'w'
 class model(nn.Module):
     def forward(self, x, w=torch.full((4,), 3.0)): return x * w
-def forward(): ...
 == a __call__ of the model : eager : hooks, parametrizations or
-calls = ROWS, -ROWS
 class model(Model):
     def __call__(self, x): return super().__call__(x) + 1
 def forward(m, x): return x * 2
 == a __call__ of a child : eager : it uses '__call__'
-calls = ROWS, -ROWS
 class Child(nn.Module):
     def __call__(self, x): return super().__call__(x) + 1
     def forward(self, x): return x * 2 if x.sum() > 0 else x
@@ -196,14 +174,10 @@ held = {"child": Child()}
 def forward(m, x): return m.child(x)
 == a child that counts : dynamo : it changes what its code finds
 class Counter(nn.Module):
-    calls = [0]
-    def forward(self, x):
-        self.calls[0] += 1
-        return x * self.calls[0]
+    def forward(self, x): listed[0] += 1; return x * listed[0]
 held = {"child": Counter()}
 def forward(m, x): return m.child(m.linear(x))
 == a child with a branch : dynamo : control flow depends
-calls = ROWS, -ROWS
 class Branch(nn.Module):
     def forward(self, x): return x * 2 if x.sum() > 0 else x - 1
 held = {"child": Branch()}
@@ -211,55 +185,36 @@ def forward(m, x): return m.child(x.T)
 == a child with a hook that counts : symbolic : is called as it is
 class Shift(nn.Module):
     def forward(self, x): return x + 1
-calls_of = [0]
-def count(m, given, result):
-    calls_of[0] += 1
-    return result * calls_of[0]
-held = {"child": Shift()}
-held["child"].register_forward_hook(count)
+def hook(m, given, y): history.append(y); box.n += 1; return y * step() * box.n + len(history)
+box.n, held = 0, {"child": Shift()}
+held["child"].register_forward_hook(hook)
 def forward(m, x): return m.child(m.linear(x))
 == a new tensor of zeros that is written : symbolic
-total = torch.zeros(4); total.add_(x[0])
-return total
-== random numbers : symbolic
-x + torch.rand(4) + torch.randn(x.shape[0], 1)
-== a random operator : symbolic
-x + torch.ops.aten.rand([4])
-== operators that write : symbolic
-y = x.T; y += 1.0; y *= 2.0; y -= x.T
-return y
+total = torch.zeros(4); total.add_(x[0]); return total
+== random numbers : symbolic : : x + torch.rand(4) + torch.randn(x.shape[0], 1)
+== a random operator : symbolic : : x + torch.ops.aten.rand([4])
+== operators that write : symbolic : : y = x.T; y += 1.0; y *= 2.0; y -= x.T; return y
 == shifts that write : symbolic
 calls = torch.arange(4), torch.arange(4) + 3
-def forward(m, x):
-    x <<= 2; x >>= 1
-    return x
-== isinstance : symbolic
-x * 2 if isinstance(x, torch.Tensor) and torch.is_tensor(x) else x * 3
+def forward(m, x): x <<= 2; x >>= 1; return x
+== isinstance : symbolic : : x * (2 if isinstance(x, torch.Tensor) and torch.is_tensor(x) else 3)
 == isinstance under a decorator : symbolic
 def inner(m, x): return x * 2 if isinstance(x, torch.Tensor) and torch.is_tensor(x) else x * 3
 @functools.wraps(inner)
 def forward(m, x): return inner(m, x)
-== a vector for a weight : symbolic
-F.linear(x, m.scale)
-== axes that are computed : symbolic
-x.permute(x.dim() - 1, 0).permute(1, 0)
+== a vector for a weight : symbolic : : F.linear(x, m.scale)
+== axes that are computed : symbolic : : x.permute(x.dim() - 1, 0).permute(1, 0)
 == axes in a list that is given : symbolic
 calls = [(torch.ones(2, 3, 4).cumsum(1), [2, 0, 1])]
 def forward(m, x): return x[0].permute(x[1])
 == statistics of the batch : symbolic
 F.batch_norm(m.linear(x), m.flag, m.scale.detach(), training=True)
-== statistics of nothing else : symbolic
-F.batch_norm(m.linear(x), None, None, training=True)
-== statistics that are computed : symbolic
-F.batch_norm(m.linear(x), m.flag * 3, m.flag + 2)
-== a weight that is computed : symbolic
-F.linear(x, m.linear.weight * 2)
-== a bias that is computed : symbolic
-F.linear(x, m.linear.weight, m.scale * 2)
-== a buffer that is written : symbolic
-x * m.flag.add_(1)
-== a buffer that is written through a view : symbolic
-m.flag[:2].mul_(2).sum() * x
+== statistics of nothing else : symbolic : : F.batch_norm(m.linear(x), None, None, training=True)
+== statistics that are computed : symbolic : : F.batch_norm(m.linear(x), m.flag * 3, m.flag + 2)
+== a weight that is computed : symbolic : : F.linear(x, m.linear.weight * 2)
+== a bias that is computed : symbolic : : F.linear(x, m.linear.weight, m.scale * 2)
+== a buffer that is written : symbolic : : x * m.flag.add_(1)
+== a buffer that is written through a view : symbolic : : m.flag[:2].mul_(2).sum() * x
 == T of three axes : symbolic
 calls = [torch.ones(2, 3, 4).cumsum(1)]
 def forward(m, x): return x.T.exp()
@@ -268,128 +223,58 @@ def forward(m, x): return x.T.exp()
 # Its models are tried behind layers, and are checked, too.
 STATE = """
 == a class that is asked for an attribute : eager : it sets the attribute 'seen'
-class Counts: pass
-counts = Counts()
-def forward(m, x):
-    if hasattr(type(counts), "seen"): return x * 2
-    type(counts).seen = 1
-    return x
+if hasattr(type(settings), "seen"): return x * 2
+type(settings).seen = 1; return x
 == an object that had no attributes : eager : it sets the attribute 'count'
-box = types.SimpleNamespace()
-def forward(m, x):
-    box.count = vars(box).get("count", 0) + 1
-    return x * box.count
+box.count = vars(box).get("count", 0) + 1; return x * box.count
 == a table of very many words : eager : by Dynamo: to guard many values takes it long
-table = {str(each): each for each in range(40_000)}
-def forward(m, x): return x * float(len(table) > 0)
+words = {str(each): each for each in range(40_000)}
+def forward(m, x): return x * float(len(words) > 0)
 == a global : eager : it sets the global 'count' (a global:
-count = 0
-def forward(m, x):
-    global count; count += 1
-    return x * count
-== a list : eager : it changes what its code finds
-listed = [0]
-def forward(m, x):
-    listed[0] += 1
-    return x * listed[0]
-== a list now and then : eager : it changes what its code finds
-listed = [0]
-def forward(m, x):
-    listed[0] += 1
-    return x * (2 if listed[0] % 3 == 0 else 1)
-== a list in a helper : eager : it changes what its code finds
-listed = [0]
-def step(): listed[0] += 1
-def forward(m, x): return (step(), x * listed[0])[1]
+global count; count += 1; return x * count
+== a list : eager : it changes what its code finds : listed[0] += 1; return x * listed[0]
+== a list in a helper : eager : it changes what its code finds : step(); return x * listed[0]
 == a list by a table : eager : it changes what its code finds
-listed = [0]
-def step(): listed[0] += 1
-table = {"list": step}
-def forward(m, x): return (table["list"](), x * listed[0])[1]
+table["step"](); return x * listed[0]
 == a list of a partial function : eager : it changes what its code finds
-def step(m, x, listed):
-    listed[0] += 1
-    return x * listed[0]
-forward = functools.partial(step, listed=[0])
+def count(m, x, listed): listed[0] += 1; return x * listed[0]
+forward = functools.partial(count, listed=[0])
 == a list that grows : eager : it changes what its code finds
-names = ["a", "b"]
-def forward(m, x): return (names.append("c"), x * len(names))[1]
-== a dict : eager : it changes what its code finds
-table = {"calls": 0}
-def forward(m, x):
-    table["calls"] += 1
-    return x * table["calls"]
-== a bytearray : eager : it reaches table, a bytearray
-table = bytearray(1)
-def forward(m, x):
-    table[0] += 1
-    return x * table[0]
+listed.append(1); return x * len(listed)
+== a dict : eager : it changes what its code finds : table["n"] += 1; return x * table["n"]
+== a bytearray : eager : it reaches octets, a bytearray
+octets = bytearray(1)
+def forward(m, x): octets[0] += 1; return x * octets[0]
 == an array : eager : it reaches numbers, a ndarray
 numbers = np.zeros(1)
-def forward(m, x):
-    numbers[0] += 1
-    return x * float(numbers[0])
-== a class : eager : it sets the attribute 'calls'
-class Held: calls = 0
-def forward(m, x):
-    Held.calls += 1
-    return x * Held.calls
-== a classmethod : eager : it reaches Counter, a type
-class Counter:
-    calls = 0
-    @classmethod
-    def step(cls):
-        cls.calls += 1
-        return cls.calls
-def forward(m, x): return x * Counter.step()
+def forward(m, x): numbers[0] += 1; return x * float(numbers[0])
+== a class : eager : it sets the attribute 'calls' : Settings.calls += 1; return x * Settings.calls
 == an inherited classmethod : eager : it reaches Inherits, a type
 class Counter:
     calls = 0
     @classmethod
-    def step(cls):
-        cls.calls += 1
-        return cls.calls
+    def step(cls): cls.calls += 1; return cls.calls
 class Inherits(Counter): ...
 def forward(m, x): return x * Inherits.step()
 == the model's type : eager : it sets the attribute 'of_all'
-class model(Model):
-    of_all = 0
-def forward(m, x):
-    type(m).of_all = m.of_all + 1
-    return x * m.of_all
+class model(Model): of_all = 0
+def forward(m, x): type(m).of_all = m.of_all + 1; return x * m.of_all
 == a function's attribute : eager : it sets the attribute 'calls'
-def forward(m, x):
-    forward.calls = getattr(forward, "calls", 0) + 1
-    return x * forward.calls
+step.calls = getattr(step, "calls", 0) + 1; return x * step.calls
 == a default : eager : it changes what its code finds
-def forward(m, x, calls=[0]):
-    calls[0] += 1
-    return x * calls[0]
+def forward(m, x, calls=[0]): calls[0] += 1; return x * calls[0]
 == another module's attribute : eager : it sets the attribute 'calls'
-outside = nn.Module(); outside.calls = 0
-def forward(m, x):
-    outside.calls += 1
-    return x * outside.calls
+outside.calls += 1; return x * outside.calls
 == a closure : eager : it sets 'calls' of an enclosing function
-def made():
-    calls = 0
-    def step(m, x):
-        nonlocal calls; calls += 1
-        return x * calls
-    return step
+def made(calls=0):
+    def forward(m, x): nonlocal calls; calls += 1; return x * calls
+    return forward
 forward = made()
-== an attribute : eager : it sets the attribute 'kept'
-m.kept = x
-return x
-== an import : eager : it imports random
-import random as drawing
-return x * drawing.random()
-== Python's random numbers : eager : random.random
-x * random.random()
-== Python's random numbers in a range : eager : random.uniform
-x * random.uniform(1, 2)
-== numpy's random numbers : eager : it asks the process for np.random
-x * float(np.random.rand())
+== an attribute : eager : it sets the attribute 'kept' : m.kept = x; return x
+== an import : eager : it imports random : import random as drawing; return x * drawing.random()
+== Python's random numbers : eager : random.random : x * random.random()
+== Python's random numbers in a range : eager : random.uniform : x * random.uniform(1, 2)
+== numpy's random numbers : eager : it asks the process for np.random : x * float(np.random.rand())
 == numbers that are drawn within a hook : eager : the model itself has hooks
 dice = random.Random(0)
 class model(Model):
@@ -398,33 +283,46 @@ class model(Model):
         self.register_forward_hook(lambda module, given, result: result * 2)
 def forward(m, x): return x * dice.random()
 == a list on a layer : dynamo : it changes what its code finds
-held = {"own": nn.Linear(4, 4)}
-held["own"].log = []
-def forward(m, x): return (m.own.log.append(1), m.own(x) * len(m.own.log))[1]
-== a list in a tuple : eager : it reaches pair, a builtin_function_or_method
-pair = Pair([], len)
-def forward(m, x): return (pair.first.append(1), x * len(pair.first))[1]
+held = {"own": nn.Linear(4, 4)}; held["own"].log = []
+def forward(m, x): m.own.log.append(1); return m.own(x) * len(m.own.log)
+== a list in a tuple : eager : it reaches several, a builtin_function_or_method
+several = Pair([], len)
+def forward(m, x): several.first.append(1); return x * len(several.first)
 == a bound append : eager : it reaches push, a builtin_function_or_method
-history = []
 held = {"push": history.append}
-def forward(m, x): return (m.push(1), x * len(history))[1]
+def forward(m, x): m.push(1); return x * len(history)
 == a list that getattr finds : eager : it changes what its code finds
-getattr(m, "se" + "en").append(1)
-return x * len(m.seen)
+getattr(m, "se" + "en").append(1); return x * len(m.seen)
 == a cached function : eager : it reaches cached, a _lru_cache_wrapper
 @functools.lru_cache
 def cached(number): return torch.ones(number)
 def forward(m, x): return x * cached(4)
-== a table of functions : symbolic
-table = {"tanh": torch.tanh}
-def forward(m, x): return m.linear(x) * table["tanh"](x)
-== a table : symbolic
-table = {"a": [1.0, 2.0], "b": None}
-def forward(m, x): return m.linear(x) * table["a"][1]
-== numpy : symbolic
-m.linear(x) * float(np.sqrt(4.0) * np.array([1.0, 2.0]).sum())
-== scripting : symbolic
-m.linear(x) * (2 if not torch.jit.is_scripting() else 3)
+== a graph that keeps state : dynamo : it changes what its code finds
+def counted(x): return x * step()
+graph = torch.fx.Graph()
+graph.output(graph.call_function(counted, (graph.placeholder("x"),)))
+held = {"child": torch.fx.GraphModule(nn.Module(), graph)}
+def forward(m, x): return m.child(m.linear(x))
+== the system's numbers : eager : it reaches system, a SystemRandom
+system = random.SystemRandom()
+def forward(m, x): return x * (1 + 0 * system.random())
+== what refuses to tell its state : eager : it reaches unwilling, a Unwilling
+class Unwilling:
+    scale = 2.0
+    @property
+    def __dict__(self): raise RuntimeError("no")
+unwilling = Unwilling()
+def forward(m, x): return x * unwilling.scale * step()
+== what refuses to take its state : eager : it reaches frozen, a Frozen
+from dataclasses import dataclass
+@dataclass(frozen=True, slots=True)
+class Frozen: scale: float = 2.0
+frozen = Frozen()
+def forward(m, x): return x * frozen.scale * step()
+== a table of functions and lists : symbolic
+m.linear(x) * table["tanh"](x) * table["scales"][1] * len(listed)
+== numpy : symbolic : : m.linear(x) * float(np.sqrt(4.0) * np.array([1.0, 2.0]).sum())
+== scripting : symbolic : : m.linear(x) * (2 if not torch.jit.is_scripting() else 3)
 == arithmetic : symbolic
 m.linear(x) * functools.reduce(lambda a, b: a * b, itertools.chain([1, 2], [3]))
 """
@@ -459,26 +357,16 @@ forward = (lambda kept: lambda m, x: x * ({_step}))(kept)
 """
 
 PROCESS = """
-== time : eager : it reaches time.time, a builtin_function_or_method
-x * (time.time() * 0 + 1)
-== perf_counter : eager : time.perf_counter
-x * (1 + 0 * time.perf_counter())
-== an import of time : eager : it imports time
-import time as clock
-return x * (1 + 0 * clock.time())
+== time : eager : it reaches time.time, a builtin_function_or_method : x * (time.time() * 0 + 1)
 == a clock of another name : eager : it reaches time, a module
 x * (1 + 0 * getattr(time, "ti" + "me")())
-== date : eager : datetime.datetime
-x * datetime.datetime.now().year
-== environment : eager : it reaches os.environ, a _Environ
-x * float(os.environ.get("SCALE", "1"))
-== getenv : eager : it reaches environ, a _Environ
-x * float(os.getenv("SCALE", "1"))
+== date : eager : datetime.datetime : x * datetime.datetime.now().year
+== environment : eager : it reaches os.environ, a _Environ : x * float(os.environ.get("SCALE", "1"))
+== getenv : eager : it reaches environ, a _Environ : x * float(os.getenv("SCALE", "1"))
 == a thread : eager : it reaches local, a _local
 local = threading.local()
 def forward(m, x): return x * getattr(local, "scale", 1)
-== the current thread : eager : a try statement
-x * len(threading.current_thread().name)
+== the current thread : eager : a try statement : x * len(threading.current_thread().name)
 == a context : eager : ContextVar
 variable = contextvars.ContextVar("scale", default=1.0)
 def forward(m, x): return x * variable.get()
@@ -487,43 +375,28 @@ calls, generated = (), (float(n) for n in itertools.count(1))  # nothing puts ba
 def forward(m, x): return x * next(generated)
 == a default dtype : eager : it reaches torch.get_default_dtype, a builtin_function_or_method
 x * (1 + (torch.get_default_dtype() == torch.float64))
-== the threads : eager : get_num_threads
-x * torch.get_num_threads()
-== a gradient mode : eager : is_grad_enabled
-x * (1 + torch.is_grad_enabled())
-== inference : eager : is_inference_mode
-x * (1 + torch.is_inference_mode_enabled())
-== a backend : eager : process for torch.backends
-x * (1 + torch.backends.cudnn.benchmark)
-== a backend's function : eager : flash_sdp_enabled
-x * flash_sdp_enabled()
-== written code : eager : it uses eval()
-x * eval("1 + 1")
+== the threads : eager : get_num_threads : x * torch.get_num_threads()
+== a gradient mode : eager : is_grad_enabled : x * (1 + torch.is_grad_enabled())
+== inference : eager : is_inference_mode : x * (1 + torch.is_inference_mode_enabled())
+== a backend : eager : process for torch.backends : x * (1 + torch.backends.cudnn.benchmark)
+== a backend's function : eager : flash_sdp_enabled : x * flash_sdp_enabled()
+== written code : eager : it uses eval() : x * eval("1 + 1")
 == a decorator of torch : eager : forward() is decorated by
 @torch.no_grad()
 def forward(m, x): return x * 2
 == gradients that are turned on : eager : enable_grad
 with torch.enable_grad(): return m.linear(x)
-== setattr : eager : it uses setattr()
-setattr(m, "n", 1) or x
-== globals : eager : it uses globals()
-x * len(globals()["ROWS"])
-== print : eager : it uses print()
-print("here") or x
-== a __dict__ : eager : it uses '__dict__'
-x * len(m.__dict__)
-== a layer that is changed : eager : it uses 'train'
-m.train().linear(x)
-== an object : eager : it reaches settings, a Settings
-class Settings: scale = 2.0
-settings = Settings()
-def forward(m, x): return x * settings.scale
+== setattr : eager : it uses setattr() : setattr(m, "n", 1) or x
+== globals : eager : it uses globals() : x * len(globals()["ROWS"])
+== print : eager : it uses print() : print("here") or x
+== a __dict__ : eager : it uses '__dict__' : x * len(m.__dict__)
+== a layer that is changed : eager : it uses 'train' : m.train().linear(x)
+== an object : eager : it reaches settings, a Settings : x * settings.scale
 == an object that is held : eager : cfg, a Settings
-class Settings: scale = 2.0
-held = {"cfg": Settings()}
+held = {"cfg": settings}
 def forward(m, x): return x * m.cfg.scale
 == a module outside : eager : a module outside the model
-held = {"others": [nn.Linear(4, 4)]}
+held = {"others": [outside]}
 def forward(m, x): return m.others[0](x)
 == a method of a module outside : eager : a module outside the model
 class Other(nn.Module):
@@ -533,12 +406,9 @@ def forward(m, x): return plain(x)
 == many values : eager : 9999 values
 held = {"words": dict.fromkeys(range(9999), 0)}
 def forward(m, x): return x * len(m.words)
-== attrgetter : eager : operator.attrgetter
-operator.attrgetter("linear")(m)(x)
-== numpy's options : eager : seterr
-(np.seterr(all="warn"), x)[1]
-== filters of warnings : eager : simplefilter
-(warnings.simplefilter("default"), x)[1]
+== attrgetter : eager : operator.attrgetter : operator.attrgetter("linear")(m)(x)
+== numpy's options : eager : seterr : (np.seterr(all="warn"), x)[1]
+== filters of warnings : eager : simplefilter : (warnings.simplefilter("default"), x)[1]
 == a lazy attribute : eager : it reaches prior, a Bernoulli
 prior = torch.distributions.Bernoulli(torch.ones(4))
 def forward(m, x): return x * prior.probs
@@ -548,48 +418,28 @@ class model(Model, metaclass=Meta): ...
 def forward(m, x): return x * 2
 == a method that is not named : eager : it sets the attribute 'last'
 class model(Model):
-    def __getitem__(self, index):
-        self.last = index
-        return index
+    def __getitem__(self, index): self.last = index; return index
 def forward(m, x): return x * m[2]
 == a function that is wrapped : eager : it changes what its code finds
-history = []
-def steps(): return (history.append(1), 1 if len(history) < 4 else 5)[1]
-def counting(function): return functools.wraps(function)(lambda *args: function(*args) * steps())
+def counting(function): return functools.wraps(function)(lambda *args: function(*args) * step())
 relu = counting(F.relu)
 def forward(m, x): return relu(x)
-== a function in a tuple : eager : it changes what its code finds
-history = []
-def steps(): return (history.append(1), 1 if len(history) < 4 else 5)[1]
-pair = Pair([], steps)
-def forward(m, x): return x * pair.second()
-== a function in a proxy : eager : it changes what its code finds
-history = []
-def steps(): return (history.append(1), 1 if len(history) < 4 else 5)[1]
-table = types.MappingProxyType({"f": steps})
-def forward(m, x): return x * table["f"]()
+== a function in a tuple : eager : it changes what its code finds : x * pair.second()
+== a function in a proxy : eager : it changes what its code finds : x * proxy["step"]()
 == a key that is a method : eager : it changes what its code finds
-history = []
-def steps(): return (history.append(1), 1 if len(history) < 4 else 5)[1]
-table = {"items": 3, "f": steps}
-def forward(m, x): return x * list(table.items())[1][1]()
+keys = {"items": 3, "f": step}
+def forward(m, x): return x * list(keys.items())[1][1]()
 == a choice of classes : eager : it changes what its code finds
-history = []
 class Helper(nn.Module):
     @classmethod
-    def run(cls, x): return (history.append(1), x * len(history))[1]
+    def run(cls, x): return x * step()
 class Another(Helper): ...
 def forward(m, x): return (Helper if m.training else Another).run(x)
-== layers and functions : symbolic
-F.relu(m.linear(x)) + torch.tanh(x).mean()
-== a helper : symbolic
-m.helper(x) * m.factor
+== layers and functions : symbolic : : F.relu(m.linear(x)) + torch.tanh(x).mean()
+== a helper : symbolic : : m.helper(x) * m.factor
 == a loop over what is held : symbolic
 held = {"scales": [1.0, 2.0]}
 def forward(m, x): return sum(s * x for s in m.scales)
-== tables : symbolic
-names, table = ["a", "b"], {"relu": torch.relu, "scale": 2.0}
-def forward(m, x): return table["relu"](x) * table["scale"] * len(names)
 == an enumeration : symbolic
 from enum import Enum
 class Mode(Enum): ONE, TWO = 1, 2
@@ -598,21 +448,16 @@ def forward(m, x): return x if m.mode == Mode.ONE else -x
 == a partial function : symbolic
 held = {"act": functools.partial(F.gelu)}
 def forward(m, x): return m.act(x)
-== pure functions : symbolic
-x * math.sqrt(4) * functools.reduce(operator.mul, [1, 2])
-== a name that is computed : symbolic
-getattr(m, f"{'lin'}ear")(x)
-== a list of its own : symbolic
-torch.cat([x, *[x.exp()]], 1)
+== pure functions : symbolic : : x * math.sqrt(4) * functools.reduce(operator.mul, [1, 2])
+== a name that is computed : symbolic : : getattr(m, f"{'lin'}ear")(x)
+== a list of its own : symbolic : : torch.cat([x, *[x.exp()]], 1)
 == a message of a traced value : symbolic
-torch._assert(x.dim() == 2, f"expected a matrix, and got {x.shape}")
-return m.linear(x)
+torch._assert(x.dim() == 2, f"expected a matrix, and got {x.shape}"); return m.linear(x)
 """
 
 RANDOM = """
 == fork_rng : eager : left as it is: it
-with torch.random.fork_rng(devices=[]):
-    torch.manual_seed(0); noise = torch.rand_like(x)
+with torch.random.fork_rng(devices=[]): torch.manual_seed(0); noise = torch.rand_like(x)
 return x + noise + torch.rand_like(x)
 == fork_rng without a seed : eager : left as it is: it
 with torch.random.fork_rng(devices=[]): noise = torch.rand(4)
@@ -621,26 +466,18 @@ return x + noise - torch.rand(4)
 state = torch.get_rng_state(); noise = torch.rand(4); torch.set_rng_state(state)
 return x + noise - torch.rand(4)
 == the default generator : eager : left as it is: it
-state = torch.default_generator.get_state()
-torch.default_generator.manual_seed(5)
-noise = F.dropout(x, 0.5, True)
-torch.default_generator.set_state(state)
-return noise
-== manual_seed : eager : manual_seed()
-torch.manual_seed(0)
-return x + torch.randn(4)
+state = torch.default_generator.get_state(); torch.default_generator.manual_seed(5)
+noise = F.dropout(x, 0.5, True); torch.default_generator.set_state(state); return noise
+== manual_seed : eager : manual_seed() : torch.manual_seed(0); return x + torch.randn(4)
 == random.manual_seed : eager : left as it is: it
-torch.random.manual_seed(0)
-return x + torch.randn(4)
+torch.random.manual_seed(0); return x + torch.randn(4)
 == random.set_rng_state : eager : left as it is: it
-torch.random.set_rng_state(torch.get_rng_state())
-return x + torch.randn(4)
+torch.random.set_rng_state(torch.get_rng_state()); return x + torch.randn(4)
 == seed : eager : it asks the process for seed()
 calls = ()
 def forward(m, x): return (torch.seed(), x + torch.randn(4))[1]
 == initial_seed : eager : it asks the process for initial_seed()
-torch.initial_seed()
-return x + torch.randn(4)
+torch.initial_seed(); return x + torch.randn(4)
 == a torch generator : eager : it draws by a generator of its own
 x + torch.rand(4, generator=torch.Generator().manual_seed(0))
 == a torch generator that is held : eager : it reaches generator, a Generator
@@ -650,10 +487,8 @@ def forward(m, x): return x + torch.empty_like(x).uniform_(generator=m.generator
 calls, held = (), {"generator": torch.Generator().manual_seed(3)}
 def forward(m, x): return x + torch.rand(4, generator=m.generator)
 == Python's and numpy's seeds : eager : left as it is: it
-random.seed(0); np.random.seed(0)
-return x * random.random() + np.random.rand()
-== a layer that is made : eager : it uses autograd
-nn.Linear(4, 4)(x) * 0
+random.seed(0); np.random.seed(0); return x * random.random() + np.random.rand()
+== a layer that is made : eager : it uses autograd : nn.Linear(4, 4)(x) * 0
 """
 
 CACHES = """
@@ -661,12 +496,6 @@ CACHES = """
 key = str(x.device)
 if key not in m.kept: m.kept[key] = m.scale[[3, 1, 2, 0]]
 return m.norm(m.linear(x)) + m.kept[key]
-== by two keys : dynamo : it writes a traced value as text
-x = m.norm(m.linear(x))
-for key in (str(x.device), str((x * 2).device)):
-    if key not in m.kept: m.kept[key] = m.scale[[3, 1, 2, 0]]
-    x = x * m.kept[key]
-return x
 == by name : dynamo : it changes what its code finds
 if not m.kept: m.kept["bias"] = m.scale[[3, 1, 2, 0]]
 return m.norm(m.linear(x)) + m.kept["bias"]
@@ -696,60 +525,34 @@ return x + m.kept[second]
 m.kept["calls"] = m.kept.get("calls", 0) + 1
 if str(x.device) not in m.kept: m.kept[str(x.device)] = m.scale[[3, 1, 2, 0]]
 return x + m.kept[str(x.device)] * m.kept["calls"]
-== a count in an attribute : eager : it sets the attribute 'calls'
-m.calls = getattr(m, "calls", 0) + 1
-if str(x.device) not in m.kept: m.kept[str(x.device)] = m.scale[[3, 1, 2, 0]]
-return x * m.calls + m.kept[str(x.device)]
 == a sum that grows : eager : it changes what its code finds
-m.kept["bias"] = m.kept.get("bias", m.scale) + m.scale
-return x + m.kept["bias"]
+m.kept["bias"] = m.kept.get("bias", m.scale) + m.scale; return x + m.kept["bias"]
 """
-
 
 # Our own recording is kept from them; see `Asking`.
 DYNAMO = """
-== plain : dynamo
-x.relu()
-== a branch on data : dynamo
-x if x.sum() > 0 else -x
-== a question for three rows : dynamo
-x * 2 if x.shape[0] > 2 else x
-== a loop over rows : dynamo
-sum(m.linear(row) for row in x)
-== a buffer that counts : dynamo
-m.flag += 1
-return x * m.flag + m.plain
-== a buffer that is replaced : dynamo
-m.flag = m.flag + 1
-return x * m.flag
-== a mask : dynamo
-y = x.clone(); y[x > 0] = 0.5
-return y
+== plain : dynamo : : x.relu()
+== a branch on data : dynamo : : x if x.sum() > 0 else -x
+== a question for three rows : dynamo : : x * 2 if x.shape[0] > 2 else x
+== a loop over rows : dynamo : : sum(m.linear(row) for row in x)
+== a buffer that counts : dynamo : : m.flag += 1; return x * m.flag + m.plain
+== a buffer that is replaced : dynamo : : m.flag = m.flag + 1; return x * m.flag
+== a mask : dynamo : : y = x.clone(); y[x > 0] = 0.5; return y
 == results of all kinds : dynamo
 {"x": x, "list": [m.linear(x), None, 3], "ordered": collections.OrderedDict(a=x.t())}
-== a count that is kept : dynamo
-m.calls += 1
-return x * m.calls
-== a tensor that is kept : dynamo
-m.plain = x
-return x + m.plain
-== a list that is kept : dynamo
-m.seen.append(len(m.seen))
-return x * len(m.seen)
+== a count that is kept : dynamo : : m.calls += 1; return x * m.calls
+== a tensor that is kept : dynamo : : m.plain = x; return x + m.plain
+== a list that is kept : dynamo : : m.seen.append(len(m.seen)); return x * len(m.seen)
 == a cache by size : dynamo
 if x.shape[0] not in m.kept: m.kept[x.shape[0]] = torch.arange(x.shape[0]).float()[:, None]
 return x + m.kept[x.shape[0]]
-== a parameter that is assigned : dynamo
-m.scale = nn.Parameter(m.scale + 1)
-return x * m.scale
+== a parameter that is assigned : dynamo : : m.scale = nn.Parameter(m.scale + 1); return x * m.scale
 == an error that is swallowed : dynamo
 factor = 1
 with contextlib.suppress(Exception): factor = int(x.sum()) + 7
 return x * factor
-== dice : eager : it draws random numbers
-x * random.random()
-== dropout : eager : left as it is
-F.dropout(x, 0.5) + torch.rand(4)
+== dice : eager : it draws random numbers : x * random.random()
+== dropout : eager : left as it is : F.dropout(x, 0.5) + torch.rand(4)
 == a parameter that is written : dynamo
 with torch.no_grad(): m.scale.add_(1)
 return x * m.scale
@@ -766,17 +569,11 @@ with torch.autocast("cpu", enabled=False): return m.linear(x.float())
 with torch.autocast("cpu", torch.bfloat16): return m.linear(x).float()
 == a device that is named : dynamo
 (x.to(torch.device("cpu")) + torch.ones(4, device=x.device)).to("cpu")
-== a pair : dynamo
-Pair(x, x * 2)
-== a defaultdict that is returned : dynamo
-collections.defaultdict(list, twice=x * 2)
+== a pair : dynamo : : Pair(x, x * 2)
+== a defaultdict that is returned : dynamo : : collections.defaultdict(list, twice=x * 2)
 == a check of the data : dynamo
-number = (x > -100).sum().item()
-torch._check(number > 0)
-return x * number
-== a count elsewhere : dynamo
-elsewhere = [0]
-def forward(m, x): return x * len(elsewhere)
+number = (x > -100).sum().item(); torch._check(number > 0); return x * number
+== a count elsewhere : dynamo : : x * len(listed)
 == an autograd function : dynamo
 class Recorded(torch.autograd.Function):
     @staticmethod
@@ -785,13 +582,11 @@ class Recorded(torch.autograd.Function):
     def backward(ctx, grad): return grad
 def forward(m, x): return Recorded.apply(x)
 == a list that is extended : dynamo
-parts = list(x.chunk(2, 1))
-parts.extend(part.relu() for part in parts[-1:])
+parts = list(x.chunk(2, 1)); parts.extend(part.relu() for part in parts[-1:])
 return torch.cat(parts, 1)
 == a recursion : dynamo
 def forward(m, x, depth=3): return x if depth == 0 else forward(m, m.linear(x), depth - 1)
-== a layer that is made, without weights : dynamo
-nn.Softmax(dim=-1)(x)
+== a layer that is made, without weights : dynamo : : nn.Softmax(dim=-1)(x)
 == a generator of Python's in a list : eager : left as it is
 generators = [random.Random(1)]
 def forward(m, x): return x * generators[0].random()
@@ -799,10 +594,8 @@ def forward(m, x): return x * generators[0].random()
 forward = (lambda g: lambda m, x: x * g.random())(random.Random(1))
 == a generator of numpy's : dynamo
 forward = (lambda g: lambda m, x: x * float(g.random()))(np.random.default_rng(1))
-== numpy's own numbers : eager : left as it is
-x * float(np.random.rand())
-== a plain tensor that is written : dynamo
-x + m.plain.add_(2)
+== numpy's own numbers : eager : left as it is : x * float(np.random.rand())
+== a plain tensor that is written : dynamo : : x + m.plain.add_(2)
 """
 
 
@@ -815,9 +608,10 @@ class Program(NamedTuple):
 
 def parsed(subject: str, table: str) -> Iterator[tuple[str, Program]]:
     for each in filter(None, re.split(r"\n+== ", table.rstrip())):
-        header, _, text = each.partition("\n")
-        name, front_end, words, *_ = [*map(str.strip, header.split(" : ")), ""]
-        yield name, Program(subject, front_end, words, text)
+        header, _, lines = each.partition("\n")
+        fields = map(str.strip, re.split(" :(?= |$)", header, maxsplit=3))
+        name, front_end, words, text, *_ = [*fields, "", ""]
+        yield name, Program(subject, front_end, words, text or lines)
 
 
 KINDS = {"symbolic": OptimizedModule, "dynamo": GuardedModule, "eager": Unchanged}
@@ -839,7 +633,7 @@ def built(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     program: Any = ModuleType(f"program_{next(NUMBERS)}")
     sys.modules[program.__name__] = program  # where Dynamo looks for it
     torch.manual_seed(0)
-    exec(IMPORTS, vars(program))
+    exec(PREAMBLE, vars(program))
     exec(compile(text, name, "exec"), vars(program))
     kind = getattr(program, "model", Asking if by_dynamo else Model)
     model = kind(program) if issubclass(kind, Model) else kind()

@@ -78,12 +78,10 @@ class Model(nn.Module):
 
 
 class Asking(Model):
-    """A branch on a size keeps our own recording from it: what Dynamo makes of the program."""
+    """Stars keep our own recording from it: what Dynamo makes of the program."""
 
-    def forward(self, x: Any) -> Any:
-        if x.shape[-1] != 4:
-            raise ValueError("four columns")
-        return self.function(self, self.norm(self.linear(x)))
+    def forward(self, x: Any, *more: Any) -> Any:
+        return self.function(self, self.norm(self.linear(x)), *more)
 
 
 class Slots:

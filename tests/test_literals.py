@@ -20,7 +20,9 @@ from optimizer import toolkit
 from optimizer.core.errors import Refused
 from optimizer.frontend.names import literal
 from optimizer.rewrite.edit import insert_function
-from tests.single_pass import Forward
+from tests.single_pass import Forward, ForwardOfTwo, texts
+
+LEVELS = pytest.mark.parametrize("level", [0, 1, 2])
 
 
 class Number(float):
@@ -39,43 +41,34 @@ class Flags(enum.IntFlag):
     TWO = 2
 
 
-def calling(function: Callable[[Any, Tensor], Any]) -> nn.Module:
-    """Calls a function with what a linear layer gives, and with what is given."""
+def calling(text: str) -> nn.Module:
+    """Computes an expression of what a linear layer gives, y, and of what is given, x."""
+    function = eval(f"lambda y, x: {text}")
     return Forward(lambda m, x: function(m.linear(x), x), linear=nn.Linear(8, 8)).eval()
 
 
-CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "a factor": lambda y, x: y * np.float64(0.5),
-    "a factor before": lambda y, x: np.float64(0.5) * y,
-    "a narrow factor": lambda y, x: y * np.float32(0.5) + np.float16(2),
-    "a whole factor": lambda y, x: np.int64(2) * y - np.uint8(1),
-    "a truth": lambda y, x: y * np.bool_(True),
-    "a square root": lambda y, x: y / np.sqrt(8),
-    "a power": lambda y, x: y ** np.float64(2),
-    "a dimension": lambda y, x: y.sum(np.int64(1)),
-    "dimensions": lambda y, x: y.sum(dim=(np.int64(0), np.int64(1))),
-    "a size": lambda y, x: y.reshape([np.int64(4), np.int64(16)]),
-    "an index": lambda y, x: y[np.int64(0), np.int64(1)],
-    "a slice": lambda y, x: y[np.int64(0) : np.int64(4) : np.int64(2), ...],
-    "a keyword": lambda y, x: torch.add(y, x, alpha=np.float64(0.5)),
-    "a bound": lambda y, x: torch.clamp(y, np.float32(-1), np.float64(math.inf)),
-    "a slope": lambda y, x: F.leaky_relu(y, np.float64(0.1)),
-    "a factory's": lambda y, x: torch.full((8,), np.float64(0.5)) * y,
-    "a text": lambda y, x: F.gelu(y, approximate=np.str_("tanh")),
-    "padding": lambda y, x: F.pad(y, (np.int64(1), 0), value=np.float64(2)),
-    "a scale": lambda y, x: F.interpolate(y[None], scale_factor=np.float64(2)),
-    "an enumeration": lambda y, x: y.reshape(Choice.TWO, -1) * Choice.TWO,
-    "torch's own": lambda y, x: y.expand(torch.Size([8, 8])).to(torch.float64),
-    "an infinity": lambda y, x: y.clamp(max=math.inf).masked_fill(x > 0, -math.inf),
-    "no number": lambda y, x: y * math.nan,
-    "a range": lambda y, x: y.permute(*range(1, -1, -1)),
-}
+CALLS = """
+    y * np.float64(0.5); np.float64(0.5) * y; y * np.float32(0.5) + np.float16(2);
+    np.int64(2) * y - np.uint8(1); y * np.bool_(True); y / np.sqrt(8); y ** np.float64(2);
+    y.sum(np.int64(1)); y.sum(dim=(np.int64(0), np.int64(1))); y[np.int64(0), np.int64(1)];
+    y.reshape([np.int64(4), np.int64(16)]); y[np.int64(0) : np.int64(4) : np.int64(2), ...];
+    torch.add(y, x, alpha=np.float64(0.5)); torch.clamp(y, np.float32(-1), np.float64(math.inf));
+    F.leaky_relu(y, np.float64(0.1)); torch.full((8,), np.float64(0.5)) * y;
+    F.gelu(y, approximate=np.str_("tanh")); F.pad(y, (np.int64(1), 0), value=np.float64(2));
+    F.interpolate(y[None], scale_factor=np.float64(2)); y.reshape(Choice.TWO, -1) * Choice.TWO;
+    y.expand(torch.Size([8, 8])).to(torch.float64); y * math.nan; y.permute(*range(1, -1, -1));
+    y.clamp(max=math.inf).masked_fill(x > 0, -math.inf)
+"""
+UNNAMED = """
+    (y, np.float64(0.5)); (y, {"a": np.int64(2)}); y * np.longdouble(0.5); y * Number(0.5);
+    y.sum(Flags.ONE & Flags.TWO); y * complex(0, math.inf)
+"""
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("name", CALLS)
-def test_numbers_of_numpy_are_recorded_as_numbers(name: str, level: int) -> None:
-    model, x = calling(CALLS[name]), torch.randn(8, 8)
+@LEVELS
+@pytest.mark.parametrize("text", texts(CALLS))
+def test_numbers_of_numpy_are_recorded_as_numbers(text: str, level: int) -> None:
+    model, x = calling(text), torch.randn(8, 8)
     fast = optimizer.optimize(model, x, level=level)
 
     assert isinstance(fast, fx.GraphModule), fast.report.remarks
@@ -83,19 +76,9 @@ def test_numbers_of_numpy_are_recorded_as_numbers(name: str, level: int) -> None
     torch.testing.assert_close(fast(x), model(x), equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda y, x: (y, np.float64(0.5)),  # the caller gets one of numpy's
-        lambda y, x: (y, {"a": np.int64(2)}),
-        lambda y, x: y * np.longdouble(0.5),
-        lambda y, x: y * Number(0.5),
-        lambda y, x: y.sum(Flags.ONE & Flags.TWO),
-        lambda y, x: y * complex(0, math.inf),
-    ],
-)
-def test_what_code_cannot_name_leaves_the_model_as_it_is(function: Any) -> None:
-    model, x = calling(function), torch.randn(8, 8)
+@pytest.mark.parametrize("text", texts(UNNAMED))
+def test_what_code_cannot_name_leaves_the_model_as_it_is(text: str) -> None:
+    model, x = calling(text), torch.randn(8, 8)
     fast = optimizer.optimize(model, x, check=None)
     expected, actual = model(x), fast(x)
 
@@ -105,24 +88,19 @@ def test_what_code_cannot_name_leaves_the_model_as_it_is(function: Any) -> None:
         assert type(one) is type(other)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.LeakyReLU(np.float64(0.1)),  # type: ignore[arg-type]
-        lambda: nn.ELU(np.float32(0.5)),  # type: ignore[arg-type]
-        lambda: nn.Dropout(np.float64(0.5)),  # type: ignore[arg-type]
-        lambda: nn.Hardtanh(np.float32(-1), np.float64(1)),  # type: ignore[arg-type]
-        lambda: nn.Upsample(scale_factor=np.float64(2)),  # type: ignore[arg-type]
-        lambda: nn.BatchNorm2d(3, eps=np.float64(1e-3), momentum=np.float32(0.1)),  # type: ignore[arg-type]
-        lambda: nn.AvgPool2d(np.int64(2)),  # type: ignore[arg-type]
-        lambda: nn.Conv2d(3, 3, 3, stride=(np.int64(1), np.int64(2)), padding=np.int64(1)),  # type: ignore[arg-type]
-        lambda: nn.ConstantPad2d(1, np.float64(0.0)),  # type: ignore[arg-type]
-        lambda: nn.GELU(np.str_("tanh")),
-    ],
-)
-def test_layers_with_settings_of_numpy(make: Callable[[], nn.Module], level: int) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), make(), nn.Conv2d(3, 3, 1)).eval()
+LAYERS = """
+    nn.LeakyReLU(np.float64(0.1)); nn.ELU(np.float32(0.5)); nn.Dropout(np.float64(0.5));
+    nn.Hardtanh(np.float32(-1), np.float64(1)); nn.Upsample(scale_factor=np.float64(2));
+    nn.BatchNorm2d(3, eps=np.float64(1e-3), momentum=np.float32(0.1)); nn.AvgPool2d(np.int64(2));
+    nn.Conv2d(3, 3, 3, stride=(np.int64(1), np.int64(2)), padding=np.int64(1));
+    nn.ConstantPad2d(1, np.float64(0.0)); nn.GELU(np.str_("tanh"))
+"""
+
+
+@LEVELS
+@pytest.mark.parametrize("layer", texts(LAYERS))
+def test_layers_with_settings_of_numpy(layer: str, level: int) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), eval(layer), nn.Conv2d(3, 3, 1)).eval()
     x = torch.randn(1, 3, 8, 8)
     fast = optimizer.optimize(model, x, level=level, disable=["remove_identities"], tune_seconds=0)
 
@@ -161,17 +139,11 @@ def test_literals_keep_their_types_and_signs() -> None:
         literal(np.complex64(1j))
 
 
-class Divides(nn.Module):
+def divides(m: Any, x: Tensor, by: Any) -> Tensor:
     """By a number that it is given, in whatever."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-
-    def forward(self, x: Tensor, by: Any) -> Any:
-        while isinstance(by, dict | list | tuple):
-            by = by["by"] if isinstance(by, dict) else by[0]
-        return F.relu(self.conv(x)) / by
+    while isinstance(by, dict | list | tuple):
+        by = by["by"] if isinstance(by, dict) else by[0]
+    return F.relu(m.conv(x)) / by
 
 
 NUMBERS = (0.0, -0.0, 0, False, 1.0, 1, True, math.nan, math.inf)
@@ -182,12 +154,13 @@ WITHIN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@LEVELS
 @pytest.mark.parametrize("within", WITHIN)
 @pytest.mark.parametrize("number", [0.0, -0.0, 1.0, math.nan])
 @torch.no_grad()
 def test_a_number_is_no_other_that_equals_it(number: Any, within: str, level: int) -> None:
-    model, x = Divides().eval(), torch.randn(2, 3, 8, 8)
+    model = ForwardOfTwo(divides, conv=nn.Conv2d(3, 4, 3)).eval()
+    x = torch.randn(2, 3, 8, 8)
     example = (x, WITHIN[within](number))
 
     fast = optimizer.optimize(model, example, level=level, tune_seconds=0, engines=())

@@ -4,40 +4,36 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import optimizer
 from optimizer.core.context import own_random_numbers
 from optimizer.testing import assert_equivalent
 from optimizer.testing._numbers import Recorded
-from tests.single_pass import Forward
+from tests.single_pass import Forward, texts
 
 np = pytest.importorskip("numpy")
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
 
 
-def noisy() -> nn.Module:
-    """Draws, and seeds nothing."""
-    return Forward("x + torch.rand_like(x)")
+NOISY = "x + torch.rand_like(x)"
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 
 
 def test_a_draw_that_seeds_nothing_is_recorded() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), noisy()).eval()
+    graph = optimizer.capture(nn.Sequential(nn.Linear(4, 4), Forward(NOISY)).eval(), ROWS).graph
 
-    graph = optimizer.capture(model, ROWS)
-
-    assert [n.target for n in graph.graph.nodes if n.op == "call_module"] == ["0"]
+    assert [node.target for node in graph.find_nodes(op="call_module")] == ["0"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@DTYPES
 def test_a_pass_that_spoils_a_model_that_draws_is_rolled_back(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,7 +42,7 @@ def test_a_pass_that_spoils_a_model_that_draws_is_rolled_back(
         for each in optimizer.all_passes()
     ]
     monkeypatch.setattr("optimizer.passes.all_passes", lambda: tuple(wrong))
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), noisy()).eval().to(dtype)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Forward(NOISY)).eval().to(dtype)
     nn.init.constant_(model[1].weight, 1.5)
 
     with pytest.warns(UserWarning, match="fold_affine"):
@@ -67,44 +63,30 @@ def states() -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
 
 
-DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "rand": lambda x: torch.rand(x.shape, dtype=x.dtype),
-    "rand_like": torch.rand_like,
-    "randn": lambda x: torch.randn(x.shape, dtype=x.dtype),
-    "randn_like": torch.randn_like,
-    "randint": lambda x: torch.randint(0, 9, x.shape) * x,
-    "randint_like": lambda x: torch.randint_like(x, 9),
-    "normal_": lambda x: torch.empty_like(x).normal_(1, 2),
-    "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 1),
-    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
-    "dropout": lambda x: F.dropout(x, 0.5, True),
-    "dropout2d": lambda x: F.dropout1d(x, 0.5, True),
-    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
-    "rrelu": lambda x: F.rrelu(x, 0.1, 0.9, True),
-    "randperm": lambda x: x[torch.randperm(x.shape[0])],
-    "multinomial": lambda x: x[torch.multinomial(torch.arange(1.0, 1.0 + x.shape[0]), 2)],
-}
+DRAWS = """
+    torch.rand(x.shape, dtype=x.dtype); torch.rand_like(x); torch.randn(x.shape, dtype=x.dtype);
+    torch.randn_like(x); torch.randint(0, 9, x.shape) * x; torch.randint_like(x, 9);
+    torch.empty_like(x).normal_(1, 2); torch.empty_like(x).uniform_(-1, 1);
+    torch.bernoulli(torch.full_like(x, 0.5)); F.dropout(x, 0.5, True); F.dropout1d(x, 0.5, True);
+    F.alpha_dropout(x, 0.5, True); F.rrelu(x, 0.1, 0.9, True); x[torch.randperm(x.shape[0])];
+    x[torch.multinomial(torch.arange(1.0, 1.0 + x.shape[0]), 2)]
+"""
 ROWS_OF_100 = torch.linspace(-2.0, 3.0, 400).reshape(100, 4)
 
 
-def scaled(draw: Callable[[Tensor], Tensor], factor: float) -> nn.Module:
+def scaled(draw: str, factor: float) -> nn.Module:
     """A draw that is added to what a wrong factor spoils."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        drawn = draw(x)
-        return x[: drawn.shape[0]] * factor + 0.1 * drawn
-
-    return Forward(forward)
+    return Forward(f"y = {draw}; return x[: y.shape[0]] * {factor} + 0.1 * y")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", DRAWS)
-def test_a_wrong_factor_beside_a_draw_is_seen(name: str, dtype: torch.dtype) -> None:
+@DTYPES
+@pytest.mark.parametrize("draw", texts(DRAWS))
+def test_a_wrong_factor_beside_a_draw_is_seen(draw: str, dtype: torch.dtype) -> None:
     factor = 1.2 if dtype is not torch.bfloat16 else 3.0  # the kit takes 1.2 for bad luck there
-    x, right, wrong = ROWS_OF_100.to(dtype), scaled(DRAWS[name], 1.0), scaled(DRAWS[name], factor)
+    x, right, wrong = ROWS_OF_100.to(dtype), scaled(draw, 1.0), scaled(draw, factor)
 
-    optimizer.check(right, scaled(DRAWS[name], 1.0), x)
-    assert_equivalent(right, scaled(DRAWS[name], 1.0), (x,))
+    optimizer.check(right, scaled(draw, 1.0), x)
+    assert_equivalent(right, scaled(draw, 1.0), (x,))
     with pytest.raises(optimizer.EquivalenceError):
         optimizer.check(right, wrong, x)
     with pytest.raises(AssertionError, match="output 0"):

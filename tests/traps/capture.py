@@ -20,12 +20,8 @@ def control_flow(m: Any, x: Any) -> Any:
 
 
 @trap(82, "an optional argument that is left out", ROWS)
-def optional(m: Any, x: Any, y: Any = None) -> Any:
-    return x if y is None else x + y
-
-
 @trap(82, "an optional argument that is given", (ROWS, ROWS), (ROWS[:1], ROWS))
-def optional_given(m: Any, x: Any, y: Any = None) -> Any:
+def optional(m: Any, x: Any, y: Any = None) -> Any:
     return x if y is None else x + y
 
 
@@ -58,12 +54,7 @@ def training_flag(m: Any, x: Any) -> Any:
 
 
 @trap(
-    84,
-    "a dropout in training mode",
-    ROWS,
-    ROWS,
-    change=lambda m: m.drop.train(),
-    drop=lambda: nn.Dropout(),
+    84, "a dropout in training mode", ROWS, ROWS, change=lambda m: m.drop.train(), drop=nn.Dropout
 )
 def dropout_trains(m: Any, x: Any) -> Any:
     return m.drop(x)
@@ -74,8 +65,8 @@ def dropout_trains(m: Any, x: Any) -> Any:
     "dropouts of every kind, by keyword",
     IMAGE,
     rewritten=True,
-    drop=lambda: nn.Dropout2d(),
-    a=lambda: nn.AlphaDropout(),
+    drop=nn.Dropout2d,
+    a=nn.AlphaDropout,
 )
 def dropouts(m: Any, x: Any) -> Any:
     return F.dropout(input=m.a(m.drop(input=x)), training=False) * 2
@@ -91,37 +82,31 @@ def opaque(m: Any, x: Any) -> Any:
     return torch.linalg.qr(x)[1].abs()
 
 
+def pair() -> nn.Module:
+    return nn.Sequential(conv()(), norm()())
+
+
 def share(m: Any) -> None:
-    m.second = nn.ModuleList([m.first[0], m.first[1]])
+    m.second = nn.ModuleList([*m.first])
 
 
-@trap(
-    90,
-    "a layer below two parents",
-    IMAGE,
-    rewritten=True,
-    change=share,
-    first=lambda: nn.Sequential(conv()(), norm()()),
-)
+@trap(90, "a layer below two parents", IMAGE, rewritten=True, change=share, first=pair)
 def two_parents(m: Any, x: Any) -> Any:
     return m.first(x) + m.second[1](m.second[0](x))
 
 
-@trap(
-    95,
-    "complex weights",
-    SQUARE.to(torch.complex128),
-    w=lambda: nn.Parameter(torch.ones(4, 4, dtype=torch.complex128)),
-)
+COMPLEX = torch.ones(4, 4, dtype=torch.complex128)
+
+
+@trap(95, "complex weights", SQUARE.to(COMPLEX), w=lambda: nn.Parameter(COMPLEX.clone()))
 def complex_weights(m: Any, x: Any) -> Any:
     return F.linear(x, m.w.to(torch.complex128)).abs()
 
 
-@trap(
-    95,
-    "a sparse buffer",
-    SQUARE,
-    change=lambda m: setattr(m, "s", torch.eye(4).double().to_sparse()),
-)
+def hold_sparse(m: Any) -> None:
+    m.s = torch.eye(4).double().to_sparse()
+
+
+@trap(95, "a sparse buffer", SQUARE, change=hold_sparse)
 def sparse(m: Any, x: Any) -> Any:
     return torch.sparse.mm(m.s, x)

@@ -23,7 +23,7 @@ import optimizer
 from optimizer import GuardedModule, InputError
 from optimizer.frontend.module import Unchanged
 from optimizer.lowering.choose import Times
-from tests.single_pass import Forward, function_of
+from tests.single_pass import Forward, function_of, rows
 from tests.test_programs import ROWS, Asking, Model, assert_equal
 
 # Importing Dynamo and compiling warn of what torch itself has deprecated.
@@ -48,9 +48,9 @@ def plain(m: Any, x: Tensor) -> Tensor:
     return x.relu()
 
 
-def running(forward: Any = plain, kind: type = Asking, arguments: str = "m, x", **held: Any) -> Any:
+def running(forward: Any = plain, kind: type = Asking, **held: Any) -> Any:
     """A model that runs a function or a text, by default behind layers that fold."""
-    function = function_of(arguments, forward) if isinstance(forward, str) else forward
+    function = function_of("m, x, *more", forward) if isinstance(forward, str) else forward
     return kind(SimpleNamespace(forward=function, held=held)).eval()
 
 
@@ -202,12 +202,12 @@ def test_the_same_bits_are_those_of_weights_that_require_gradients() -> None:
     torch.manual_seed(0)
     text = "y = m.linear(x) * (1 if x.sum().isnan() else 2); return (y + 1).tanh(), y + 1"
     model = Forward(text, linear=nn.Linear(4, 4, dtype=torch.float64)).eval()
-    rows = torch.randn(4, 4, 4, dtype=torch.float64)
+    images = torch.randn(4, 4, 4, dtype=torch.float64)
 
-    fast = optimizer.optimize(model, rows, level=0)
+    fast = optimizer.optimize(model, images, level=0)
 
     assert isinstance(fast, GuardedModule), fast.report
-    for x in (rows, rows.transpose(0, 2), rows.mT, rows[:, :1]):
+    for x in (images, images.transpose(0, 2), images.mT, images[:, :1]):
         assert all(map(torch.equal, fast(x), model(x)))
 
 
@@ -288,46 +288,29 @@ def test_calls_of_other_sizes_are_prepared_and_leave_no_trace() -> None:
     assert_same(model(x), fast(x))
 
 
+ADDS = "m.{0}.add_(1); return x * m.{0} if x.shape[0] < 9 else x"
+PREPARED = {
+    "a parameter": (ADDS.format("scale"),),
+    "a buffer, unseen": (ADDS.format("flag.data"),),
+    "a plain tensor": (ADDS.format("plain"),),
+    "counts": ("m.calls += 1; m.seen.append(m.calls); return x + m.flag.add_(1) * m.calls",),
+    "draws and inputs": ("[each.append(torch.rand_like(x)) for each in more]; return x + 1",),
+}
+
+
+@rows("text", PREPARED)
 @torch.no_grad()
-def test_a_call_that_is_prepared_counts_for_none() -> None:
-    text = "m.calls += 1; m.seen.append(m.calls); return x + m.flag.add_(1) * m.calls"
-    counting, eager = guarded(text), running(text)
-
-    counting.lower(ROWS[:2])
-
-    for x in (ROWS, ROWS[:2], ROWS[:2]):
-        assert_same(eager(x), counting(x))
-    assert counting.model.calls == 3
-    with pytest.raises(InputError):
-        counting.lower(3)
-
-
-@torch.no_grad()
-def test_what_is_prepared_draws_no_numbers_of_the_callers_and_changes_no_input() -> None:
-    def draws(m: Any, x: Tensor, *lists: Any) -> Tensor:
-        for each in lists:
-            each.append(torch.rand_like(x))
-        return x + 1
-
-    fast, before, given = guarded(draws), torch.get_rng_state(), [0]
+def test_what_a_call_that_is_prepared_changes_is_put_back(text: str) -> None:
+    fast, eager = guarded(text), running(text)
+    weights, numbers, given = copy.deepcopy(fast.model.state_dict()), torch.get_rng_state(), [0]
 
     fast.lower((ROWS[:2], given))
 
-    assert torch.equal(torch.get_rng_state(), before)
+    assert_equal(weights, fast.model.state_dict())
+    assert torch.equal(torch.get_rng_state(), numbers)
     assert given == [0]
-
-
-@pytest.mark.parametrize("written", ["scale", "flag.data", "plain"])
-@torch.no_grad()
-def test_what_a_call_that_is_prepared_writes_is_put_back(written: str) -> None:
-    text = f"m.{written}.add_(1); return x * m.{written} if x.shape[0] < 9 else x"
-    fast = guarded(text)
-    before = copy.deepcopy(fast.model.state_dict())
-
-    fast.lower(ROWS[:2])
-
-    assert_equal(before, fast.model.state_dict())
-    assert_same(running(text)(ROWS[:2]), fast(ROWS[:2]))
+    for x in (ROWS[:2], ROWS, ROWS[:2]):
+        assert_same(eager(x), fast(x))
 
 
 @torch.no_grad()
@@ -339,12 +322,13 @@ def test_what_a_call_that_fails_wrote_is_put_back() -> None:
         return x * m.flag
 
     fast = guarded(rejects_many)
-    before = fast.model.flag.clone()
 
     with pytest.raises(RuntimeError, match="too many rows"):
         fast.lower(torch.cat([ROWS, ROWS]))
+    with pytest.raises(InputError):
+        fast.lower(3)
 
-    assert torch.equal(fast.model.flag, before)
+    assert torch.equal(fast.model.flag, torch.ones(4))
 
 
 def test_threads_may_call_one_result_at_once() -> None:

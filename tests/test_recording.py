@@ -70,27 +70,19 @@ BY_EXAMPLE = {
 }
 
 
-def asserts_its_branch(model: nn.Module, given: Any, other: Any, words: str, example: Any) -> None:
+WITHOUT = {f"{name}, no example": (*row, None) for name, row in BRANCHES.items()}
+WITH = {name: (*row, row[1]) for name, row in (BRANCHES | BY_EXAMPLE).items()}
+
+
+@rows("model given other words example", WITH, WITHOUT)
+def test_a_call_of_another_branch_is_an_error(
+    model: nn.Module, given: Any, other: Any, words: str, example: Any
+) -> None:
     fast = optimizer.optimize(model.eval(), example, check=None, level=1)
 
     assert torch.equal(fast(*given), model(*given))
     with pytest.raises(optimizer.InputError, match=words):
         fast(*other)
-
-
-@BOTH
-@rows("model given other words", BRANCHES)
-def test_a_call_of_another_branch_is_an_error(
-    model: nn.Module, given: Any, other: Any, words: str, example: bool
-) -> None:
-    asserts_its_branch(model, given, other, words, given if example else None)
-
-
-@rows("model given other words", BY_EXAMPLE)
-def test_a_call_unlike_the_example_is_an_error(
-    model: nn.Module, given: Any, other: Any, words: str
-) -> None:
-    asserts_its_branch(model, given, other, words, given)
 
 
 # The second asks, but of an attribute of its own; its input goes where None is an error.

@@ -36,20 +36,22 @@ IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def folds(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[int]]]:
+    """How many BatchNorms were folded, for each graph that was optimized."""
+
+    def counted() -> list[int]:
+        told: list[Any] = [
+            r.args[0] for r in caplog.records if isinstance(r.args, tuple) and r.args
+        ]
+        reports = [each for each in told if hasattr(each, "front_end")]
+        assert {each.front_end for each in reports} <= {"dynamo"}, [*map(str, reports)]
+        return [each.counts().get("fold_affine", 0) for each in reports]
+
     caplog.set_level(logging.INFO, "optimizer")
     torch._dynamo.reset()
     with torch.no_grad():
-        yield
+        yield counted
     torch._dynamo.reset()
-
-
-def folds(caplog: pytest.LogCaptureFixture) -> list[int]:
-    """How many BatchNorms were folded, for each graph that was optimized."""
-    reports: list[Any] = [r.args[0] for r in caplog.records if isinstance(r.args, tuple) and r.args]
-    named = [report for report in reports if hasattr(report, "front_end")]
-    assert all(report.front_end == "dynamo" for report in named), list(map(str, named))
-    return [report.counts().get("fold_affine", 0) for report in named]
 
 
 class Block(nn.Module):
@@ -87,19 +89,17 @@ def test_the_entry_point_names_the_backend() -> None:
     assert backends == {"optimizer": f"{backend.__module__}:{backend.__name__}"}
 
 
-def test_resnet18_folds(caplog: pytest.LogCaptureFixture) -> None:
+def test_resnet18_folds(folds: Any) -> None:
     workload = models.load("resnet18")
     x = torch.randn(1, 3, 64, 64)
 
     fast = compiled(workload.module)
 
     assert_same(workload.module(x), fast(x))
-    assert folds(caplog) == [20]
+    assert folds() == [20]
 
 
-def test_a_graph_break_between_optional_and_nested_arguments(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_graph_break_between_optional_and_nested_arguments(folds: Any) -> None:
     model = Broken()
     fast = compiled(model)
 
@@ -108,7 +108,7 @@ def test_a_graph_break_between_optional_and_nested_arguments(
         assert_same(model(image), fast(image))
         y = torch.ones(2, 3, 8, size)
         assert_same(model(image, y=y, scale=2.0), fast(image, y=y, scale=2.0))
-    assert sum(folds(caplog)) >= 2
+    assert sum(folds()) >= 2
 
 
 def by_a_fused_step(model: Any) -> None:
@@ -130,7 +130,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_weights_are_folded_again(change: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_weights_are_folded_again(change: str, folds: Any) -> None:
     model = Block()
     fast = compiled(model)
     for _ in range(2):
@@ -140,13 +140,11 @@ def test_changed_weights_are_folded_again(change: str, caplog: pytest.LogCapture
         assert not torch.equal(model(IMAGES), before) or change == "another parameter"
         assert_same(model(IMAGES), fast(IMAGES))
         assert_same(model(IMAGES), fast(IMAGES))
-    assert 1 in folds(caplog)
-    assert len(folds(caplog)) <= 3  # not at each call
+    assert 1 in folds()
+    assert len(folds()) <= 3  # not at each call
 
 
-def test_weights_that_a_numpy_array_may_write_are_not_folded(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_weights_that_a_numpy_array_may_write_are_not_folded(folds: Any) -> None:
     model = Block()
     array = np.from_dlpack(model.conv.weight.detach())
     fast = compiled(model)
@@ -154,10 +152,10 @@ def test_weights_that_a_numpy_array_may_write_are_not_folded(
     for _ in range(2):
         assert_same(model(IMAGES), fast(IMAGES))
         array *= 2
-    assert folds(caplog) == [0]
+    assert folds() == [0]
 
 
-def test_frozen_weights_are_folded_and_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+def test_frozen_weights_are_folded_and_not_looked_at(folds: Any) -> None:
     model = Block()
     held = model.conv.weight.detach().numpy()
     fast = compiled(model, freeze=True)
@@ -166,7 +164,7 @@ def test_frozen_weights_are_folded_and_not_looked_at(caplog: pytest.LogCaptureFi
     held *= 2
 
     assert torch.equal(fast(IMAGES), before)
-    assert folds(caplog) == [1]
+    assert folds() == [1]
 
 
 WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
@@ -192,14 +190,14 @@ def test_an_option_that_cannot_be_is_an_input_error(options: Any, reason: str) -
     assert isinstance(raised.value.inner_exception, InputError)
 
 
-def test_an_option_that_can_be_read_once_is_read_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_option_that_can_be_read_once_is_read_once(folds: Any) -> None:
     model = Block()
     fast = compiled(model, only=iter(["fold_affine"]))
 
     for _ in range(2):
         assert_same(model(IMAGES), fast(IMAGES))
         model.conv.weight.add_(1)
-    assert folds(caplog) == [1, 1]
+    assert folds() == [1, 1]
 
 
 @pytest.mark.parametrize("freeze", [True, False])
@@ -235,7 +233,7 @@ def graph_of(model: nn.Module, *args: Any) -> tuple[Any, list[Any]]:
     return found
 
 
-def test_threads_that_call_it_first_optimize_it_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_threads_that_call_it_first_optimize_it_once(folds: Any) -> None:
     model = Block()
     module, examples = graph_of(model, IMAGES)
     fast, begin = backend(module, examples), Barrier(4)
@@ -248,7 +246,7 @@ def test_threads_that_call_it_first_optimize_it_once(caplog: pytest.LogCaptureFi
     with ThreadPoolExecutor(4) as pool:
         for (found,) in pool.map(call, range(4)):
             assert_same(model(IMAGES), found)
-    assert folds(caplog) == [1]
+    assert folds() == [1]
 
 
 def test_while_all_modules_have_hooks_none_sees_a_layer_of_the_optimizers() -> None:
@@ -280,16 +278,14 @@ def test_memory_of_earlier_weights_is_not_taken_for_them() -> None:
     assert_same(model(IMAGES), fast(IMAGES))
 
 
-def test_modules_that_share_one_graph_have_their_own_weights(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_modules_that_share_one_graph_have_their_own_weights(folds: Any) -> None:
     blocks = [Block(seed) for seed in range(3)]
     fast = [*map(compiled, blocks)]
 
     for _ in range(2):
         for block, each in zip(blocks, fast, strict=True):
             assert_same(block(IMAGES), each(IMAGES))
-    assert folds(caplog) == [1, 1, 1]
+    assert folds() == [1, 1, 1]
 
 
 class Counting(Block):
@@ -311,7 +307,7 @@ def test_buffers_are_written_as_in_eager(training: bool) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(("level", "folded"), [(0, 0), (1, 1)])
-def test_any_batch(mode: Any, level: int, folded: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_any_batch(mode: Any, level: int, folded: int, folds: Any) -> None:
     model = Block()
     fast = compiled(model, level=level)
 
@@ -321,10 +317,10 @@ def test_any_batch(mode: Any, level: int, folded: int, caplog: pytest.LogCapture
             expected, actual = model(x), fast(x)
         assert_same(expected, actual)
         assert folded or torch.equal(expected, actual)
-    assert set(folds(caplog)) == {folded}
+    assert set(folds()) == {folded}
 
 
-def test_gradients_are_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_are_not_lost(folds: Any) -> None:
     model = Block()
     fast = compiled(model)
 
@@ -332,7 +328,7 @@ def test_gradients_are_not_lost(caplog: pytest.LogCaptureFixture) -> None:
         fast(IMAGES).sum().backward()
 
     assert model.conv.weight.grad is not None
-    assert folds(caplog) == []
+    assert folds() == []
 
 
 def without_gradients(model: Any, x: Tensor) -> Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
+import runpy
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +17,21 @@ import pytest
 
 import optimizer
 from optimizer.__main__ import main
+from tests.single_pass import rows
 
 ROOT = Path(__file__).parent.parent
-
 MODEL_FILE = """
 import torch
 from torch import nn
 
 number = 3
-
-def build():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout())
-    return model.eval(), torch.randn(2, 3)
-
-def module_alone():
-    return nn.Sequential(nn.Linear(3, 4), nn.ReLU())
-
-def wrong_way_round():
-    return build()[::-1]
-
-def nothing():
-    pass
-
-def with_a_parameter(size):
-    return build()
+build = lambda: (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout()).eval(),
+                 torch.randn(2, 3))
+module_alone = lambda: nn.Linear(3, 4)
+wrong_way_round = lambda: build()[::-1]
+nothing = lambda: None
+with_a_parameter = lambda size: build()
+training = lambda: (nn.Sequential(nn.Linear(3, 4), nn.ReLU()), torch.randn(2, 3))
 
 def importing():
     import no_such_dependency
@@ -51,16 +43,15 @@ class Branching(nn.Module):
 def branching():
     return Branching().eval(), torch.zeros(2)
 
-def training():
-    return nn.Sequential(nn.Linear(3, 4), nn.ReLU()), torch.randn(2, 3)
-
 def ending():
     raise SystemExit(0)
 """
+PASSES = [each.name for each in optimizer.all_passes()]
+Run = Callable[[str], tuple[int, str, str]]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory with a model of the user's own, and sys.path put back afterwards."""
     (tmp_path / "my_model.py").write_text(MODEL_FILE)
     (tmp_path / "broken.py").write_text("def build(:")
@@ -69,224 +60,197 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_passes_lists_every_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["passes"])
-
-    lines = capsys.readouterr().out.splitlines()
-    assert code == 0
-    assert [line.split()[0] for line in lines] == [each.name for each in optimizer.all_passes()]
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command; return its exit code, and what it wrote to stdout and to stderr."""
+    return lambda command: (main(command.split()), *capsys.readouterr())
 
 
-@pytest.mark.parametrize("name", [each.name for each in optimizer.all_passes()])
-def test_explain_prints_what_a_pass_does(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["explain", name])
+@pytest.fixture
+def ended(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The same for a command that argparse ends."""
 
-    assert code == 0
-    assert capsys.readouterr().out == optimizer.explain(name) + "\n"
+    def run(command: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(command.split())
+        return (int(caught.value.code or 0), *capsys.readouterr())
 
-
-def test_optimize_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["optimize", "toy_model"])
-
-    out = capsys.readouterr().out
-    assert code == 0
-    assert out.startswith("ToyModel, level 2, ")
-    assert "nodes; it saw 2 x Linear, " in out
-    assert "speed-up " in out
-    assert "kernels 4 -> 3, " in out
-    assert "1  fold_affine" in out
+    return run
 
 
-def test_optimize_prints_json_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["optimize", "toy_model", "--json"])
-
-    report = json.loads(capsys.readouterr().out)
-    assert code == 0
-    assert report["model"] == "ToyModel"
-    assert report["figures"]["kernels"] == [4, 3]
-    assert {"FLOPs", "bytes moved", "milliseconds", "peak memory"} < set(report["figures"])
-    assert [rewrite["name"] for rewrite in report["fired"]] == [
-        "fold_affine",
-        "fuse_linear_relu",
-    ]
+VERDICT = r"\Atoy_model: (faster|slower|no difference): speed-up .*, %s rounds(; more .*)?\n\Z"
 
 
-def test_level_and_disable_choose_the_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    fired = []
-    disabled = ["--disable", "fold_affine,fuse_linear_relu,reuse_activations"]
-    for options in (["--level", "0"], disabled):
-        main(["optimize", "toy_model", "--json", *options])
-        report = json.loads(capsys.readouterr().out)
-        fired += [[rewrite["name"] for rewrite in report["fired"]]]
-
-    assert fired == [["reuse_activations"], []]
-
-
-def test_check_says_that_the_answers_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["check", "toy_model"])
-
-    assert code == 0
-    assert capsys.readouterr().out.startswith("toy_model: the optimized model gives")
-
-
-def test_an_answer_that_differs_has_an_exit_code_of_its_own(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@rows(
+    "command printed absent",
+    {
+        "optimize": (
+            "optimize toy_model",
+            [r"\AToyModel, level 2, ", "nodes; it saw 2 x Linear, ", "speed-up ",
+             "kernels 4 -> 3, ", "1  fold_affine"],
+            [],
+        ),
+        "what cannot be recorded is timed all the same": (
+            "optimize my_model:branching", ["left as it is: ", "speed-up "], ["kernels", "0 -> 0"],
+        ),
+        "check": ("check toy_model", [r"\Atoy_model: the optimized model gives"], []),
+        "compare": ("compare toy_model", [VERDICT % 20], []),
+        "so many rounds": ("compare toy_model --rounds 7", [VERDICT % 7], []),
+        "bisect": ("bisect my_model:build", [r"\Amy_model:build: no rewrite"], []),
+        "cost": ("cost toy_model", [r"\Anode +calls +shape", "\n3 kernels, .*\nbefore: 4 ker"], []),
+        "memory": ("memory simple_cnn", ["\n\npeak .*; with workspaces ", "\nmeasured "], []),
+    },
+)  # fmt: skip
+def test_a_command_prints_text_and_where_no_terminal_is_nothing_else(
+    command: str, printed: list[str], absent: list[str], run: Run
 ) -> None:
-    def differ(model: object, fast: object, inputs: object) -> None:
-        raise optimizer.EquivalenceError("output: off by 3")
+    code, out, err = run(command)
 
-    monkeypatch.setattr(optimizer, "check", differ)
-
-    assert main(["check", "toy_model"]) == 1
-    assert capsys.readouterr().err == "error: output: off by 3\n"
+    assert (code, err) == (0, "")
+    assert all(re.search(each, out) for each in printed)
+    assert not any(each in out for each in absent)
 
 
-def test_compare_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["compare", "toy_model"])
+def test_the_passes_are_listed_and_explained(run: Run) -> None:
+    told = json.loads(run("passes --json")[1])
 
-    out = capsys.readouterr().out
+    assert [line.split()[0] for line in run("passes")[1].splitlines()] == PASSES
+    assert [each["name"] for each in told] == PASSES
+    assert set(told[0]) == {"name", "numerics", "summary"}
+    for name in PASSES:
+        assert run(f"explain {name}") == (0, optimizer.explain(name) + "\n", "")
+
+
+FOLDED = ["fold_affine", "fuse_linear_relu"]
+
+
+@rows(
+    "options fired",
+    {
+        "all": ("toy_model", FOLDED),
+        "level 0": ("toy_model --level 0", ["reuse_activations"]),
+        "disabled": ("toy_model --disable fold_affine,fuse_linear_relu,reuse_activations", []),
+        "added up": (
+            "toy_model --disable fold_affine --disable fuse_linear_relu,reuse_activations", [],
+        ),
+        "names leave the model behind them alone": (
+            "--disable fold_affine --engines none toy_model", ["reuse_activations"],
+        ),
+        "a model of one's own": ("my_model:build", ["fold_affine", "remove_identities"]),
+    },
+)  # fmt: skip
+def test_options_choose_the_passes_and_engines(options: str, fired: list[str], run: Run) -> None:
+    code, out, _ = run(f"optimize --json {options}")
+
+    report = json.loads(out)
     assert code == 0
-    verdict = "(faster|slower|no difference): speed-up .*, 20 rounds(; more rounds tell .*)?"
-    assert re.fullmatch(rf"toy_model: {verdict}\n", out)
+    assert sorted(rewrite["name"] for rewrite in report["fired"]) == fired
+    figures = {"FLOPs", "bytes moved", "milliseconds", "peak memory", "kernels"}
+    assert figures <= set(report["figures"])
+    if options == "toy_model":
+        assert (report["model"], report["figures"]["kernels"]) == ("ToyModel", [4, 3])
+    if "none" in options:
+        assert not any("OpenVINO" in name for c in report["choices"] for name in c["seconds"])
 
 
-def test_compare_takes_so_many_rounds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "toy_model", "--rounds", "7"]) == 0
-    assert re.search(", 7 rounds", capsys.readouterr().out)
+def test_compare_prints_json(run: Run) -> None:
+    compared = json.loads(run("compare toy_model --json")[1])
 
-
-def test_too_few_rounds_are_refused_before_any_work(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("optimizer.optimize", None)
-
-    assert main(["compare", "toy_model", "--rounds", "3"]) == 2
-    assert capsys.readouterr().err == ("error: rounds is 3: pass a whole number of at least 6.\n")
-
-
-def test_compare_prints_json_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["compare", "toy_model", "--json"])
-
-    compared = json.loads(capsys.readouterr().out)
     assert compared["verdict"] in ("faster", "slower", "no difference")
     assert compared["speedup"].keys() == {"median", "low", "high", "samples"}
     assert compared["fast"]["latency"]["median"] > 0
     assert compared["fast"]["peak_memory"] > 0
 
 
-@pytest.mark.parametrize("command", [[], ["optimize"], ["explain"], ["bisect"]])
-def test_help_has_examples_and_exit_codes(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main([*command, "--help"])
+def fails(error: BaseException) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
 
-    examples, _, codes = capsys.readouterr().out.partition("examples:")[2].partition("exit codes:")
+    return fail
+
+
+@rows(
+    "does code err",
+    {
+        "differs": (fails(optimizer.EquivalenceError("off by 3")), 1, "error: off by 3\n"),
+        "ctrl-c": (fails(KeyboardInterrupt()), 130, ""),
+        "warns": (
+            lambda *_: warnings.warn("planted", FutureWarning, stacklevel=1),
+            0,
+            "FutureWarning: planted\n",
+        ),
+    },
+)
+@pytest.mark.filterwarnings("default")
+def test_what_ends_a_command_has_a_code_and_a_line_of_its_own(
+    does: Any, code: int, err: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "check", does)
+    shown = warnings.showwarning
+
+    assert run("check toy_model")[::2] == (code, err)
+    assert warnings.showwarning is shown
+
+
+@pytest.mark.parametrize("command", ["", "optimize", "explain", "bisect"])
+def test_help_has_examples_and_exit_codes(command: str, ended: Run) -> None:
+    _, out, _ = ended(f"{command} --help")
+
+    examples, _, codes = out.partition("examples:")[2].partition("exit codes:")
     assert "\n  optimizer optimize resnet18 --html report.html\n" in examples
     assert [line.split()[0] for line in codes.strip().splitlines()] == ["0", "1", "2", "130"]
 
 
-@pytest.mark.usefixtures("here")
-def test_what_cannot_be_recorded_is_timed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["optimize", "my_model:branching"])
-
-    out = capsys.readouterr().out
-    assert "left as it is: " in out
-    assert "speed-up " in out
-    assert "kernels" not in out
-    assert "0 -> 0" not in out
-
-
-@pytest.mark.usefixtures("here")
-def test_a_model_of_ones_own_is_named_by_module_and_callable(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code = main(["optimize", "my_model:build", "--json"])
-
-    report = json.loads(capsys.readouterr().out)
-    assert code == 0
-    assert {rewrite["name"] for rewrite in report["fired"]} == {
-        "fold_affine",
-        "remove_identities",
-    }
-
-
 MISTAKES = {
-    "an unknown pass": (["explain", "fold_batchnrm"], "fold_affine"),
-    "an unknown pass to disable": (["optimize", "toy_model", "--disable", "fold"], "fold"),
-    "an unknown workload": (["optimize", "toy_modell"], "toy_model"),
-    "an unknown level": (["check", "toy_model", "--level", "9"], "level 9"),
-    "an absent device": (["optimize", "toy_model", "--device", "nonsense"], "nonsense"),
-    "an unknown module": (["check", "no_such_module:build"], "no_such_module"),
-    "an unknown callable": (["check", "my_model:no_such"], "no_such"),
-    "a name that is no callable": (["check", "my_model:number"], "number"),
-    "no module": (["check", ":build"], "':build' gives no model"),
-    "a module of a package that is missing": (["check", ".my_model:build"], ".my_model"),
-    "a module that is no Python": (["check", "broken:build"], "SyntaxError"),
-    "a parameter": (["check", "my_model:with_a_parameter"], "argument: 'size'"),
-    "a dependency that is missing": (
-        ["check", "my_model:importing"],
-        "No module named 'no_such_dependency', at my_model.py:25",
-    ),
-    "an end of the program": (["check", "my_model:ending"], "SystemExit: 0, at my_model.py:38"),
-    "a module without inputs": (["check", "my_model:module_alone"], "return a module and its"),
-    "no module at all": (["check", "my_model:nothing"], "returns <class 'NoneType'>: return"),
-    "inputs before the module": (["check", "my_model:wrong_way_round"], "example_inputs is of"),
-    "inputs before the module, for a device": (
-        ["check", "my_model:wrong_way_round", "--device", "cpu"],
-        "no torch.nn.Module",
-    ),
-    "an absent device for it": (["check", "my_model:build", "--device", "nonsense"], "nonsense"),
-    "a device without data": (["check", "my_model:build", "--device", "meta"], "the meta device"),
-    "a level without its precision": (["check", "toy_model", "--level", "3"], "level=3 goes with"),
-    "a precision without its level": (
-        ["cost", "toy_model", "--precision", "bf16"],
-        "level=3 goes with",
-    ),
-    "an unknown level to bisect": (["bisect", "toy_model", "--level", "-1"], "level -1"),
-    "a report in a folder that is missing": (
-        ["optimize", "toy_model", "--html", "no/such/folder.html"],
-        "--html='no/such/folder.html' is no file that can be written",
-    ),
-    "a report that is a folder": (["optimize", "toy_model", "--html", "."], "--html='.' is no"),
+    "explain fold_batchnrm": "fold_affine",
+    "optimize toy_modell": "toy_model",
+    "check no_such_module:build": "no_such_module",
+    "check my_model:no_such": "no_such",
+    "check my_model:number": "number",
+    "check :build": "':build' gives no model",
+    "check .my_model:build": ".my_model",
+    "check broken:build": "SyntaxError",
+    "check my_model:with_a_parameter": "argument: 'size'",
+    "check my_model:importing": "No module named 'no_such_dependency', at my_model.py:15",
+    "check my_model:ending": "SystemExit: 0, at my_model.py:25",
+    "check my_model:module_alone": "return a module and its",
+    "check my_model:nothing": "returns <class 'NoneType'>: return",
+    "check my_model:wrong_way_round": "example_inputs is of",
+    "check my_model:wrong_way_round --device cpu": "no torch.nn.Module",
+    "check my_model:build --device meta": "the meta device",
 }
-BEFORE_ANY_WORK = [
-    mistake
-    for mistake, (arguments, _) in MISTAKES.items()
-    if arguments[1] == "toy_model" or "absent" in mistake
-]
+BEFORE_ANY_WORK = {
+    "optimize toy_model --disable fold": "fold",
+    "check toy_model --level 9": "level 9",
+    "optimize toy_model --device nonsense": "nonsense",
+    "check my_model:build --device nonsense": "nonsense",
+    "check toy_model --level 3": "level=3 goes with",
+    "cost toy_model --precision bf16": "level=3 goes with",
+    "bisect toy_model --level -1": "level -1",
+    "compare toy_model --rounds 3": "error: rounds is 3: pass a whole number of at least 6.\n",
+    "optimize toy_model --html no/such/folder.html": (
+        "--html='no/such/folder.html' is no file that can be written"
+    ),
+    "optimize toy_model --html .": "--html='.' is no",
+}
 
 
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_on_stderr(mistake: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments, words = MISTAKES[mistake]
-
-    code = main(arguments)
-
-    captured = capsys.readouterr()
-    assert code == 2
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    assert words in captured.err
-
-
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("mistake", BEFORE_ANY_WORK)
-def test_a_mistake_is_found_before_a_model_is_built(
-    mistake: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", [*MISTAKES, *BEFORE_ANY_WORK])
+def test_a_mistake_is_one_line_on_stderr(
+    command: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a model was built")
+    if command in BEFORE_ANY_WORK:
+        build = fails(AssertionError("a model was built"))
+        monkeypatch.setattr("optimizer.workloads.load", build)
+        monkeypatch.setattr("optimizer.__main__._built", build)
 
-    monkeypatch.setattr("optimizer.workloads.load", build)
-    monkeypatch.setattr("optimizer.__main__._built", build)
+    code, out, err = run(command)
 
-    assert main(MISTAKES[mistake][0]) == 2
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ")
+    assert (MISTAKES | BEFORE_ANY_WORK)[command] in err
 
 
-@pytest.mark.usefixtures("here")
 def test_a_report_that_is_tried_leaves_no_file() -> None:
     main(["optimize", "no_such_model", "--html", "report.html"])
     Path("kept.html").write_text("kept")
@@ -296,22 +260,16 @@ def test_a_report_that_is_tried_leaves_no_file() -> None:
     assert Path("kept.html").read_text() == "kept"
 
 
-@pytest.mark.usefixtures("here")
-def test_both_reports_are_written(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["optimize", "my_model:build", "--json", "--html", "report.html"])
+def test_both_reports_are_written(run: Run) -> None:
+    _, out, _ = run("optimize my_model:build --json --html report.html")
 
-    assert json.loads(capsys.readouterr().out)["model"] == "Sequential"
+    assert json.loads(out)["model"] == "Sequential"
     assert "<html" in Path("report.html").read_text()
 
 
-@pytest.mark.usefixtures("here")
 def test_a_model_of_ones_own_is_moved_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-
-    def found(*arguments: Any, **options: Any) -> optimizer.Culprit:
-        given.extend(arguments)
-        return optimizer.Culprit(None)
-
+    found = lambda *arguments, **_: given.extend(arguments) or optimizer.Culprit(None)  # noqa: E731
     monkeypatch.setattr(optimizer, "bisect", found)
 
     main(["bisect", "my_model:build", "--device", "meta"])
@@ -320,79 +278,54 @@ def test_a_model_of_ones_own_is_moved_to_the_device(monkeypatch: pytest.MonkeyPa
     assert {each.device.type for each in (*model.parameters(), inputs)} == {"meta"}
 
 
-def test_passes_to_disable_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    disabled = ["--disable", "fold_affine", "--disable", "fuse_linear_relu,reuse_activations"]
-
-    main(["optimize", "toy_model", "--json", *disabled])
-
-    assert json.loads(capsys.readouterr().out)["fired"] == []
-
-
-def test_names_leave_the_model_behind_them_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["--disable", "fold_affine", "--engines", "none"]
-
-    code = main(["optimize", *names, "toy_model", "--json"])
-
-    report = json.loads(capsys.readouterr().out)
-    assert code == 0
-    assert [rewrite["name"] for rewrite in report["fired"]] == ["reuse_activations"]
-    assert not any("OpenVINO" in name for c in report["choices"] for name in c["seconds"])
-
-
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [
-        ([], "auto"),
-        (["--engines", "auto"], "auto"),
-        (["--engines", "none"], []),
-        (["--engines", "openvino,onnxruntime"], ["openvino", "onnxruntime"]),
-        (["--engines", "openvino", "--engines", "onnxruntime"], ["openvino", "onnxruntime"]),
-    ],
+@rows(
+    "options given",
+    {
+        "none said": ("", "auto"),
+        "auto": ("--engines auto", "auto"),
+        "none": ("--engines none", "[]"),
+        "two": ("--engines openvino,onnxruntime", "['openvino', 'onnxruntime']"),
+        "twice": ("--engines openvino --engines onnxruntime", "['openvino', 'onnxruntime']"),
+    },
 )
 def test_engines_are_named_as_optimize_takes_them(
-    options: list[str], given: object, monkeypatch: pytest.MonkeyPatch
+    options: str, given: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def of(**tuned: object) -> None:
         raise optimizer.InputError(str(tuned["engines"]))
 
     monkeypatch.setattr("optimizer.__main__.Tuning.of", of)
-    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
 
-    main(["check", *options, "toy_model"])
-
-    assert told.getvalue() == f"error: {given}\n"
+    assert run(f"check {options} toy_model")[2] == f"error: {given}\n"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["optimise", "resnet18"],
-        ["optimize"],
-        ["optimize", "toy_model", "--precision", "fp8", "--level", "3"],
-        # What a command has no use for, it does not take.
-        ["bisect", "toy_model", "--precision", "bf16", "--level", "3"],
-        ["memory", "toy_model", "--html", "report.html"],
-    ],
-)
-def test_a_wrong_command_shows_the_usage(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", [
+    "", "optimise resnet18", "optimize", "optimize toy_model --precision fp8 --level 3",
+    # What a command has no use for, it does not take.
+    "bisect toy_model --precision bf16 --level 3", "memory toy_model --html report.html",
+])  # fmt: skip
+def test_a_wrong_command_shows_the_usage(command: str, ended: Run) -> None:
+    code, _, err = ended(command)
+
+    assert code == 2
+    assert err.startswith("usage: optimizer")
+    assert command or "{passes,explain,optimize,check,bisect,compare" in err
+
+
+def test_version_is_that_of_the_package(ended: Run) -> None:
+    assert ended("--version")[:2] == (0, f"optimizer {optimizer.__version__}\n")
+
+
+def test_the_module_runs_as_a_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(sys, "argv", ["optimizer", "explain", "nothing_like_it"])
+    monkeypatch.delitem(sys.modules, "optimizer.__main__")
     with pytest.raises(SystemExit) as caught:
-        main(arguments)
+        runpy.run_module("optimizer", run_name="__main__")
 
     assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: optimizer")
-
-
-def test_the_module_runs_as_a_program() -> None:
-    command = [sys.executable, "-m", "optimizer", "explain", "nothing_like_it"]
-
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: there is no pass named 'nothing_like_it'")
-    assert "Traceback" not in ended.stderr
+    assert capsys.readouterr().err.startswith("error: there is no pass named 'nothing_like_it'")
 
 
 class Terminal(io.StringIO):
@@ -400,158 +333,71 @@ class Terminal(io.StringIO):
         return True
 
 
-STAGES = {
-    "optimize": ["making my_model:build", "optimizing", "running both"],
-    "check": ["making my_model:build", "optimizing", "running both"],
-    "bisect": ["making my_model:build", "bisecting"],
-    "compare": ["making my_model:build", "optimizing", "running both"],
-    "cost": ["making my_model:build", "optimizing", "running both"],
-    "memory": ["making my_model:build", "optimizing", "running both"],
-    "explain fold_affine": [],
-}
+BOTH = ["making my_model:build", "optimizing", "running both"]
+COMMANDS = ["optimize", "check", "compare", "cost", "memory"]
+STAGES = {f"{each} my_model:build": BOTH for each in COMMANDS}
+STAGES |= {"bisect my_model:build": ["making my_model:build", "bisecting"]}
+STAGES |= {"explain fold_affine": []}
 
 
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("command", STAGES)
-def test_a_terminal_is_told_what_is_done(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_terminal_is_told_what_is_done_and_json_parses(
+    command: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", shown := Terminal())
 
-    code = main(command.split() if " " in command else [command, "my_model:build"])
+    code, out, _ = run(command)
 
     told = list(dict.fromkeys(re.findall("making [a-z_:]+|[a-z]+ing(?: both)?", shown.getvalue())))
     assert (code, told) == (0, STAGES[command])
     left = shown.getvalue().rpartition("\x1b[2K")[2]
     assert re.sub(r"\x1b\[\?25[lh]\r?", "", left) == ""  # only the cursor is put back
-    assert "\x1b" not in capsys.readouterr().out
+    assert "\x1b" not in out
+    assert json.loads(run(f"{command} --json")[1])
 
 
-@pytest.mark.usefixtures("here")
 def test_a_mistake_is_told_below_what_was_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", shown := Terminal())
 
-    code = main(["check", "my_model:ending"])
-
-    assert code == 2
+    assert main(["check", "my_model:ending"]) == 2
     assert shown.getvalue().rpartition("\x1b[2K")[2].startswith("error: 'my_model:ending'")
 
 
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("command", STAGES)
-def test_every_command_prints_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = command.split() if " " in command else [command, "my_model:build"]
-
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("command", ["cost", "memory"])
+@pytest.mark.parametrize(
+    ("command", "keys"), [("cost", {"before", "after"}), ("memory", {"rows", "measured"})]
+)
 def test_what_runs_beside_the_nodes_is_told(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, keys: set[str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = optimizer.optimize
+    untimed = lambda *given, **options: kept(*given, **options, tune_seconds=0)  # noqa: E731
+    monkeypatch.setattr(optimizer, "optimize", untimed)
 
-    def lowered(model: Any, inputs: Any, **options: Any) -> Any:
-        return kept(model, inputs, **options, tune_seconds=0)
+    last = run(f"{command} --engines none resnet18")[1].splitlines()[-1]
 
-    monkeypatch.setattr(optimizer, "optimize", lowered)
-
-    main([command, "--engines", "none", "resnet18"])
-    told = capsys.readouterr().out
-    main([command, "--level", "1", "resnet18"])
-    plain = capsys.readouterr().out
-    main([command, "--engines", "none", "resnet18", "--json"])
-
-    last = told.splitlines()[-1]
     assert "parts are run by packed weights, channels_last instead" in last
-    assert "instead" not in plain
-    assert json.loads(capsys.readouterr().out)["remark"] == last
-
-
-def test_the_passes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["passes", "--json"])
-
-    told = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in told] == [each.name for each in optimizer.all_passes()]
-    assert set(told[0]) == {"name", "numerics", "summary"}
-
-
-def test_no_command_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([])
-
-    assert "{passes,explain,optimize,check,bisect,compare" in capsys.readouterr().err
+    assert "instead" not in run(f"{command} --level 1 resnet18")[1]
+    data = json.loads(run(f"{command} --engines none resnet18 --json")[1])
+    assert data.keys() == keys | {"remark"}
+    assert data["remark"] == last
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("command", ["optimize", "check", "cost"])
-def test_that_a_model_is_in_training_mode_is_said_once(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main([command, "my_model:training"])
+def test_that_a_model_is_in_training_mode_is_said_once(command: str, run: Run) -> None:
+    _, out, err = run(f"{command} my_model:training")
 
-    captured = capsys.readouterr()
-    assert (captured.out + captured.err).count("the model is in training mode") == 1
+    assert (out + err).count("the model is in training mode") == 1
     if command != "optimize":  # whose report says so
-        assert captured.err.startswith("OptimizerWarning: the model is in training mode")
-        assert captured.err.count("\n") == 1
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("here")
-def test_a_warning_of_others_is_told_with_its_kind(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def warns(*_: object, **__: object) -> None:
-        warnings.warn("planted", FutureWarning, stacklevel=1)
-
-    monkeypatch.setattr(optimizer, "check", warns)
-    shown = warnings.showwarning
-
-    main(["check", "my_model:build"])
-
-    assert capsys.readouterr().err == "FutureWarning: planted\n"
-    assert warnings.showwarning is shown
-
-
-@pytest.mark.usefixtures("here")
-def test_what_is_no_terminal_is_told_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["check", "my_model:build"])
-
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.usefixtures("here")
-def test_ctrl_c_ends_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(optimizer, "check", interrupted)
-
-    assert main(["check", "my_model:build"]) == 130
-    assert capsys.readouterr().err == ""
-
-
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"optimizer {optimizer.__version__}\n"
+        assert err.startswith("OptimizerWarning: the model is in training mode")
+        assert err.count("\n") == 1
 
 
 def test_a_reader_that_has_read_enough_is_no_error() -> None:
     command = [sys.executable, "-m", "optimizer", "passes"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout
-        assert process.stderr
+    piped: Any = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **piped) as process:
         process.stdout.close()  # as `| head -0` does
         complaints = process.stderr.read()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,6 +43,7 @@ from tests.quality import score as _score
 from tests.quality import shrink as _shrink
 from tests.quality import soak as _soak
 from tests.quality.__main__ import main
+from tests.single_pass import Forward, ForwardOfTwo
 
 A_PASS = _mutants.catalogue()["fuse_linear_relu: the bias lost"]
 SURVIVES = _score.Verdict(A_PASS, "models", killed=False, examples=9, seconds=1.0, evidence="")
@@ -48,20 +51,13 @@ ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4).double()
 
 
 @dataclasses.dataclass(frozen=True)
-class Broken(Optimize):
-    """Answers with a model that cannot be called."""
-
-    def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
-        return nn.Module()
-
-
-@dataclasses.dataclass(frozen=True)
 class Deadly(Optimize):
-    """Ends the process, as a kernel may."""
+    """Ends the process, as a kernel may; at level 0 its answer is what cannot be called."""
 
     def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
-        os.kill(os.getpid(), signal.SIGABRT)
-        return model
+        if self.level:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.Module()
 
 
 def test_a_soak_counts_what_it_tries_and_keeps_what_is_wrong() -> None:
@@ -69,13 +65,15 @@ def test_a_soak_counts_what_it_tries_and_keeps_what_is_wrong() -> None:
     assert (tally.examples, tally.wrong, tally.lowered) == (3, [], 0)
     assert tally.seconds > 0
 
-    tally.add(_soak.tried(Broken(1), 3, torch.float64, 0))
+    tally.add(_soak.tried(Deadly(0), 3, torch.float64, 0))
     assert (tally.examples, len(tally.wrong)) == (6, 3)
 
 
 def test_a_model_that_ends_the_process_ends_a_batch_of_the_soak(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    forked = partial(ProcessPoolExecutor, 1, multiprocessing.get_context("fork"))
+    monkeypatch.setattr(_soak, "_pool", forked)
     monkeypatch.setattr(_soak, "BATCH", 2)
     first, second = _soak.soak(Deadly(1), 3, dtype=torch.float64, first_seed=5)
 
@@ -110,38 +108,36 @@ def test_a_score_tries_the_mutants_that_are_named(
     assert main(["score", A_PASS.name, "--by", "tests"]) == 1
     assert f"| {A_PASS.name} | own | survives |" in capsys.readouterr().out
     assert main(["score", "--of", "generic", *_generic.equivalent()]) == 0
-
-
-def test_where_none_is_killed_the_summary_says_so() -> None:
     assert _score.summary([SURVIVES]).startswith("killed 0 of 1 (0.0%);")
     assert _figures._examples({A_PASS.name: {"killed": False, "examples": 9}}) == "none killed"
 
 
-def test_what_is_no_counterexample_is_not_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    def examine(spec: Spec, name: str) -> None:
-        raise AssertionError("it does not fire")
+def failing(error: Exception) -> Any:
+    def fail(*given: Any, **options: Any) -> Any:
+        raise error
 
-    monkeypatch.setattr(_shrink, "examine", examine)
+    return fail
+
+
+def test_what_is_no_counterexample_is_not_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_shrink, "examine", failing(AssertionError("it does not fire")))
+
     assert _shrink.shrunk(["fuse_linear_relu"], 3) is None
 
 
-def test_a_change_that_breaks_the_package_is_found() -> None:
+def test_what_does_not_run_is_found_or_an_error_and_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = _score.try_mutant(dataclasses.replace(A_PASS, new="there is no such name"))
     assert found.killed
     assert found.evidence.startswith("SyntaxError: ")
 
-
-def test_tests_that_do_not_run_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytest, "main", lambda arguments: 4)
-
     with pytest.raises(RuntimeError, match="pytest could not run"):
         _score.try_mutant(A_PASS, ["tests"])
 
-
-def test_tests_that_fail_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = subprocess.CompletedProcess([], 1)
     monkeypatch.setattr(subprocess, "run", lambda *given, **options: failed)
-
     assert main(["quick"]) == 1
 
 
@@ -154,10 +150,7 @@ def test_the_commands_are_those_of_the_module(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_not_captured_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: Any) -> Any:
-        raise CaptureError("it cannot be")
-
-    monkeypatch.setattr(_coverage, "capture", refuse)
+    monkeypatch.setattr(_coverage, "capture", failing(CaptureError("it cannot be")))
     seen = _coverage.Coverage()
     seen.add(Spec(("linear",)), torch.float64)
     assert seen.operations() == set()
@@ -198,29 +191,15 @@ def test_of_what_is_right_no_pass_is_guilty() -> None:
     assert told.startswith("none alone")
 
 
-class Counted(nn.Module):
-    """Holds a parameter of integers, and returns a tensor of its own and a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.steps = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.linear(x), self.linear.weight, self.steps * 1, 3
-
-
 def test_integers_are_kept_and_what_is_the_models_is_told() -> None:
-    model = randomize(Counted().double().eval())
+    held: Any = {"linear": nn.Linear(4, 4)}
+    held["steps"] = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+    model, copied = (
+        randomize(Forward(f"return m.linear(x), {weight}, m.steps * 1, 3", **held).double().eval())
+        for weight in ("m.linear.weight", "m.linear.weight.clone()")
+    )
+
     assert model.steps.tolist() == [1, 2]
-
-    class Copies(Counted):
-        def forward(self, x: torch.Tensor) -> Any:
-            first, weight, *others = super().forward(x)
-            return first, weight.clone(), *others
-
-    copied = Copies().double().eval()
-    copied.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert_equivalent(model, model, (ROWS,))
     with torch.no_grad(), pytest.raises(AssertionError, match="memory shared"):
@@ -234,36 +213,21 @@ def test_broken_kernels_are_offered_and_lose() -> None:
 
     torch.testing.assert_close(fast(ROWS), model(ROWS))
     _level_two.assert_follows_its_weights(fast, (ROWS,))
-    region = nn.Linear(4, 4).double()
-    wrong, greedy = (_level_two._KERNELS[name](_One(region), ()) for name in ("wrong", "greedy"))
-    torch.testing.assert_close(wrong(ROWS)[0], 3 * region(ROWS) + 1)
+    region = Forward("(m.layer(x),)", layer=nn.Linear(4, 4)).double()
+    wrong, greedy = (_level_two._KERNELS[name](region, ()) for name in ("wrong", "greedy"))
+    torch.testing.assert_close(wrong(ROWS)[0], 3 * region(ROWS)[0] + 1)
     given = ROWS.clone()
-    torch.testing.assert_close(greedy(given)[0], region(ROWS))
+    torch.testing.assert_close(greedy(given)[0], region(ROWS)[0])
     assert not given.any()
 
 
-class _One(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self.layer(*given),)
-
-
 def test_an_input_may_be_a_number() -> None:
-    class Scaled(nn.Module):
-        def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
-            return x.relu() * times
-
-    class Unscaled(nn.Module):
-        def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
-            return x.relu()
-
+    scaled, unscaled = ForwardOfTwo("x.relu() * z"), ForwardOfTwo("x.relu()")
     inputs: Any = (torch.ones(2, 3, dtype=torch.float64), 2)
-    assert_equivalent(Scaled(), Scaled(), inputs)
+
+    assert_equivalent(scaled, scaled, inputs)
     with pytest.raises(AssertionError, match="values differ"):
-        assert_equivalent(Scaled(), Unscaled(), inputs)
+        assert_equivalent(scaled, unscaled, inputs)
 
 
 def test_what_torch_says_of_a_model_once_a_process_fails_no_test() -> None:
@@ -277,17 +241,8 @@ def test_what_torch_says_of_a_model_once_a_process_fails_no_test() -> None:
 
 
 def test_a_call_that_fails_leaves_no_buffer_written() -> None:
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(1))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.count += 1
-            raise ValueError
-
-    model = Fails()
-    with pytest.raises(ValueError):  # noqa: PT011 - of the model
+    model = Forward("m.count.add_(1); return x[m.absent]", count=torch.zeros(1))
+    with pytest.raises(AttributeError):
         assert_equivalent(model, model, (ROWS,))
     assert not model.count.any()
 

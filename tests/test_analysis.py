@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import models
 import optimizer
-from optimizer.__main__ import main
 from optimizer.analysis import Ceilings, Cost, memory, roofline
+from optimizer.testing import untouched
+from tests.single_pass import Forward, rows
 
 SLOW = Ceilings(flops=100.0, bytes=10.0)
 KIB = torch.zeros(256)  # 1024 bytes
@@ -24,56 +24,23 @@ NO_WORKSPACES = ("toy_model", "simple_mlp", "masked_assign_where", "transpose_ch
 SMALL = (*NO_WORKSPACES, "simple_cnn", "tiny_convnet", "resnet_block", "linear_bn_relu_10")
 
 
-class Run(nn.Module):
-    """A function as a model."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = [function]
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function[0](x)
-
-
-def with_view(x: torch.Tensor) -> torch.Tensor:
-    """1: a; 2: a, seen through a view; 3: a and b; 4: a, b and c, as the view is read; 5: c."""
-    a = x + 1
-    view = a.view(16, 16)
-    b = x * 2
-    return b.view(16, 16) - view
-
-
-def view_read_first(x: torch.Tensor) -> torch.Tensor:
-    a = x + 1
-    return a.view(16, 16).cos().sin().view(-1) + a
-
-
-def unread(x: torch.Tensor) -> torch.Tensor:
-    x.exp()
-    return x.sin()
-
-
-def in_place(x: torch.Tensor) -> torch.Tensor:
-    return x.cos().relu_().neg_()
-
-
-def returned_early(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    first = x.cos()
-    return first, first.sin().exp().tan()
-
-
-@pytest.mark.parametrize(
-    ("function", "peak", "last"),
-    [
-        (with_view, 3, 1),
-        (view_read_first, 3, 1),
-        (unread, 1, 1),
-        (in_place, 1, 1),
-        (returned_early, 3, 2),
-    ],
-)
-def test_a_storage_lives_until_its_last_reader(function: Any, peak: int, last: int) -> None:
-    found = memory(Run(function), KIB)
+@rows(
+    "forward peak last",
+    {
+        # 1: a; 2: a, through a view; 3: a and b; 4: a, b and c, as the view is read; 5: c.
+        "a view": (
+            "a = x + 1; v = a.view(16, 16); b = x * 2; return b.view(16, 16) - v", 3, 1
+        ),
+        "a view that is read first": (
+            "a = x + 1; return a.view(16, 16).cos().sin().view(-1) + a", 3, 1
+        ),
+        "unread": ("x.exp(); return x.sin()", 1, 1),
+        "in place": ("x.cos().relu_().neg_()", 1, 1),
+        "returned early": ("y = x.cos(); return y, y.sin().exp().tan()", 3, 2),
+    },
+)  # fmt: skip
+def test_a_storage_lives_until_its_last_reader(forward: str, peak: int, last: int) -> None:
+    found = memory(Forward(forward), KIB)
 
     assert found.peak == found.at.live == peak * 1024
     assert found.rows[-1].live == last * 1024
@@ -86,43 +53,36 @@ def test_weights_inputs_and_their_views_are_not_counted() -> None:
     assert memory(model, torch.zeros(2, 2, 2)).peak == 2 * 4 * 4
 
 
+def loaded(name: str, optimized: bool) -> tuple[nn.Module, Any]:
+    work = models.load(name)
+    if optimized:
+        return optimizer.optimize(work.module, work.example_inputs, level=1), work.example_inputs
+    return work.module, work.example_inputs
+
+
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("optimized", [False, True])
-def test_no_run_takes_less_than_what_is_alive(name: str, optimized: bool) -> None:
-    work = models.load(name)
-    module, inputs = work.module, work.example_inputs
-    if optimized:
-        module = optimizer.optimize(module, inputs, level=1)
+def test_a_run_takes_what_is_alive_and_workspaces(name: str, optimized: bool) -> None:
+    module, inputs = loaded(name, optimized)
 
-    bound = memory(module, inputs).peak
+    bound, most = memory(module, inputs).peak, memory(module, inputs, workspaces=True).highest
     measured = optimizer.measure(module, inputs, repeats=1, warmup=1).peak_memory
 
     assert measured >= bound > 0
     assert name not in NO_WORKSPACES or measured <= 1.1 * bound
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_workspaces_are_all_that_a_run_takes_besides(name: str) -> None:
-    work = models.load(name)
-    fast = optimizer.optimize(work.module, work.example_inputs, level=1)
-
-    most = memory(fast, work.example_inputs, workspaces=True).highest
-
-    measured = optimizer.measure(fast, work.example_inputs, repeats=1, warmup=1).peak_memory
-    assert most.live + most.workspace == measured
+    assert not optimized or most.live + most.workspace == measured
 
 
 def test_measuring_workspaces_changes_nothing() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout())
-    inputs, before = torch.randn(8, 4), {k: v.clone() for k, v in model.state_dict().items()}
-    state, kept = torch.get_rng_state(), inputs.clone()
+    inputs = torch.randn(8, 4)
+    kept = inputs.clone()
 
-    found = memory(model, {"input": inputs}, workspaces=True)
+    with untouched(model):
+        found = memory(model, {"input": inputs}, workspaces=True)
 
     assert found.highest.workspace > 0
-    assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(inputs, kept)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_a_node_of_which_nothing_is_known_says_so() -> None:
@@ -141,22 +101,22 @@ def test_a_node_of_which_nothing_is_known_says_so() -> None:
     assert "hooks" in str(alive)
 
 
-@pytest.mark.parametrize(
-    ("model", "flops", "tensors", "launches"),
-    [
-        (nn.Linear(256, 1, bias=False), 512, 256 + 256 + 1, 1),
-        (Run(torch.cos), 0, 512, 1),
-        (Run(lambda x: x.cos().relu_()), 0, 512 + 512, 2),
-        (Run(lambda x: x.view(16, 16).t().unsqueeze(0)), 0, 0, 0),
-        (Run(lambda x: torch.empty_like(x).squeeze_()), 0, 0, 0),
-        (Run(lambda x: x[:2].expand(8, 2) + 1), 0, 2 + 16, 1),
-        (Run(lambda x: x[:1].expand(9).cos()), 0, 1 + 9, 1),
-    ],
+@rows(
+    "model flops tensors launches",
+    {
+        "linear": (nn.Linear(256, 1, bias=False), 512, 256 + 256 + 1, 1),
+        "cos": (Forward("x.cos()"), 0, 512, 1),
+        "in place": (Forward("x.cos().relu_()"), 0, 512 + 512, 2),
+        "views": (Forward("x.view(16, 16).t().unsqueeze(0)"), 0, 0, 0),
+        "empty": (Forward("torch.empty_like(x).squeeze_()"), 0, 0, 0),
+        "expanded": (Forward("x[:2].expand(8, 2) + 1"), 0, 2 + 16, 1),
+        "of one": (Forward("x[:1].expand(9).cos()"), 0, 1 + 9, 1),
+    },
 )
 def test_what_operators_compute_and_move(
     model: nn.Module, flops: int, tensors: int, launches: int
 ) -> None:
-    inputs = torch.zeros(1, 256) if isinstance(model, nn.Linear) else KIB
+    inputs = KIB[None] if isinstance(model, nn.Linear) else KIB
 
     found = roofline(model, inputs, SLOW)
 
@@ -220,55 +180,14 @@ def is_view(name: str) -> bool:
     "name", ["resnet18", "shufflenet_v2_x1_0", "masked_postprocess_256", "toy_model"]
 )
 def test_as_many_kernels_as_the_profiler_sees(name: str, optimized: bool) -> None:
-    work = models.load(name)
-    module, inputs = work.module, work.example_inputs
-    if optimized:
-        module = optimizer.optimize(module, inputs, level=1)
+    module, inputs = loaded(name, optimized)
 
     assert roofline(module, inputs, SLOW).launches == len(kernels_run(module, inputs))
 
 
 def test_flops_are_those_of_torch() -> None:
-    work = models.load("resnet18")
+    module, inputs = loaded("resnet18", False)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        work.module(*work.example_inputs)
+        module(*inputs)
 
-    assert roofline(work.module, work.example_inputs, SLOW).flops == counter.get_total_flops()
-
-
-def test_resnet50_runs_a_third_less_kernels() -> None:
-    work = models.load("resnet50")
-    fast = optimizer.optimize(work.module, work.example_inputs, check=None, level=1)
-
-    assert roofline(work.module, work.example_inputs, SLOW).launches >= 174
-    assert roofline(fast, work.example_inputs, SLOW).launches <= 122
-
-
-def test_the_command_prints_what_each_node_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cost", "toy_model"]) == 0
-
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["node", "calls", "shape"]
-    assert lines[-2].startswith("3 kernels, ")
-    assert lines[-1].startswith("before: 4 kernels, ")
-
-
-def test_the_command_prints_what_is_alive(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["memory", "simple_cnn"]) == 0
-
-    out = capsys.readouterr().out
-    assert "\n\npeak " in out
-    assert "; with workspaces " in out
-    assert "\nmeasured " in out
-
-
-@pytest.mark.parametrize(
-    ("command", "keys"),
-    [("cost", {"before", "after", "remark"}), ("memory", {"rows", "measured", "remark"})],
-)
-def test_both_commands_give_data(
-    command: str, keys: set[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command, "toy_model", "--json"]) == 0
-
-    assert set(json.loads(capsys.readouterr().out)) == keys
+    assert roofline(module, inputs, SLOW).flops == counter.get_total_flops()

@@ -258,14 +258,10 @@ def test_a_child_that_keeps_a_list_is_called_though_nobody_reads_its_value() -> 
 
 @pytest.mark.parametrize(("package", "trusted"), [("torch.nn", True), ("torch_like.nn", False)])
 def test_code_is_trusted_by_the_name_of_its_package(package: str, trusted: bool) -> None:
-    def double(x: Tensor) -> Tensor:
-        return x * 2
-
-    globals_of_the_package = {"__name__": package}
-    double = FunctionType(double.__code__, globals_of_the_package)
+    double = FunctionType((lambda x: x * 2).__code__, {"__name__": package})
     double.__module__ = package
-    graph = optimizer.capture(nn.ReLU(), torch.ones(2))
-    relu = next(node for node in graph.graph.nodes if node.op == "call_function")
+    graph = optimizer.capture(nn.ReLU(), torch.ones(2)).graph
+    _, relu, _ = graph.nodes
     relu.target, relu.args = double, relu.args[:1]
 
     assert is_pure(relu) is trusted

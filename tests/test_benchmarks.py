@@ -308,7 +308,7 @@ def optimize_is(function):
 
 ONLY_32 = Forward("1 / (x.dtype == torch.float32)")
 OPENVINO, NOTHING, NA = rewrite("optimized-2-openvino"), nullcontext(), NotImplementedError
-NO_ENGINE = mock.patch("optimizer.lowering.engines.obstacle", return_value="is not installed")
+NO_ENGINE = mock.patch("optimizer.lowering.engines._is_installed", return_value=False)
 NO_TIMM = mock.patch.dict("sys.modules", timm=None)
 OLD, NAN, ONE = lambda module, inputs, level, check: module, torch.tensor(math.nan), torch.ones(1)
 

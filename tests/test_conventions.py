@@ -82,7 +82,7 @@ def room(name: str) -> int:
 
 def test_the_package_does_not_grow() -> None:
     """Its lines, without the testing kit. Lower the number with each change that allows it."""
-    assert sum(len(path.read_text().splitlines()) for path in OWN) <= 11127
+    assert sum(len(path.read_text().splitlines()) for path in OWN) <= 11099
 
 
 def test_no_file_is_a_drawer_for_everything() -> None:
@@ -180,8 +180,8 @@ def test_a_package_imports_only_what_it_may(path: Path) -> None:
         allowed |= {"torchao"}  # where it is asked for
     if path == PACKAGE / "__main__.py":
         allowed |= {"rich"}  # on a terminal
-    if path.parent == PACKAGE / "lowering" / "engines":
-        allowed |= {path.stem} & {"onnxruntime", "openvino"}  # each its own
+    if path == PACKAGE / "lowering" / "engines.py":
+        allowed |= {"onnxruntime", "openvino"}
     if path == PACKAGE / "workloads.py":
         allowed |= {"models"}  # for mypy, which does not run it
     if path.is_relative_to(ROOT / "models"):

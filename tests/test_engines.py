@@ -26,8 +26,7 @@ from optimizer.core.node import name_of_call
 from optimizer.lowering import engines
 from optimizer.lowering.candidates import AS_IT_IS
 from optimizer.lowering.choose import Times
-from optimizer.lowering.engines import Compiled, engines_here, engines_named
-from optimizer.lowering.engines.compiled import in_aten
+from optimizer.lowering.engines import Compiled, engines_here, engines_named, in_aten
 from optimizer.lowering.module import LoweredModule
 from tests import level_2
 from tests.conftest import address

@@ -180,7 +180,15 @@ class Branch(nn.Module):
     def forward(self, x): return x * 2 if x.sum() > 0 else x - 1
 held = {"child": Branch()}
 def forward(m, x): return m.child(x.T)
-== a child with a hook that counts : symbolic : is called as it is
+== a child with a hook : symbolic : is called as it is
+held = {"child": nn.ReLU()}
+held["child"].register_forward_hook(lambda m, given, y: y * 2)
+def forward(m, x): return m.child(m.linear(x))
+== a child with a hook that changes what its parent read : dynamo : a hook may change what
+held = {"child": nn.ReLU()}
+held["child"].register_forward_hook(lambda m, given, y: history.append(1))
+def forward(m, x): n = len(history); return m.child(m.linear(x)) * (n + 1)
+== a child with a hook that counts : eager : it sets the attribute
 class Shift(nn.Module):
     def forward(self, x): return x + 1
 def hook(m, given, y): history.append(y); box.n += 1; return y * step() * box.n + len(history)

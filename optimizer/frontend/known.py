@@ -30,7 +30,7 @@ from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils._pytree import LeafSpec, TreeSpec
 
-from optimizer.core.node import NOT_USER_CODE, is_plain, is_user_code
+from optimizer.core.node import HOOKS, NOT_USER_CODE, is_plain, is_user_code
 
 _INSTRUCTION = re.compile(
     r"(BUILD|UNARY|BINARY|JUMP|POP|LOAD_FAST|STORE_FAST|DELETE_FAST|FORMAT|CONVERT|CALL|UNPACK"
@@ -167,9 +167,14 @@ class Code:
 
     def obstacles(self) -> Iterator[str]:
         """Why it may not be recorded with stand-ins: what is not listed."""
+        hooked = False
         for module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
+            hooks = [each for name in HOOKS for each in vars(module)[name].values()]
+            hooks = [each for each in hooks if not is_of_torch(type(each))]
+            hooked |= bool(hooks)
+            yield from self._visit((*hooks,), "a hook")
             if is_of_torch(type(module)) and not isinstance(module, fx.GraphModule):
                 for name in vars(module).keys() - OF_EVERY_MODULE - {"forward"}:
                     yield from self._visit(vars(module)[name], name)
@@ -181,6 +186,9 @@ class Code:
                 yield from self._visit(type(module).forward, "forward")
         while self._pending:
             yield from self._follow(self._pending.pop())
+        attributes_of_functions = set(map(id, map(vars, self.functions)))
+        if hooked and not attributes_of_functions.issuperset(map(id, self.objects)):
+            yield "a hook may change what its code finds"
 
     def asks_for_autocast(self) -> bool:
         """Whether a function that was looked at names it: what it does may depend on it."""

@@ -1,0 +1,292 @@
+"""Compilers and runtimes that others keep, for regions on the CPU.
+
+What enters is a region and example inputs; what leaves is a program that takes such inputs. An
+engine says what it is called, what pip installs it by, and compiles. Nothing else in the package
+knows one.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import fx, nn
+
+from optimizer.core.errors import InputError
+from optimizer.core.node import attribute_of, name_of_call
+from optimizer.lowering.partition import ENLARGED, LARGEST, as_function
+from optimizer.lowering.trace import Recorder, layout_of
+
+Run: TypeAlias = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Engines: TypeAlias = str | Iterable[str]
+_TELEMETRY, _ABSENT = "openvino_telemetry", object()
+_CORES: list[Any] = []
+_LOCK = threading.Lock()
+
+
+class Engine(Protocol):
+    """A compiler or runtime for float32 on the CPU.
+
+    Attributes:
+        name: what `engines=` calls it.
+        title: what a report calls it.
+        module: what is imported.
+    """
+
+    name: str
+    title: str
+    module: str
+
+    def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
+        """A program for contiguous float32 inputs of these sizes, or an exception of any kind.
+
+        Any thread may call it; it leaves them as they are and returns memory of its own. `graph`
+        holds functions of ATen, and weights that it may keep.
+        """
+
+
+class Compiled(nn.Module):
+    """A region by an engine, for moderate inputs; by torch for others.
+
+    Engines make 0 of NaN in a ReLU. A norm is beyond the bound where an element is NaN, infinite
+    or huge; of others, which a region makes only finite numbers of, a product with a float32
+    weight overflows only where layers amplify 10^28-fold. A forked process has none of the
+    engine's threads: there the region runs by torch, too.
+    """
+
+    def __init__(
+        self, engine: Engine, region: fx.GraphModule, inputs: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__()
+        read = region.graph.find_nodes(op="get_attr")
+        read = [node for node in read if any(name_of_call(user) != "index" for user in node.users)]
+        held = list(map(attribute_of, read))
+        if not all(each.is_cpu and each.dtype == torch.float32 for each in (*inputs, *held)):
+            raise ValueError("it is not in float32 on the CPU")
+        if not all(map(_is_moderate, held)):
+            raise ValueError("a constant is not finite, or huge")
+        self.region, self.run_region = region, as_function(region)
+        self.run = engine.compile(in_aten(region, inputs), inputs, torch.get_num_threads())
+        self.process = os.getpid()
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """What the region makes of inputs of the sizes that it was compiled for."""
+        if os.getpid() == self.process and all(map(_is_moderate, inputs)):
+            return self.run([tensor.resolve_neg().contiguous() for tensor in inputs])
+        return self.run_region(*inputs)
+
+
+def _is_moderate(tensor: torch.Tensor) -> bool:
+    return bool(torch.linalg.vector_norm(tensor).item() <= LARGEST)
+
+
+def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The basic operators that a region runs for inputs like these, on its weights.
+
+    An engine may keep the memory of those beside what it packs; it asks for it as if to write it,
+    so that a snapshot has its own from then on.
+    """
+    recorder = _Recorder(inputs, region.buffers(), ENLARGED)
+    with torch.inference_mode(), recorder:
+        outputs = region(*inputs)
+    made = recorder.finished(outputs)
+    if not all(node.meta["val"].numel() for node in made.graph.nodes if "val" in node.meta):
+        raise ValueError("a tensor is empty")  # OpenVINO ends the process
+    return made.eval()
+
+
+class _Recorder(Recorder):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.split.Tensor:
+            tensor, size, dim = (*args, 0)[:3]
+            cut, whole = torch.ops.aten.slice.Tensor, tensor.shape[dim]
+            with self:  # OpenVINO does not take a last part that is smaller
+                starts = range(0, whole, size)
+                return [cut(tensor, dim, at, min(at + size, whole)) for at in starts]
+        if func._opname in ENLARGED:  # OpenVINO wants the size alone
+            corners = [each for each in args[2:3] if isinstance(each, bool)]
+            args = (args[0], [*func(*args).shape[2:]], *corners, None)
+            func = func.overloadpacket.vec
+        if func is torch.ops.aten.scaled_dot_product_attention.default:
+            with self:
+                args, kwargs = _ungrouped(args, kwargs)
+        if func is torch.ops.aten.as_strided_.default:  # as averages do
+            moved = torch.as_strided(*args)
+            same = moved.storage_offset() == args[0].storage_offset()
+            if same and layout_of(moved) == layout_of(args[0]):
+                return func(*args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _ungrouped(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], Any]:
+    """Attention whose every head has a key and a value of its own, as OpenVINO knows it."""
+    query, key, value, *rest = args
+    if not (kwargs or {}).get("enable_gqa"):
+        return args, kwargs
+    times = query.shape[-3] // key.shape[-3]
+    own = [each.repeat_interleave(times, -3) for each in (key, value)]
+    return (query, *own, *rest), {**kwargs, "enable_gqa": False}
+
+
+class OnnxRuntime:
+    """Takes 3 to 15 seconds to prepare, nearly all of it in the exporter.
+
+    Source: https://onnxruntime.ai/docs/api/python, `InferenceSession`.
+    """
+
+    name, title, module = "onnxruntime", "ONNX Runtime", "onnxruntime"
+
+    def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
+        """A program on so many threads, which do not spin between calls."""
+        import onnxruntime
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            exported = torch.onnx.export(graph, tuple(inputs), dynamo=True, verbose=False)
+        assert exported is not None
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        session = onnxruntime.InferenceSession(
+            exported.model_proto.SerializeToString(), options, ["CPUExecutionProvider"]
+        )
+        names = [each.name for each in session.get_inputs()]
+
+        def run(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            arrays = {name: each.numpy() for name, each in zip(names, given, strict=True)}
+            return list(map(torch.from_numpy, session.run(None, arrays)))
+
+        return run
+
+
+class OpenVino:
+    """Compiles in a second, and shares memory with torch both ways.
+
+    Source: https://docs.openvino.ai, "Python API", `FrontEndManager` and `compile_model`.
+    """
+
+    name, title, module = "openvino", "OpenVINO", "openvino"
+
+    def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
+        """A program on so many threads; calls at once take a request each."""
+        openvino = _imported()
+        model = _converted(graph, inputs)
+        # The code that it generates ends the process at a sum behind a GroupNorm and, from 2026 on,
+        # at x.relu() + f(g(x)) of two Linear. The library that it calls else is mostly as fast.
+        named = {name_of_call(node) for node in graph.graph.nodes}
+        generates = openvino.__version__ < "2026" and "native_group_norm" not in named
+        settings = {
+            "ENABLE_CPU_PINNING": False,  # the threads are the caller's to place
+            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_PRECISION_HINT": "f32",
+            "NUM_STREAMS": 1,
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        settings |= {} if generates else {"SNIPPETS_MODE": "DISABLE"}
+        compiled = _core().compile_model(model, "CPU", settings)
+        shapes = [tuple(output.get_shape()) for output in compiled.outputs]
+        idle: list[Any] = []  # list.append and list.pop need no lock
+
+        def shared(tensor: torch.Tensor) -> Any:
+            return openvino.Tensor(tensor.numpy(), shared_memory=True)
+
+        def run(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            try:
+                request = idle.pop()
+            except IndexError:
+                request = compiled.create_infer_request()
+            made = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
+            for place, tensor in enumerate(given):
+                request.set_input_tensor(place, shared(tensor))
+            for place, tensor in enumerate(made):
+                request.set_output_tensor(place, shared(tensor))
+            request.infer()
+            idle.append(request)
+            return made
+
+        return run
+
+
+def _core() -> Any:
+    """One for the process, and never let go.
+
+    Where a processor has tiles (AMX), OpenVINO's plugin gives the thread a stack for signals, and
+    takes the memory back with the last core and model: the next signal then ends the process.
+    """
+    with _LOCK:
+        if not _CORES:
+            _CORES.append(_imported().Core())
+    return _CORES[0]
+
+
+def _imported() -> Any:
+    """The package without its telemetry, which starts a thread and reports each import."""
+    modules: dict[str, Any] = sys.modules
+    kept = modules.get(_TELEMETRY, _ABSENT)
+    modules[_TELEMETRY] = None  # it cannot be imported
+    try:
+        return importlib.import_module("openvino")
+    finally:
+        del modules[_TELEMETRY]
+        if kept is not _ABSENT:
+            modules[_TELEMETRY] = kept
+
+
+def _converted(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
+    openvino = _imported()
+    from openvino.frontend import FrontEndManager
+    from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
+
+    front_end = FrontEndManager().load_by_framework("pytorch")
+    decoder = TorchFXPythonDecoder(graph)  # OpenVINO does not keep it alive
+    model = front_end.convert(front_end.load(decoder))
+    for parameter, tensor in zip(model.get_parameters(), inputs, strict=True):
+        parameter.set_partial_shape(openvino.PartialShape(list(tensor.shape)))
+        parameter.set_element_type(openvino.Type.f32)
+    model.validate_nodes_and_infer_types()
+    return model
+
+
+ENGINES: dict[str, Engine] = {each.name: each for each in (OpenVino(), OnnxRuntime())}
+AUTOMATIC = ("openvino",)  # ONNX Runtime takes 3 to 15 seconds to prepare
+
+
+def engines_named(names: Engines) -> tuple[str, ...]:
+    """What a caller asks for; "auto" is what is installed and quickly prepared.
+
+    Raises:
+        InputError: there is no such engine, or it cannot be used.
+    """
+    if names == "auto":
+        return tuple(name for name in AUTOMATIC if _is_installed(ENGINES[name]))
+    asked = [names] if isinstance(names, str) else names
+    listed = list(asked) if isinstance(asked, Iterable) else [None]
+    for name in listed:
+        if not isinstance(name, str) or name not in ENGINES:
+            known = " and ".join(map(repr, ENGINES))
+            raise InputError(f"engines: there is no {name!r}, but there are {known}, and 'auto'.")
+        if not _is_installed(ENGINES[name]):
+            advice = f"run python -m pip install '.[{name}]' in the clone"
+            raise InputError(f"engine {name!r} is not installed: {advice}.")
+    return tuple(map(str, listed))
+
+
+def _is_installed(engine: Engine) -> bool:
+    return importlib.util.find_spec(engine.module) is not None
+
+
+def engines_here(names: Iterable[str]) -> dict[str, Engine]:
+    """The engines of these names that can be used, by title and version."""
+    known = [each for name, each in ENGINES.items() if name in names]
+    here = [each for each in known if _is_installed(each)]
+    return {f"{each.title} {importlib.metadata.version(each.module)}": each for each in here}

@@ -18,7 +18,7 @@ from torch import nn
 
 import optimizer
 from optimizer import EquivalenceError, InputError, OptimizerError, workloads
-from optimizer.analysis import measured, memory, roofline
+from optimizer.analysis import measured, roofline
 from optimizer.analysis.measure import FEWEST_ROUNDS, require_at_least
 from optimizer.core.inputs import map_tensors, require_module, require_writable
 from optimizer.core.node import line_of
@@ -92,8 +92,7 @@ def _parser() -> ArgumentParser:
         ("check", _check, "check that the optimized model gives the model's answers"),
         ("bisect", _bisect, "find the single rewrite that changes the answer"),
         ("compare", _compare, "time the optimized model against the model, interleaved"),
-        ("cost", _cost, "what each node computes, moves and launches, and the time that takes"),
-        ("memory", _memory, "what is alive at each node, and the peak that was measured"),
+        ("cost", _cost, "what each node computes, moves and keeps alive, and the time that takes"),
     ):
         command = commands.add_parser(name, help=text, description=text, **_BELOW)
         command.set_defaults(run=run)
@@ -171,18 +170,11 @@ def _compare(options: Namespace) -> tuple[str, Any]:
 def _cost(options: Namespace) -> tuple[str, Any]:
     model, fast, inputs = _optimized(options)
     before = roofline(model, inputs)
-    after = roofline(fast, inputs, before.ceilings)
-    data = {"before": asdict(before), "after": asdict(after), "remark": _not_counted(fast).strip()}
-    return f"{after}\nbefore: {before.totals()}{_not_counted(fast)}", data
-
-
-def _memory(options: Namespace) -> tuple[str, Any]:
-    _, fast, inputs = _optimized(options)
-    bound = memory(fast, inputs, workspaces=True)
+    after = roofline(fast, inputs, before.ceilings, workspaces=True)
     peak = optimizer.measure(fast, inputs, repeats=1, warmup=1).peak_memory
-    ratio = f", {peak / bound.peak:.2f} times that" if bound.peak else ""
-    told = f"{bound}\nmeasured {peak:,} bytes{ratio}{_not_counted(fast)}"
-    return told, asdict(bound) | {"measured": peak, "remark": _not_counted(fast).strip()}
+    data = {"before": asdict(before), "after": asdict(after), "measured": peak}
+    told = f"{after}\nbefore: {before.totals()}\npeak memory measured: {peak:,} bytes"
+    return told + _not_counted(fast), data | {"remark": _not_counted(fast).strip()}
 
 
 def _not_counted(fast: Any) -> str:

@@ -277,8 +277,8 @@ def only_level_1(module, inputs, level, check):
 
 @table(
     "name params lacks is_measured",
-    ("graph.Work.track_flops", "optimized-1", "analysis.memory", False),
-    (NODES, "optimized-1", "analysis.memory", True),
+    ("graph.Work.track_flops", "optimized-1", "analysis.roofline", False),
+    (NODES, "optimized-1", "analysis.roofline", True),
     (PEAK, "optimized-1", "optimize", False),
     (PEAK, "optimized-1", "measure", False),
     (PEAK, "optimized-1", "other levels", True),

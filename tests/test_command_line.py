@@ -95,7 +95,6 @@ VERDICT = r"\Atoy_model: (faster|slower|no difference): speed-up .*, %s rounds(;
         "bisect": ("bisect my_model:build", [r"\Amy_model:build: no rewrite"], []),
         "cost": ("cost toy_model", [r"\Anode +calls +shape", "\n3 kernels, .*\nbefore: 4 ker"], []),
         "version": ("--version", [rf"\Aoptimizer {optimizer.__version__}\n\Z"], []),
-        "memory": ("memory simple_cnn", ["\n\npeak .*; with workspaces ", "\nmeasured "], []),
     },
 )  # fmt: skip
 def test_a_command_prints_text_and_where_no_terminal_is_nothing_else(
@@ -290,7 +289,7 @@ def test_engines_are_named_as_optimize_takes_them(
 @pytest.mark.parametrize("command", [
     "", "optimise resnet18", "optimize", "optimize toy_model --precision fp8 --level 3",
     # What a command has no use for, it does not take.
-    "bisect toy_model --precision bf16 --level 3", "memory toy_model --html report.html",
+    "bisect toy_model --precision bf16 --level 3", "cost toy_model --html report.html",
 ])  # fmt: skip
 def test_a_wrong_command_shows_the_usage(command: str, run: Run) -> None:
     code, _, err = run(command)
@@ -318,7 +317,7 @@ class Terminal(io.StringIO):
 
 
 BOTH = ["making my_model:build", "optimizing", "running both"]
-COMMANDS = ["optimize", "check", "compare", "cost", "memory"]
+COMMANDS = ["optimize", "check", "compare", "cost"]
 STAGES = {f"{each} my_model:build": BOTH for each in COMMANDS}
 STAGES |= {"bisect my_model:build": ["making my_model:build", "bisecting"]}
 STAGES |= {"explain fold_affine": []}
@@ -348,22 +347,17 @@ def test_a_mistake_is_told_below_what_was_shown(monkeypatch: pytest.MonkeyPatch)
     assert shown.getvalue().rpartition("\x1b[2K")[2].startswith("error: 'my_model:ending'")
 
 
-@pytest.mark.parametrize(
-    ("command", "keys"), [("cost", {"before", "after"}), ("memory", {"rows", "measured"})]
-)
-def test_what_runs_beside_the_nodes_is_told(
-    command: str, keys: set[str], run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_runs_beside_the_nodes_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = optimizer.optimize
     untimed = lambda *given, **options: kept(*given, **options, tune_seconds=0)  # noqa: E731
     monkeypatch.setattr(optimizer, "optimize", untimed)
 
-    last = run(f"{command} --engines none resnet18")[1].splitlines()[-1]
+    last = run("cost --engines none resnet18")[1].splitlines()[-1]
 
     assert "parts are run by packed weights, channels_last instead" in last
-    assert "instead" not in run(f"{command} --level 1 resnet18")[1]
-    data = json.loads(run(f"{command} --engines none resnet18 --json")[1])
-    assert data.keys() == keys | {"remark"}
+    assert "instead" not in run("cost --level 1 resnet18")[1]
+    data = json.loads(run("cost --engines none resnet18 --json")[1])
+    assert data.keys() == {"before", "after", "measured", "remark"}
     assert data["remark"] == last
 
 

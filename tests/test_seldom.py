@@ -257,7 +257,7 @@ def test_the_cost_of_what_raises_is_unknown_and_of_a_factory_known(
     assert {each.unknown for each in made.rows} == {""}
 
     monkeypatch.setattr("optimizer.analysis.cost._runs_a_kernel", failing)
-    assert {each.unknown for each in roofline(Rows("x.relu()"), ROWS).rows} == {"no such thing"}
+    assert [each.unknown for each in roofline(Rows("x.relu()"), ROWS).rows][1] == "no such thing"
 
 
 def test_a_phase_that_never_comes_to_an_end_is_a_faulty_pass() -> None:

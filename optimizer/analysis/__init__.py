@@ -3,10 +3,6 @@
 Nothing of this runs inside `optimize`. It imports `core`, `facts`, `frontend` and `verify`.
 """
 
-from optimizer.analysis.cost import (  # isort: skip
-    Ceilings, Cost, Live, Memory, Roofline, ceilings, measured, memory, roofline,
-)  # fmt: skip
+from optimizer.analysis.cost import Ceilings, Cost, Roofline, ceilings, measured, roofline
 
-__all__ = [
-    "Ceilings", "Cost", "Live", "Memory", "Roofline", "ceilings", "measured", "memory", "roofline",
-]  # fmt: skip
+__all__ = ["Ceilings", "Cost", "Roofline", "ceilings", "measured", "roofline"]

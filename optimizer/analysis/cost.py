@@ -108,7 +108,11 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one node does: arithmetic, tensors read and written, operators that run a kernel."""
+    """What one node does, in operations, bytes and kernels, and what is alive while it runs.
+
+    `made` are the bytes of the activations that it makes, `live` those of all that are alive
+    while it runs, and `workspace` what it takes besides, where that was measured.
+    """
 
     node: str = ""
     text: str = ""
@@ -116,19 +120,17 @@ class Cost:
     flops: int = 0
     bytes: int = 0
     launches: int = 0
+    made: int = 0
+    live: int = 0
+    workspace: int = 0
     unknown: str = ""  # why nothing is known of this node; it counts as nothing
 
-    @property
-    def intensity(self) -> float:
-        """Floating-point operations for each byte."""
-        return self.flops / self.bytes if self.bytes else 0.0
-
     def seconds(self, at: Ceilings) -> float:
-        """The least time that this takes on such a machine."""
+        """Return the least time that this takes on such a machine."""
         return max(self.flops / at.flops, self.bytes / at.bytes)
 
     def bound(self, at: Ceilings) -> str:
-        """What that time is spent on: compute, memory, or nothing."""
+        """Return what that time is spent on: compute, memory, or nothing."""
         if self.unknown or not self.launches:
             return "unknown" if self.unknown else ""
         return "compute" if self.flops / at.flops > self.bytes / at.bytes else "memory"
@@ -136,7 +138,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The cost of each node, and the least time that it takes below two ceilings."""
+    """The cost of each node in the order of execution, below two ceilings."""
 
     rows: tuple[Cost, ...]
     ceilings: Ceilings
@@ -161,47 +163,76 @@ class Roofline:
         """The sum over all nodes, one after the other."""
         return sum(row.seconds(self.ceilings) for row in self.rows)
 
+    @property
+    def peak(self) -> int:
+        """The least memory that a call in this order takes above its weights and inputs."""
+        return max(row.live for row in self.rows)
+
+    @property
+    def highest(self) -> Cost:
+        """The first node at which most memory is taken, workspaces included."""
+        return max(self.rows, key=lambda row: row.live + row.workspace)
+
     def __str__(self) -> str:
-        head = ("kernels", 7), ("MFLOP", 10), ("MB", 10), ("FLOP/byte", 9), ("us", 10)
-        names = (f"{name:>{width}}" for name, width in head)
-        rows = [("node", "calls", "shape", *names, "bound by")]
+        head = "kernels", "MFLOP", "MB", "us", "bytes alive", "besides"
+        rows = [("node", "calls", "shape", *(f"{name:>11}" for name in head), "bound by")]
         for row in self.rows:
-            moved, time = row.bytes / 1e6, row.seconds(self.ceilings) * 1e6
-            numbers = f"{row.launches:7}", f"{row.flops / 1e6:10.2f}", f"{moved:10.3f}"
-            more = f"{row.intensity:9.1f}", f"{time:10.1f}", row.bound(self.ceilings)
-            rows.append((row.node, row.text, row.unknown or row.shape, *numbers, *more))
+            work, time = (row.flops / 1e6, row.bytes / 1e6), row.seconds(self.ceilings) * 1e6
+            numbers = f"{row.launches:11}", *(f"{n:11.3f}" for n in work), f"{time:11.1f}"
+            sizes = f"{row.live:11,}", f"{row.workspace:11,}"
+            shape = row.unknown or row.shape
+            rows.append((row.node, row.text, shape, *numbers, *sizes, row.bound(self.ceilings)))
         return f"{columns(rows)}\n\n{self.totals()}"
 
     def totals(self) -> str:
-        """All of it in one line."""
-        unknown = sum(bool(row.unknown) for row in self.rows)
+        """Return all of it in one line."""
+        unknown, most = sum(bool(row.unknown) for row in self.rows), self.highest
         rest = f", and {unknown} nodes of which nothing is known" if unknown else ""
         return (
             f"{self.launches} kernels, {self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.1f} MB,"
-            f" {self.seconds * 1e3:.3f} ms at {self.ceilings}{rest}"
+            f" {self.seconds * 1e3:.3f} ms at {self.ceilings}, at most"
+            f" {most.live + most.workspace:,} bytes alive, at {most.node}{rest}"
         )
 
 
 def roofline(
-    model: nn.Module, example_inputs: ExampleInputs, at: Ceilings | None = None
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    at: Ceilings | None = None,
+    *,
+    workspaces: bool = False,
 ) -> Roofline:
-    """What a model costs node by node, below the ceilings `at`, else those measured here.
+    """Return what a model costs node by node, below the ceilings `at`, else those measured here.
+
+    A storage lives from the node that makes it to the last reader of any view of it; what is
+    returned stays. Weights and inputs are there before, and what an operator takes for itself
+    while it runs is not seen, unless `workspaces` are asked for: then each node is run. What a
+    mask chooses is counted as if it chose all.
 
     Raises:
         InputError: the model or the inputs cannot be used.
         CaptureError: the model cannot be recorded; the message says why.
+        DeviceError: workspaces are asked for on a device that cannot be measured.
     """
-    module, _ = observed(model, example_inputs)
-    facts, rows = module.meta["facts"], []
-    for node in (each for each in module.graph.nodes if each.op.startswith("call")):
-        ran, unknown = Operators(), node.meta["fact"].error
+    module, call = observed(model, example_inputs)
+    facts, nodes = module.meta["facts"], list(module.graph.nodes)
+    made, live = [0] * len(nodes), [0] * len(nodes)
+    for size, first, last in _lifetimes(nodes, facts.external):
+        made[first] += size
+        for place in range(first, last + 1):
+            live[place] += size
+    peaks = _peaks(module, call) if workspaces else made
+    rows = []
+    for node, new, total, peak in zip(nodes, made, live, peaks, strict=True):
+        calls, ran = node.op.startswith("call"), Operators()
+        unknown = node.meta["fact"].error if calls else ""
         try:
-            if not unknown:
+            if calls and not unknown:
                 facts.run(node, ran)
         except Exception as error:
             ran, unknown = Operators(), str(error).partition("\n")[0]
-        told = node.name, describe(node), shape_text(node)
-        rows.append(Cost(*told, ran.flops, ran.bytes, ran.launches, unknown))
+        work, sizes = (ran.flops, ran.bytes, ran.launches), (new, total, max(0, peak - new))
+        rows.append(Cost(node.name, describe(node), shape_text(node), *work, *sizes, unknown))
     return Roofline(tuple(rows), at or ceilings())
 
 
@@ -227,97 +258,19 @@ def measured(model: nn.Module, fast: Any, example_inputs: ExampleInputs) -> Repo
     return report
 
 
-@dataclass(frozen=True)
-class Live:
-    """The bytes of activations that one node makes, and all that are alive while it runs."""
-
-    node: str
-    text: str
-    shape: str
-    made: int
-    live: int
-    unknown: str = ""  # why nothing is known of what this node makes; it counts as nothing
-    workspace: int = 0  # what it takes besides, while it runs, where that was measured
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The activations alive at each node, in the order of execution."""
-
-    rows: tuple[Live, ...]
-
-    @property
-    def peak(self) -> int:
-        """The least memory that a call in this order takes above its weights and inputs."""
-        return self.at.live
-
-    @property
-    def at(self) -> Live:
-        """The first node at which the peak is reached."""
-        return max(self.rows, key=lambda row: row.live)
-
-    @property
-    def highest(self) -> Live:
-        """The first node at which most is taken, workspaces included."""
-        return max(self.rows, key=lambda row: row.live + row.workspace)
-
-    def __str__(self) -> str:
-        head = ("node", "calls", "shape", *(f"{name:>12}" for name in ("makes", "live", "besides")))
-        rows = [head]
-        for row in self.rows:
-            sizes = map("{:12,}".format, (row.made, row.live, row.workspace))
-            rows.append((row.node, row.text, row.unknown or row.shape, *sizes))
-        most = self.highest
-        besides = f"; with workspaces {most.live + most.workspace:,} at {most.node}"
-        told = besides if any(row.workspace for row in self.rows) else ""
-        return f"{columns(rows)}\n\npeak {self.peak:,} bytes at {self.at.node}{told}"
-
-
-def memory(model: nn.Module, example_inputs: ExampleInputs, *, workspaces: bool = False) -> Memory:
-    """A lower bound of a model's peak memory, node by node.
-
-    A storage lives from the node that makes it to the last reader of any view of it; what is
-    returned stays. Weights and inputs are there before, and what an operator takes for itself
-    while it runs is not seen. What a mask chooses is counted as if it chose all.
-
-    Args:
-        model: any module that can be recorded.
-        example_inputs: what it is called with.
-        workspaces: run each node, and measure what it takes besides what it makes.
-
-    Raises:
-        InputError: the model or the inputs cannot be used.
-        CaptureError: the model cannot be recorded; the message says why.
-        DeviceError: workspaces are asked for on a device that cannot be measured.
-    """
-    module, call = observed(model, example_inputs)
-    nodes = list(module.graph.nodes)
-    made, live = [0] * len(nodes), [0] * len(nodes)
-    for size, first, last in _lifetimes(nodes, module.meta["facts"].external):
-        made[first] += size
-        for place in range(first, last + 1):
-            live[place] += size
-    taken = _taken(module, call) if workspaces else [0] * len(nodes)
-    rows = []
-    for n, new, total, most in zip(nodes, made, live, taken, strict=True):
-        told = n.name, describe(n), shape_text(n)
-        rows.append(Live(*told, new, total, n.meta["fact"].error, max(0, most - new)))
-    return Memory(tuple(rows))
-
-
-def _taken(module: fx.GraphModule, call: Call) -> list[int]:
-    """The memory that each node takes. The module is a copy, so its buffers may be written."""
+def _peaks(module: fx.GraphModule, call: Call) -> list[int]:
+    """Measure the memory that each node takes; the module is a copy, which may be written."""
     device = device_of(tensors_in([*call, *module.parameters()]))
-    taken: list[int] = []
+    peaks: list[int] = []
 
     def run_measured(node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
         results: list[Any] = []
-        taken.append(device.peak_memory(lambda: results.append(run(node))))
+        peaks.append(device.peak_memory(lambda: results.append(run(node))))
         return results.pop()
 
     with own_random_numbers(), torch.no_grad():
         NodeByNode(module, call.map(torch.clone), run_measured).run()
-    return taken
+    return peaks
 
 
 def _lifetimes(nodes: list[fx.Node], external: set[int]) -> list[tuple[int, int, int]]:

@@ -174,7 +174,7 @@ def swarm(focus: str | None, number: int) -> list[str]:
     Args:
         focus: name of the pass whose motif it is; if None, half the numbers have the motif of some
             pass, and the others any words.
-        number: of the vocabulary; the same gives the same. One of eight may be `NOT_RECORDED`.
+        number: of the vocabulary; the same gives the same. Without a focus, one of 16 may be `NOT_RECORDED`.
     """
     random = Random(f"{focus} {number}")
     motif = Motif(fires=tuple(random.sample(list(TOKENS), 16)))
@@ -227,7 +227,7 @@ def swarm(focus: str | None, number: int) -> list[str]:
         programs.append(" ".join(program))
     every = planted + programs
     recorded = [each for each in every if NOT_RECORDED.isdisjoint(each.split())]
-    return recorded if recorded and number % 8 else every
+    return recorded if recorded and (focus or number % 16) else every
 
 
 @cache

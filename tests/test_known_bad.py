@@ -88,7 +88,12 @@ DEAD_CODE_DEFECTS = {
 }
 
 
-@pytest.mark.parametrize("defect", FUSE_DEFECTS)
+FIRST, *OTHERS = FUSE_DEFECTS
+
+
+@pytest.mark.parametrize(
+    "defect", [FIRST, *(pytest.param(each, marks=pytest.mark.integration) for each in OTHERS)]
+)
 def test_torch_fuse_is_caught(defect: str) -> None:
     alphabet, shape, message = FUSE_DEFECTS[defect]
 

@@ -326,6 +326,7 @@ def test_missing_torchvision_says_how_to_install_it(monkeypatch):
         models.load("resnet18")
 
 
+@pytest.mark.integration
 def test_torchvision_imports_in_a_fresh_process_without_a_warning():
     code = "import models; print(models.load('shufflenet_v2_x1_0').family)"
 
@@ -377,6 +378,7 @@ print({show or "torchvision"})
 SCHEMAS = "*(getattr(torch.ops.torchvision, name).default._schema for name in {}), sep='\\n'"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("loaded", [(), ("nms",), ("nms", "qnms", "of_tomorrow")])
 def test_only_operators_that_do_not_load_are_declared(
     loaded: tuple[str, ...], tmp_path: Path
@@ -389,10 +391,12 @@ def test_only_operators_that_do_not_load_are_declared(
     assert schemas == [f"torchvision::{name}{theirs if name in loaded else ours}" for name in names]
 
 
+@pytest.mark.integration
 def test_every_module_of_torchvision_is_where_it_belongs(tmp_path: Path) -> None:
     assert after_importing(tmp_path, show="torchvision._inside.__name__") == "torchvision._inside"
 
 
+@pytest.mark.integration
 def test_a_torchvision_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
     rest = "raise RuntimeError('compiled for another CUDA')"
 
@@ -402,18 +406,21 @@ def test_a_torchvision_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
     assert told.endswith(": compiled for another CUDA")
 
 
+@pytest.mark.integration
 def test_a_package_that_torchvision_lacks_is_named(tmp_path: Path) -> None:
     told = after_importing(tmp_path, rest="import no_such_package")
 
     assert told.endswith(": No module named 'no_such_package'")
 
 
+@pytest.mark.integration
 def test_an_operator_that_stays_missing_ends_the_attempts(tmp_path: Path) -> None:
     rest = "raise RuntimeError('operator torchvision::nms does not exist')"
 
     assert after_importing(tmp_path, rest=rest).endswith("torchvision::nms does not exist")
 
 
+@pytest.mark.integration
 def test_a_torchvision_that_failed_before_is_imported_after_all() -> None:
     code = """
 import contextlib

@@ -116,6 +116,7 @@ def test_passes_are_fuzzed_alone_and_together() -> None:
     assert tried == [("remove_clones",), ("remove_clones", "fold_padding")]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", SAMPLE.values())
 def test_a_mutant_of_each_pass_is_killed(name: str) -> None:
     verdict = _score.try_mutant(CATALOGUE[name], ["motifs", "models"])
@@ -124,6 +125,7 @@ def test_a_mutant_of_each_pass_is_killed(name: str) -> None:
     assert verdict.evidence
 
 
+@pytest.mark.integration
 def test_generated_models_alone_find_a_mistake() -> None:
     verdict = _score.try_mutant(CATALOGUE["fuse_linear_relu: the bias lost"])
 
@@ -131,6 +133,7 @@ def test_generated_models_alone_find_a_mistake() -> None:
     assert 0 < verdict.examples <= _score.BUDGET
 
 
+@pytest.mark.integration
 def test_a_pass_that_many_models_leave_idle_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_examples, "MANY", 9)
     idle = CATALOGUE["fuse_linear_relu: does nothing"]
@@ -144,6 +147,7 @@ def test_a_pass_that_many_models_leave_idle_is_found(monkeypatch: pytest.MonkeyP
         assert fresh.first_failing_model(both, 9).failure == ""
 
 
+@pytest.mark.integration
 def test_a_rewrite_that_refuses_what_it_used_to_accept_is_found() -> None:
     by, idle = ["models"], CATALOGUE["fuse_linear_relu: does nothing"]
     sound = _score.try_sound(idle, by, 9)
@@ -156,6 +160,7 @@ def test_a_rewrite_that_refuses_what_it_used_to_accept_is_found() -> None:
     assert not _score.try_mutant(idle, by, 9).killed
 
 
+@pytest.mark.integration
 def test_some_models_at_level_2_run_on_a_real_engine() -> None:
     pytest.importorskip("openvino")
     program = ("conv_k3", "relu", "conv_k3")
@@ -228,6 +233,7 @@ def in_this_process(*_: Any, **__: Any) -> Iterator[Any]:
     yield SimpleNamespace(map=map, submit=submit)
 
 
+@pytest.mark.integration
 def test_a_mistake_that_ends_its_process_is_found() -> None:
     """Some arguments that are wrong end in a kernel that divides by 0."""
     line = "import torch\n"

@@ -174,7 +174,8 @@ def swarm(focus: str | None, number: int) -> list[str]:
     Args:
         focus: name of the pass whose motif it is; if None, half the numbers have the motif of some
             pass, and the others any words.
-        number: of the vocabulary; the same gives the same. Without a focus, one of 16 may be `NOT_RECORDED`.
+        number: of the vocabulary; the same gives the same. Without a focus, one of 16 may have
+            what is `NOT_RECORDED`.
     """
     random = Random(f"{focus} {number}")
     motif = Motif(fires=tuple(random.sample(list(TOKENS), 16)))

@@ -18,7 +18,7 @@ from optimizer.core.copy import held_tensors, snapshot
 from optimizer.core.errors import CaptureError, InputError, OptimizerWarning, Refused
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
 from optimizer.core.report import Report, Size, listing
-from optimizer.facts.facts import called_as_they_are, obstacle
+from optimizer.facts.facts import opaque_calls, obstacle
 from optimizer.frontend.dynamo import DYNAMO, GuardedModule, capture_graph
 from optimizer.frontend.module import OptimizedModule, Recipe, Unchanged
 from optimizer.frontend.outside import Outside, kept, lasts
@@ -220,7 +220,7 @@ class Run:
         if self.call and self.expected is None and (self.check or module.meta["facts"].failures):
             self.expected = self._reference()  # facts are unknown also where inputs are wrong
         before = {"before": Size.of(module), "graph_before": listing(module)}
-        self.left = called_as_they_are(module)
+        self.left = opaque_calls(module)
         remarks = self.left + module.meta.pop("materialized", [])
         if self.check == "each":
             module.recompile()

@@ -270,7 +270,7 @@ PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] =
 def test_a_layer_of_another_form_or_with_an_effect_is_run(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_known_results, "_known", {})
+    monkeypatch.setattr(_known_results, "_layouts", {})
     known, other, kind = PAIRS[name]
     observed(known(), INPUTS[kind]())
 
@@ -299,7 +299,7 @@ def test_a_sum_that_is_written_over_a_value_is_another_than_one_that_is_not() ->
 
 
 def test_so_many_results_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optimizer.facts.facts._MOST", 0)
+    monkeypatch.setattr("optimizer.facts.facts._MOST_LAYOUTS", 0)
     x = torch.ones(2, 3, 1, 7, 1)
 
     assert [observed(nn.GELU(), x)[1] for _ in range(2)] == [1, 1]

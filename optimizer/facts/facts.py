@@ -85,17 +85,17 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator writes."""
+    """Return the arguments that an operator writes."""
     parameters = func._schema.arguments
-    given = {**dict(zip((each.name for each in parameters), args, strict=False)), **kwargs}
+    arguments = {**dict(zip((p.name for p in parameters), args, strict=False)), **kwargs}
     written = [each.name for each in parameters if each.alias_info and each.alias_info.is_write]
-    if given.get("training"):  # native_batch_norm updates these, and its schema keeps quiet
+    if arguments.get("training"):  # native_batch_norm updates these, and its schema keeps quiet
         written += ["running_mean", "running_var"]
-    return [given[name] for name in written if name in given]
+    return [arguments[name] for name in written if name in arguments]
 
 
 def is_sized_by_values(func: Any, args: Sequence[Any]) -> bool:
-    """Whether the size of what an operator returns depends on values."""
+    """Return whether the size of what an operator returns depends on values."""
     if func is torch.ops.aten.index.Tensor:  # v[i] has as many elements as there are numbers in i
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     return torch.Tag.dynamic_output_shape in func.tags
@@ -105,13 +105,13 @@ _KNOWN_BUILTINS = (abs, bool, divmod, float, getattr, int, len, max, min, pow, r
 
 
 def runs_known_code(node: fx.Node) -> bool:
-    """Whether a node is known to have no effects but those that ATen operators have."""
+    """Return whether a node is known to have no effects but those that ATen operators have."""
     calls_code = node.op in ("call_function", "call_module")
     return not calls_code or node.target in _KNOWN_BUILTINS or home_of(node) in KNOWN_HOMES
 
 
 def devices_named_by(node: fx.Node) -> set[torch.device]:
-    """Devices that a call names, or takes by default because it makes a tensor of nothing."""
+    """Return the devices that a call names, or, of a factory that names none, the default."""
     named = set[torch.device]()
     for leaf in (*node.args, *node.kwargs.values()):
         if isinstance(leaf, str | torch.device):
@@ -124,57 +124,57 @@ def devices_named_by(node: fx.Node) -> set[torch.device]:
     return named
 
 
-def called_as_they_are(module: fx.GraphModule) -> list[str]:
-    """What was not recorded, because nothing is known of what it does; and the reasons."""
-    calls = {n.target: module_of(n) for n in module.graph.find_nodes(op="call_module")}
+def opaque_calls(root: fx.GraphModule) -> list[str]:
+    """Return a remark on each module that is called as it is, since its calls may do anything."""
+    modules = {n.target: module_of(n) for n in root.graph.find_nodes(op="call_module")}
     return [
-        f"'{name}' ({type(each).__name__}) is called as it is: it is scripted, or it has hooks,"
+        f"'{name}' ({type(module).__name__}) is called as it is: it is scripted, or it has hooks,"
         " parametrizations or a __call__"
-        for name, each in calls.items()
-        if isinstance(each, torch.jit.ScriptModule) or not is_plain(each)
+        for name, module in modules.items()
+        if isinstance(module, torch.jit.ScriptModule) or not is_plain(module)
     ]
 
 
 _ARITHMETIC = frozenset((operator.add, operator.sub, operator.mul, torch.add, torch.sub, torch.mul))
-_MOST = 1 << 14
-_known: dict[Any, Any] = {}  # the layout of a new tensor, or None if the first is overwritten
+_MOST_LAYOUTS = 1 << 14
+_layouts: dict[Any, Any] = {}  # the layout of a new tensor, or None if the first is overwritten
 
 
 def known_outcome(
-    run: Callable[[], tuple[Any, Effect]], called: Any, *args: Any
+    run: Callable[[], tuple[Any, Effect]], target: Any, *args: Any
 ) -> tuple[Any, Effect]:
-    """What a call on meta tensors yields and does: as before, or as a run tells."""
-    key = _form(called, args)
-    if key in _known:
-        if (layout := _known[key]) is None:
+    """Return what a call on meta tensors yields and does, remembered or by running it."""
+    key = _form(target, args)
+    if key in _layouts:
+        if (layout := _layouts[key]) is None:
             return args[0], Effect(storages_in(args[0]))
         return torch.empty_strided(*layout[:2], dtype=layout[2], device="meta"), NOTHING
     value, effect = run()
-    if isinstance(called, _NormBase) and effect == NOTHING and args[0].is_contiguous():
+    if isinstance(target, _NormBase) and effect == NOTHING and args[0].is_contiguous():
         value = value.new_empty(value.shape)  # of single elements, its kernel keeps no strides
     over = value is args[0] and effect == Effect(storages_in(value)) if args else False
     new = effect == NOTHING and storages_in(value).isdisjoint(storages_in(args))
-    if key and isinstance(value, torch.Tensor) and (over or new) and len(_known) < _MOST:
-        _known[key] = None if over else _layout(value)
+    if key and isinstance(value, torch.Tensor) and (over or new) and len(_layouts) < _MOST_LAYOUTS:
+        _layouts[key] = None if over else _layout(value)
     return value, effect
 
 
-def _form(called: Any, args: tuple[Any, ...]) -> Any:
-    """All that the layout of a result depends on; None where it is not known what that is."""
+def _form(target: Any, args: tuple[Any, ...]) -> Any:
+    """Return all that the layout of a result depends on, or None where that is not known."""
     if not all(isinstance(each, torch.Tensor) for each in args):
         return None
     layouts = tuple(map(_layout, args))
-    if not isinstance(called, nn.Module):
-        return (called, layouts) if called in _ARITHMETIC else None
-    kind = type(called)
+    if not isinstance(target, nn.Module):
+        return (target, layouts) if target in _ARITHMETIC else None
+    kind = type(target)
     ours = kind.__module__.startswith(("torch.nn.modules.", "optimizer."))
-    if not (ours and isinstance(called, ops.RETURN_A_TENSOR)) or has_plain_tensors(called):
+    if not (ours and isinstance(target, ops.RETURN_A_TENSOR)) or has_plain_tensors(target):
         return None
     names = ("training", "_reversed_padding_repeated_twice", *getattr(kind, "__constants__", ()))
-    settings = [getattr(called, name, None) for name in names]
-    held = [*called._parameters.items(), *called._buffers.items()]
-    tensors = tuple((name, each if each is None else _layout(each)) for name, each in held)
-    return kind, repr(settings), tensors, layouts
+    settings = [getattr(target, name, None) for name in names]
+    tensors = [*target._parameters.items(), *target._buffers.items()]
+    weights = tuple((name, each if each is None else _layout(each)) for name, each in tensors)
+    return kind, repr(settings), weights, layouts
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -212,11 +212,11 @@ class Facts:
         self._alive: list[torch.Tensor] = []
 
     def any_written(self, storages: Iterable[int]) -> bool:
-        """Whether a node of the graph writes one of some storages."""
+        """Return whether a node of the graph writes one of some storages."""
         return any(not node._erased for each in storages for node in self.writers.get(each, ()))
 
     def to_meta(self, value: Any) -> Any:
-        """A copy of a tensor, a module or a pytree of them whose tensors hold no data."""
+        """Return a copy of a tensor, a module or a pytree of them whose tensors hold no data."""
         if isinstance(value, nn.Module):
             for tensor in tensors_of(value):
                 self._to_meta(tensor)
@@ -254,46 +254,45 @@ class Facts:
             self.record(node, Fact(writes=self._within_reach(node), error=reason))
             return
         lasting_writes = {s for s in effect.writes if s in self.holders or s in self.external}
-        given: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
-        name, known = name_of_call(node), runs_known_code(node)
-        squeezes = not known or "squeeze" in name.split("_")
-        varies = squeezes or any(each.rank_varies for each in given)
-        inputs = frozenset[fx.Node]().union(*(each.inputs for each in given))
-        kept, storages = _snapshot(value)
-        sources = self._may_be_part_of_result(node, value, given)
+        facts: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
+        name, is_known = name_of_call(node), runs_known_code(node)
+        squeezes = not is_known or "squeeze" in name.split("_")
+        varies = squeezes or any(each.rank_varies for each in facts)
+        inputs = frozenset[fx.Node]().union(*(each.inputs for each in facts))
+        result, storages = _snapshot(value)
+        sources = self._may_be_part_of_result(node, value, facts)
         self._shared |= dict.fromkeys(storages - sources, sources) if sources else {}
-        storages |= sources
-        storages, writes = self._with_shared(storages), self._with_shared(lasting_writes)
+        storages, writes = map(self._with_shared, (storages | sources, lasting_writes))
         training = node.op == "call_module" and module_of(node).training
         draws = training or "dropout" in name or "attention" in name  # but nothing for no elements
-        none = any(isinstance(v, torch.Tensor) and not v.numel() for v in (g.value for g in given))
-        drawn = effect.random or (draws and none)
-        self.record(node, Fact(kept, storages, writes, drawn, varies, inputs))
+        empty = any(isinstance(f.value, torch.Tensor) and not f.value.numel() for f in facts)
+        random = effect.random or (draws and empty)
+        self.record(node, Fact(result, storages, writes, random, varies, inputs))
 
     def _within_reach(self, node: fx.Node) -> frozenset[int]:
-        """The storages of all that a node is given and, if a user's code, of what it holds."""
-        known = node.op != "call_module" or runs_known_code(node)
-        held = storages_in(self.to_meta([] if known else tensors_of(module_of(node))))
+        """Return the storages of a node's inputs and, of a user's module, of its weights."""
+        is_known = node.op != "call_module" or runs_known_code(node)
+        weights = storages_in(self.to_meta([] if is_known else tensors_of(module_of(node))))
         facts: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
-        return frozenset(held).union(*(fact.storages | fact.writes for fact in facts))
+        return frozenset(weights).union(*(fact.storages | fact.writes for fact in facts))
 
     def _may_be_part_of_result(
-        self, node: fx.Node, value: Any, given: list[Fact]
+        self, node: fx.Node, value: Any, facts: list[Fact]
     ) -> frozenset[int]:
-        """What a result may hold unseen, or share in another call, which needs no copy."""
+        """Return the storages that a result may hold unseen, or share where a call copies none."""
         if not runs_known_code(node) or hides_tensors(value):
             return self._within_reach(node)
-        name, others = name_of_call(node), (each.value for each in given[1:] if each.inputs)
+        name, others = name_of_call(node), (each.value for each in facts[1:] if each.inputs)
         numbers = {getattr(each, "dtype", torch.bool) for each in others} - {torch.bool}
-        may = name in ops.MAY_COPY or (name == "getitem" and numbers)  # of no dimension: a view
-        return given[0].storages if given and may else frozenset()
+        shares = name in ops.MAY_COPY or (name == "getitem" and numbers)  # of no dimension: a view
+        return facts[0].storages if facts and shares else frozenset()
 
     def _with_shared(self, storages: Iterable[int]) -> frozenset[int]:
-        """Some storages and those that they are in calls which need no copy."""
+        """Return some storages and those that they are where a call copies none."""
         return frozenset(storages).union(*(self._shared.get(each, ()) for each in storages))
 
     def _outcome(self, node: fx.Node) -> tuple[Any, Effect]:
-        """What a node yields and does: as before, or by running it."""
+        """Return what a node yields and does, remembered or by running it."""
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
         if node.op in ("get_attr", "output"):
             return self.to_meta(attribute_of(node)) if node.op == "get_attr" else args, NOTHING
@@ -315,42 +314,43 @@ class Facts:
             kwargs = {**kwargs, "device": "meta"}
         if isinstance(node.kwargs.get("training"), fx.Node):
             kwargs = {**kwargs, "training": True}  # which it may be in another call
-        named = torch.device | str if node.target == "to" else torch.device
-        given = ["meta" if isinstance(each, named) else each for each in args]
+        devices = torch.device | str if node.target == "to" else torch.device
+        operands = ["meta" if isinstance(each, devices) else each for each in args]
         module = self.to_meta(module_of(node)) if node.op == "call_module" else None
         with torch.no_grad(), torch.device("meta"), EVERY_MASK_IS_FULL, effects:
-            return called_on(node, module, given, kwargs)
+            return called_on(node, module, operands, kwargs)
 
     def identify(self, node: fx.Node, replaced: fx.Node) -> None:
-        """Record that views of a value that is replaced will be views of another one."""
+        """Record that a value and the one that it replaces are views of the same storages."""
         both: frozenset[int] = node.meta["fact"].storages | replaced.meta["fact"].storages
-        told = self._users_of(both) if self.any_written(both) else [node]
-        self._rename(told, both, both)
+        nodes = self._users_of(both) if self.any_written(both) else [node]
+        self._rename(nodes, both, both)
 
     def rename_after(self, node: fx.Node, replaced: fx.Node) -> None:
-        """Record that what holds or writes a value after `node` does so to that one's."""
+        """Record that nodes after `node` hold or write its value instead of `replaced`'s."""
         was, now = (each.meta["fact"].storages for each in (replaced, node))
         later = [each for each in self._users_of(was) if not each._erased and node < each]
         self._rename(later, was, now)
 
     def _users_of(self, storages: frozenset[int]) -> list[fx.Node]:
-        """The nodes that hold or write some storages."""
-        known = (table.get(n, ()) for n in storages for table in (self.holders, self.writers))
-        return list({each: None for nodes in known for each in nodes})
+        """Return the nodes that hold or write some storages."""
+        tables = (table.get(n, ()) for n in storages for table in (self.holders, self.writers))
+        return list({each: None for nodes in tables for each in nodes})
 
     def _rename(self, nodes: list[fx.Node], was: frozenset[int], now: frozenset[int]) -> None:
-        """Record that nodes that hold, or write, some storages do so to others instead."""
+        """Record that nodes that hold or write the storages `was` hold or write `now` instead."""
         gone = set(nodes)
         for storage, table in product(was, (self.holders, self.writers)):
             if storage in table:
                 table[storage] = [each for each in table[storage] if each not in gone]
         for node in nodes:
             fact: Fact = node.meta["fact"]
-            held, written = (a - was | now if was & a else a for a in (fact.storages, fact.writes))
-            self.record(node, replace(fact, storages=held, writes=written))
+            both = fact.storages, fact.writes
+            storages, writes = (each - was | now if was & each else each for each in both)
+            self.record(node, replace(fact, storages=storages, writes=writes))
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy of a graph starts without facts: they speak of the nodes of this one."""
+        """Start a copy of a graph without facts: they speak of the nodes of this one."""
 
     def record(self, node: fx.Node, fact: Fact) -> None:
         """Keep what is known of a node."""
@@ -368,28 +368,27 @@ def _value(node: fx.Node) -> Any:
 
 
 def _snapshot(value: Any) -> tuple[Any, frozenset[int]]:
-    """A result as it is now: later in-place changes of its shape are not seen through it."""
-    kept = map_tensors(lambda tensor: tensor.detach().to("meta"), value)
-    return kept, frozenset(storages_in(value))
+    """Return a value as it is now, unlike it after a change of shape in place, and its storages."""
+    return map_tensors(lambda t: t.detach().to("meta"), value), frozenset(storages_in(value))
 
 
 def facts_of(graph: fx.Graph) -> Facts | None:
-    """The facts of a graph, or None where it was captured without example inputs."""
+    """Return the facts of a graph, or None where it was captured without example inputs."""
     return graph.owning_module.meta.get("facts") if graph.owning_module is not None else None
 
 
 def fact(node: fx.Node) -> Fact:
-    """All that is known of a node."""
-    known = node.meta.get("fact")
-    if known is None:
+    """Return all that is known of a node."""
+    result = node.meta.get("fact")
+    if result is None:
         raise Refused("the graph was captured without example inputs")
-    if known.error:
-        raise Refused(f"'{node.name}' has no known shape: {known.error}")
-    return known  # type: ignore[no-any-return]
+    if result.error:
+        raise Refused(f"'{node.name}' has no known shape: {result.error}")
+    return result  # type: ignore[no-any-return]
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
-    """A meta tensor with the shape, dtype and strides of a node's value."""
+    """Return a meta tensor with the shape, dtype and strides of a node's value."""
     value = fact(node).value
     if not isinstance(value, torch.Tensor):
         raise Refused(f"'{node.name}' is not a tensor")
@@ -397,12 +396,12 @@ def tensor(node: fx.Node) -> torch.Tensor:
 
 
 def rank(node: fx.Node) -> int:
-    """The number of dimensions of a node's value; a rewrite that asks is guarded by it."""
+    """Return the number of dimensions of a node's value; a rewrite that asks is guarded by it."""
     return _guarded(node, "rank").dim()
 
 
 def dtype(node: fx.Node) -> torch.dtype:
-    """The dtype of a node's value; a rewrite that asks is guarded by it."""
+    """Return the dtype of a node's value; a rewrite that asks is guarded by it."""
     return _guarded(node, "dtype").dtype
 
 
@@ -411,17 +410,17 @@ def _guarded(node: fx.Node, kind: str) -> torch.Tensor:
     assert facts is not None
     if kind == "rank" and fact(node).rank_varies:
         raise Refused("its rank depends on sizes, through a squeeze")
-    for given in fact(node).inputs:
-        example = given.meta["fact"].value
+    for source in fact(node).inputs:
+        example = source.meta["fact"].value
         if isinstance(example, torch.Tensor):
-            facts.asked.add((kind, given))
+            facts.asked.add((kind, source))
         elif isinstance(example, list | tuple | dict):
-            raise Refused(f"it rests on the {kind} of tensors inside the input '{given.name}'")
+            raise Refused(f"it rests on the {kind} of tensors inside the input '{source.name}'")
     return value
 
 
 def aliases(node: fx.Node) -> Iterator[fx.Node]:
-    """The other nodes whose values share storage with this one's, or may do so."""
+    """Yield the other nodes whose values share storage with this one's, or may do so."""
     facts = facts_of(node.graph)
     for storage in fact(node).storages:
         for holder in facts.holders[storage] if facts else ():
@@ -431,57 +430,57 @@ def aliases(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def is_external(node: fx.Node) -> bool:
-    """Whether a node's value is seen from outside: an input, a parameter, a buffer, a view."""
+    """Return whether a value is an input, a parameter or a buffer, or a view of one."""
     facts = facts_of(node.graph)
     return facts is None or not facts.external.isdisjoint(fact(node).storages)
 
 
 def is_fresh(node: fx.Node) -> bool:
-    """Whether a value was made here: it is no view, no input and no part of the model."""
-    written = node.kwargs.get("out")  # the result is that very tensor
-    if isinstance(written, fx.Node):
-        return is_fresh(written)
-    return not is_external(node) and all(node < other for other in aliases(node))
+    """Return whether a value was made here: it is no view, no input and no part of the model."""
+    out = node.kwargs.get("out")  # the result is that very tensor
+    if isinstance(out, fx.Node):
+        return is_fresh(out)
+    return not is_external(node) and all(node < alias for alias in aliases(node))
 
 
 def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node | None = None) -> bool:
-    """Whether no node between two, or until the end, writes a value; inputs may be one tensor."""
+    """Return whether no node after `since` and before `until`, or the end, writes a value."""
     end = until or node.graph.output_node()
-    facts, held = facts_of(node.graph), fact(node).storages
+    facts, storages = facts_of(node.graph), fact(node).storages
     assert facts is not None
-    if is_external(node):
-        held |= facts.external & facts.writers.keys()
-    writers = (each for storage in held for each in facts.writers.get(storage, ()))
+    if is_external(node):  # two inputs may be one tensor
+        storages |= facts.external & facts.writers.keys()
+    writers = (each for storage in storages for each in facts.writers.get(storage, ()))
     return not any(since < each < end and not each._erased for each in writers)
 
 
 def _exposed(graph: fx.Graph, facts: Facts) -> set[int]:
-    """The storages that outlive a call which a node writes, or a caller may: it gets them."""
+    """Return the storages that outlive a call and that a node writes or a caller gets."""
     output: Fact = graph.output_node().meta["fact"]
     written = facts.external & facts.writers.keys()
     return facts.external & output.storages | {n for n in written if facts.any_written((n,))}
 
 
 def is_returned(node: fx.Node) -> bool:
-    """Whether a call returns a node's value, or a view of it."""
+    """Return whether a call returns a node's value, or a view of it."""
     output: Fact = node.graph.output_node().meta["fact"]
     return not fact(node).storages.isdisjoint(output.storages | output.writes)
 
 
 def is_written(node: fx.Node) -> bool:
-    """Whether a node or a caller may write the tensors of the module that this one calls."""
+    """Return whether a node or a caller may write the tensors of the module that this one calls."""
     if has_plain_tensors(module_of(node)):  # of those nothing is known
         return True
-    facts, held = facts_of(node.graph), tensors_of(module_of(node))
+    facts, tensors = facts_of(node.graph), tensors_of(module_of(node))
     if facts is None:
         read = {id(attribute_of(n)) for n in node.graph.nodes if n.op == "get_attr"}
-        return any(id(tensor) in read for tensor in held)
+        return any(id(tensor) in read for tensor in tensors)
     exposed = _exposed(node.graph, facts)
-    return bool(exposed) and not exposed.isdisjoint(storages_in(facts.to_meta(held)))
+    return bool(exposed) and not exposed.isdisjoint(storages_in(facts.to_meta(tensors)))
 
 
 def is_read_only(node: fx.Node) -> bool:
-    """Whether no node writes a value or its storage, nor may a caller, who gets it."""
+    """Return whether no node writes a value or its storage, nor may a caller, who gets it."""
     facts = facts_of(node.graph)
     if facts is not None:
         written = facts.any_written(fact(node).storages)
@@ -494,41 +493,40 @@ _PURE_BY_DEFINITION = (*ops.LAYOUTS, *ops.LINEAR_LAYERS, nn.Identity)
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether a node does nothing but yield its value, so that it may go when none reads it."""
-    known: Fact | None = node.meta.get("fact")
-    if known is None:
+    """Return whether a node only yields its value, so that it may go when no node reads it."""
+    result: Fact | None = node.meta.get("fact")
+    if result is None:
         return callee(node) in _PURE_BY_DEFINITION
-    nothing = known.value is None  # a guard, for one; what is not known may write all it is given
-    if known.writes or known.random or nothing:
+    nothing = result.value is None  # a guard, for one; what is not known may write all it is given
+    if result.writes or result.random or nothing:
         return False
     if node.op == "call_method":  # of a list or a dict may change it, and no ATen operator tells
-        given = node.args[0].meta["fact"].value if isinstance(node.args[0], fx.Node) else None
-        return isinstance(given, torch.Tensor)
+        receiver = node.args[0].meta["fact"].value if isinstance(node.args[0], fx.Node) else None
+        return isinstance(receiver, torch.Tensor)
     kinds = ("get_attr", "call_module", "call_function")
     return node.op in kinds and runs_known_code(node) and node.target not in ops.INPLACE_OPERATORS
 
 
 def computation(last: fx.Node, accepts: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """All nodes that a value is computed from, in order; none if one of them is not accepted."""
-    found: set[fx.Node] = set()
+    """Return all nodes that a value is computed from, in order, or none unless all are accepted."""
+    nodes: set[fx.Node] = set()
     pending = [last]
     while pending:
         node = pending.pop()
         if not accepts(node):
             return []
-        found.add(node)
-        pending += [each for each in node.all_input_nodes if each not in found]
-    return sorted(found)
+        nodes.add(node)
+        pending += [each for each in node.all_input_nodes if each not in nodes]
+    return sorted(nodes)
 
 
-def value_of(nodes: list[fx.Node], given: Callable[[Any], Any]) -> Any:
-    """What the last of some nodes yields, on the tensors and modules that `given` makes of them."""
+def value_of(nodes: list[fx.Node], convert: Callable[[Any], Any]) -> Any:
+    """Return the value of the last node, run on what `convert` makes of tensors and modules."""
     values: dict[fx.Node, Any] = {}
     for node in nodes:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-        reads = node.op in ("get_attr", "call_module")
-        held = given(attribute_of(node)) if reads else None
-        values[node] = held if node.op == "get_attr" else called_on(node, held, args, kwargs)
+        target = convert(attribute_of(node)) if node.op in ("get_attr", "call_module") else None
+        values[node] = target if node.op == "get_attr" else called_on(node, target, args, kwargs)
     return values[nodes[-1]]
 
 
@@ -541,28 +539,28 @@ _MAKERS = (
 
 
 def is_spare(value: object) -> bool:
-    """Whether a value is a new tensor, of which no view exists, and read by one node only."""
+    """Return whether a value is a new tensor without views that one node alone reads."""
     if not isinstance(value, fx.Node) or callee(value) not in _MAKERS:
         return False
     return len(value.users) == 1 and "out" not in value.kwargs
 
 
 def obstacle(graph: fx.Graph) -> str:
-    """Why a graph must run as it is, as one that writes an attribute; empty if it need not."""
+    """Return why a graph must run as it is, or an empty text."""
     facts = facts_of(graph)
     if facts is None:
         return "nothing is known of the graph"
     inputs = [fact(node).storages for node in graph.find_nodes(op="placeholder")]
-    held = facts.external.difference(*inputs)
+    attributes = facts.external.difference(*inputs)
     for node in graph.nodes:
         if not node.op.startswith("call") or node.target in GUARDS:
             continue
-        known: Fact | None = node.meta.get("fact")
-        if known is None or known.error:
+        result: Fact | None = node.meta.get("fact")
+        if result is None or result.error:
             return f"nothing is known of what '{node.name}' does"
-        if known.random:
+        if result.random:
             return f"'{node.name}' draws random numbers"
-        if not held.isdisjoint(known.writes):
+        if not attributes.isdisjoint(result.writes):
             return f"'{node.name}' writes an attribute"
         plain = node.op != "call_module" or all(map(is_plain, module_of(node).modules()))
         if not (plain and runs_known_code(node)):

@@ -18,7 +18,7 @@ from optimizer.core.copy import held_tensors, snapshot
 from optimizer.core.errors import CaptureError, InputError, OptimizerWarning, Refused
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
 from optimizer.core.report import Report, Size, listing
-from optimizer.facts.facts import opaque_calls, obstacle
+from optimizer.facts.facts import obstacle, opaque_calls
 from optimizer.frontend.dynamo import DYNAMO, GuardedModule, capture_graph
 from optimizer.frontend.module import OptimizedModule, Recipe, Unchanged
 from optimizer.frontend.outside import Outside, kept, lasts

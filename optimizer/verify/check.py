@@ -39,7 +39,7 @@ from optimizer.verify.equivalence import (
     reference,
 )
 
-Told: TypeAlias = tuple[str, Any]  # a node as text, and what it gave or the error it raised
+Result: TypeAlias = tuple[str, Any]  # a node as text, and what it gave or the error it raised
 
 
 def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> None:
@@ -68,49 +68,49 @@ def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> N
         for remark in incomparable(expected.output):
             warnings.warn(f"output{remark}", OptimizerWarning, stacklevel=2)
         actual = answer(fast, call, draws=not pure)
-        if found := compare_answers(model, call, expected, actual, exact=False):
+        if part := compare_answers(model, call, expected, actual, exact=False):
             where = ""  # the graphs part, if both are graphs
             if isinstance(fast, fx.GraphModule):
                 with suppress(CaptureError):
                     before = values(capture(model, call.kwargs or call.args), call)
                     where = first_divergence(before, values(fast, call))
             where = f"; the first value to differ is {where}" if where else ""
-            raise EquivalenceError(f"{found}{where}.")
+            raise EquivalenceError(f"{part}{where}.")
 
 
 def first_divergence(
-    expected: Mapping[str, Told], actual: Mapping[str, Told], *, exact: bool = False
+    expected: Mapping[str, Result], actual: Mapping[str, Result], *, exact: bool = False
 ) -> str:
-    """The first node of the other graph, in its order, that differs, and how; or empty."""
+    """Return the first node of the actual graph that differs, and how, or an empty text."""
     for name, (node, result) in actual.items():
         original, old = expected.get(name, (node, None))
-        told = node if original == node else f"{node} for {original}"
+        text = node if original == node else f"{node} for {original}"
         if isinstance(result, Exception):
-            return f"{told}: raised {result!r}"
-        found = difference(Answer(old, ()), Answer(result, ()), exact=exact)
-        if found and name in expected:
-            return f"{told}: {found.reason}"
+            return f"{text}: raised {result!r}"
+        part = difference(Answer(old, ()), Answer(result, ()), exact=exact)
+        if part and name in expected:
+            return f"{text}: {part.reason}"
     return ""
 
 
-def values(module: fx.GraphModule, call: Call) -> dict[str, Told]:
-    """What each node gives in one call, up to an error, by the node that it stands for."""
-    found: dict[str, Told] = {}
+def values(module: fx.GraphModule, call: Call) -> dict[str, Result]:
+    """Return the result of each node in one call, up to an error, by the node it stands for."""
+    results: dict[str, Result] = {}
 
-    def keep(node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
+    def run_and_keep(node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
         name, text = node.meta.get("stands_for", node.name), f"'{node.name}' ({describe(node)})"
         try:
             result = run(node)
-            found[name] = text, map_tensors(torch.clone, result)
+            results[name] = text, map_tensors(torch.clone, result)
         except Exception as error:
-            found[name] = text, error
+            results[name] = text, error
             raise
         return result
 
-    recorder = NodeByNode(structural_copy(module), call.copied(), keep)
+    recorder = NodeByNode(structural_copy(module), call.copied(), run_and_keep)
     with torch.no_grad(), own_random_numbers(), suppress(Exception):  # of a broken graph, any
         recorder.run()
-    return found
+    return results
 
 
 class NodeByNode(fx.Interpreter):
@@ -120,11 +120,11 @@ class NodeByNode(fx.Interpreter):
         super().__init__(module)
         self.extra_traceback = False  # it would be told as part of an error
         names = (str(node.target) for node in module.graph.find_nodes(op="placeholder"))
-        self.given = dict(zip(names, call.args, strict=False)) | call.kwargs
+        self.inputs = dict(zip(names, call.args, strict=False)) | call.kwargs
         self.around = around
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.given.get(target, args[0] if args else None)
+        return self.inputs.get(target, args[0] if args else None)
 
     def run_node(self, n: fx.Node) -> Any:
         return self.around(n, super().run_node)
@@ -156,13 +156,13 @@ class Culprit:
             return self.reason
         head = "recording the model changes the answer, before any rewrite"
         if self.number:
-            found = (
+            rewrites = (
                 each.name
                 + f" at '{each.node}'" * bool(each.node)
                 + f" ({each.source})" * bool(each.source)
                 for each in self.rewrites
             )
-            head = f"rewrite {self.number} changes the answer: {', '.join(found)}"
+            head = f"rewrite {self.number} changes the answer: {', '.join(rewrites)}"
         return f"{head}; relative error {self.before:.2g} -> {self.after:.2g}: {self.reason}"
 
 
@@ -174,7 +174,7 @@ def bisect(
     only: Iterable[str | Pass] | None = None,
     disable: Iterable[str] = (),
 ) -> Culprit:
-    """The first rewrite found that makes the answer wrong, and no longer the model's own.
+    """Return the first rewrite that makes the answer wrong, no longer the model's own.
 
     The same rewrites are made again and again, each time up to another number of them: the
     answer is right after all but the last of the culprit's number.
@@ -205,10 +205,8 @@ def bisect(
             if recorded.difference:
                 return Culprit(0, (), 0.0, recorded.error, str(recorded.difference))
             if not whole.difference:
-                told = (
-                    f"no rewrite changes the answer: it is right after all of them ({whole.steps})."
-                )
-                return Culprit(None, reason=told)
+                reason = "no rewrite changes the answer: it is right after all of them"
+                return Culprit(None, reason=f"{reason} ({whole.steps}).")
             steps = range(whole.steps)
             wrong = bisect_left(steps, True, 1, key=lambda most: bool(trial(most).difference))
             good, bad = trial(wrong - 1), trial(wrong)
@@ -241,5 +239,5 @@ def _trial(
         failed = Difference("output", math.inf, reason)
         return _Trial(pipeline.fired + faulty, pipeline.steps + len(faulty), math.inf, failed)
     exact = all(each.numerics == "exact" for each in passes)
-    found = compare_answers(model, call, expected, actual, exact=exact)
-    return _Trial(pipeline.fired, pipeline.steps, largest_error(expected, actual), found)
+    part = compare_answers(model, call, expected, actual, exact=exact)
+    return _Trial(pipeline.fired, pipeline.steps, largest_error(expected, actual), part)

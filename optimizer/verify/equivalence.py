@@ -82,7 +82,7 @@ class Twice(nn.Module):
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Both outputs; the second call gets the inputs themselves."""
+        """Return both outputs; the second call gets the inputs themselves."""
         first = Call(args, kwargs).copied()
         return self.module(*first.args, **first.kwargs), self.module(*args, **kwargs)
 
@@ -98,32 +98,31 @@ def answer(
     What the user's own code changes outside the module is put back.
     """
     copied = module if itself else structural_copy(module, share=share)
-    own = call.copied()
+    args, kwargs = call.copied()
     with torch.no_grad(), kept(Outside(copied)), ExitStack() as stack:
         has_drawn = stack.enter_context(own_random_numbers()) if draws else bool
-        output = copied(*own.args, **own.kwargs)
-        return Answer(output, (own.args, own.kwargs), has_drawn())
+        return Answer(copied(*args, **kwargs), (args, kwargs), has_drawn())
 
 
 def reference(model: nn.Module, call: Call, **options: bool) -> Answer:
-    """The original's answer, as `answer` has it; an `InputError` where it rejects the inputs."""
+    """Return the model's `answer`; raise an `InputError` if it rejects the inputs."""
     try:
         return answer(model, call, **options)
     except (CaptureError, DeviceError):
         raise
     except Exception as error:  # whatever a user's forward raises
         reason = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
-        told = f"the model itself rejects these example inputs ({reason})"
-        raise InputError(f"{told}: pass inputs that it can be called with.") from error
+        message = f"the model itself rejects these example inputs ({reason})"
+        raise InputError(f"{message}: pass inputs that it can be called with.") from error
 
 
 def difference(expected: Answer, actual: Answer, *, exact: bool = False) -> Difference | None:
-    """The first place where two answers differ by more than rounding; None if there is none."""
+    """Return the first place where two answers differ by more than rounding, or None."""
     return next(_differences(expected, actual, exact=exact), None)
 
 
 def largest_error(expected: Answer, actual: Answer) -> float:
-    """The largest relative error of any output or input, be it rounding or not."""
+    """Return the largest relative error of any output or input, be it rounding or not."""
     return max((each.error for each in _differences(expected, actual, exact=True)), default=0.0)
 
 
@@ -134,21 +133,21 @@ def _differences(expected: Answer, actual: Answer, *, exact: bool) -> Iterator[D
         if old_structure != new_structure:
             yield Difference(place, float("inf"), "has another structure")
             return
-        dtypes = {each.dtype for each in old_leaves.values() if isinstance(each, torch.Tensor)}
+        dtypes = {leaf.dtype for leaf in old_leaves.values() if isinstance(leaf, torch.Tensor)}
         # Python's numbers have the bound of the coarsest tensor beside them.
-        coarsest = max((BOUNDS[each] for each in dtypes & BOUNDS.keys()), default=1e-4)
+        coarsest = max((BOUNDS[dtype] for dtype in dtypes & BOUNDS.keys()), default=1e-4)
         bounds: dict[Any, float] = {} if exact else {**BOUNDS, float: coarsest, complex: coarsest}
-        for (path, one), other in zip(old_leaves.items(), new_leaves.values(), strict=True):
-            if found := _leaf_difference(place + path, one, other, bounds):
-                yield found
+        for (path, left), right in zip(old_leaves.items(), new_leaves.values(), strict=True):
+            if part := _leaf_difference(place + path, left, right, bounds):
+                yield part
 
 
 def _leaf_difference(
     place: str, old: Any, new: Any, bounds: Mapping[Any, float]
 ) -> Difference | None:
     if type(old) in _WIDE and type(old) is type(new):
-        one, other = torch.tensor([old, new], dtype=_WIDE[type(old)])
-        return _tensor_difference(place, one, other, bounds.get(type(old), 0.0))
+        first, second = torch.tensor([old, new], dtype=_WIDE[type(old)])
+        return _tensor_difference(place, first, second, bounds.get(type(old), 0.0))
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         if type(old) is type(new):
             with suppress(Exception):  # whatever a user's class raises
@@ -156,9 +155,9 @@ def _leaf_difference(
                     return None
         return Difference(place, float("inf"), f"is {new!r}, not {old!r}", old, new)
     for name in ("shape", "dtype", "device"):
-        one, other = getattr(old, name), getattr(new, name)
-        if one != other:
-            return Difference(place, float("inf"), f"has {name} {other}, not {one}")
+        first, second = getattr(old, name), getattr(new, name)
+        if first != second:
+            return Difference(place, float("inf"), f"has {name} {second}, not {first}")
     real = old.dtype.to_real() if old.is_complex() else old.dtype
     return _tensor_difference(place, old, new, bounds.get(real, 0.0))
 
@@ -186,15 +185,15 @@ def _tensor_difference(
 
 
 def relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """Largest difference over largest finite magnitude; infinite where NaN or inf differ."""
+    """Return the largest difference over the largest magnitude; inf where NaN or inf differ."""
     if expected.numel() == 0:
         return 0.0
     if not (expected.is_floating_point() or expected.is_complex()):
-        one, other = expected.cpu(), actual.cpu()  # float64 has no room for those beyond 2**53
-        if torch.equal(one, other):
+        first, second = expected.cpu(), actual.cpu()  # float64 has no room for those beyond 2**53
+        if torch.equal(first, second):
             return 0.0
-        worst = (one.double() - other.double()).abs().max().item()
-        return max(worst / max(one.double().abs().max().item(), 1.0), sys.float_info.min)
+        worst = (first.double() - second.double()).abs().max().item()
+        return max(worst / max(first.double().abs().max().item(), 1.0), sys.float_info.min)
     old, new = _comparable(expected), _comparable(actual)
     finite = torch.isfinite(old)
     if not torch.equal(finite, torch.isfinite(new)):
@@ -215,7 +214,7 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 def compare_answers(
     model: nn.Module, call: Call, expected: Answer, actual: Answer, *, exact: bool
 ) -> Difference | None:
-    """`difference`, with a second opinion where it finds one.
+    """Return a `difference`, with a second opinion where there is one.
 
     An exact result may differ where the model itself does not repeat its bits. A rounded one
     may differ where the model amplifies rounding: then the answer in float64 decides, from
@@ -223,35 +222,35 @@ def compare_answers(
     rounding would choose. Inputs that the model writes are rounded as outputs are.
     """
     inputs = tuple(call), expected.inputs, actual.inputs
-    before, after, other = (Answer((), each) for each in inputs)
-    written = {each.place for each in _differences(before, after, exact=True)}
-    found = [each for each in _differences(after, other, exact=True) if each.place not in written]
-    found += _differences(expected, actual, exact=exact)
-    if not found:
+    before, old, new = (Answer((), each) for each in inputs)
+    written = {each.place for each in _differences(before, old, exact=True)}
+    parts = [each for each in _differences(old, new, exact=True) if each.place not in written]
+    parts += _differences(expected, actual, exact=exact)
+    if not parts:
         return None
     again = answer(model, call, draws=expected.drawn)
     if exact:
         repeats = difference(expected, again, exact=True) is None
-        return found[0] if repeats else difference(expected, actual)
+        return parts[0] if repeats else difference(expected, actual)
     if difference(replace(expected, inputs=()), replace(again, inputs=())):
-        return found[0]  # a copy of the model is another model, whose opinion does not count
+        return parts[0]  # a copy of the model is another model, whose opinion does not count
     choices = cache(partial(_choices, model, call, expected))
-    found = [each for each in found if not (_is_whole(each.old) and choices().allow(each))]
-    if any(math.isinf(each.error) or each.place.startswith("input") for each in found):
-        return found[0]
-    worse = _worse(model, call, expected, found) if found else []
+    parts = [each for each in parts if not (_is_whole(each.old) and choices().allow(each))]
+    if any(math.isinf(each.error) or each.place.startswith("input") for each in parts):
+        return parts[0]
+    worse = _worse(model, call, expected, parts) if parts else []
     return next((each for each in worse if not choices().allow(each)), None)
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether it is an integer, a flag or a tensor of them."""
+    """Return whether a value is an integer, a flag or a tensor of them."""
     if isinstance(value, torch.Tensor):
         return not (value.is_floating_point() or value.is_complex())
     return isinstance(value, int)
 
 
 def _choices(model: nn.Module, call: Call, expected: Answer) -> _Choices:
-    """What the model chooses in this call, of values that rounding moves."""
+    """Return what the model chooses in this call by values that rounding moves."""
     choices = _Choices()
     with suppress(Exception), choices:  # a mode may be more than a user's code allows
         answer(model, call, draws=expected.drawn)
@@ -259,28 +258,28 @@ def _choices(model: nn.Module, call: Call, expected: Answer) -> _Choices:
 
 
 def _worse(
-    model: nn.Module, call: Call, expected: Answer, found: Sequence[Difference]
+    model: nn.Module, call: Call, expected: Answer, parts: Sequence[Difference]
 ) -> Sequence[Difference]:
-    """Those that are further from the answer in float64 than the model's own, if that runs."""
+    """Return the differences that are further from the answer in float64 than the model's own."""
     if expected.drawn:  # in float64, other numbers
-        return found
+        return parts
     try:
         double = structural_copy(model).double()
         wide = call.map(lambda each: each.double() if each.is_floating_point() else each.clone())
         truth, _ = leaves_of(answer(double, wide, draws=False).output)
-        return [each for each in found if not _as_good(each, truth)]
+        return [each for each in parts if not _as_good(each, truth)]
     except Exception:  # whatever a user's forward raises
-        return found
+        return parts
 
 
-def _as_good(found: Difference, truth: Mapping[str, Any]) -> bool:
-    """Of integers and flags, by how many differ: by how much says little."""
-    true = torch.as_tensor(truth[found.place.removeprefix("output")])
-    if _is_whole(found.old):
-        own, other = (float((true != each).sum()) for each in (found.old, found.new))
+def _as_good(part: Difference, truth: Mapping[str, Any]) -> bool:
+    """Return whether the new value is hardly further from the true one than the old."""
+    true = torch.as_tensor(truth[part.place.removeprefix("output")])
+    if _is_whole(part.old):  # by how many differ: by how much says little
+        old, new = (float((true != each).sum()) for each in (part.old, part.new))
     else:
-        own, other = (relative_error(true, each) for each in (found.old, found.new))
-    return other <= _WORSE_THAN_EAGER * own < math.inf
+        old, new = (relative_error(true, each) for each in (part.old, part.new))
+    return new <= _WORSE_THAN_EAGER * old < math.inf
 
 
 aten = torch.ops.aten
@@ -329,11 +328,11 @@ class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def function(value: torch.Tensor) -> Any:
             return func(inner(value), *args[1:], **kwargs)
 
-        def allows(other: torch.Tensor) -> bool:
-            """Whether it lies between what the source gives when it moves by rounding."""
+        def allows(new: torch.Tensor) -> bool:
+            """Return whether `new` lies between the results for a source moved by rounding."""
             room = _room(source)
             ends = [_as_numbers(function(source + move)) for move in (-room, room)]
-            return bool(((torch.minimum(*ends) <= other) & (other <= torch.maximum(*ends))).all())
+            return bool(((torch.minimum(*ends) <= new) & (new <= torch.maximum(*ends))).all())
 
         in_steps |= func.overloadpacket in _STEPS or not result.is_floating_point()
         self._followed[id(result)] = result, source, function, in_steps
@@ -341,19 +340,19 @@ class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._choices.append((result, allows))
 
     def _point(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        given = {each.name: each.default_value for each in func._schema.arguments}
-        given |= dict(zip(given, args, strict=False)) | kwargs
+        arguments = {each.name: each.default_value for each in func._schema.arguments}
+        arguments |= dict(zip(arguments, args, strict=False)) | kwargs
         for index in tensors_in(result):
-            if index.dtype is torch.int64 and "dim" in given:
-                allows = partial(_points_alike, args[0].clone(), given["dim"], index)
+            if index.dtype is torch.int64 and "dim" in arguments:
+                allows = partial(_points_alike, args[0].clone(), arguments["dim"], index)
                 self._choices.append((index, allows))
 
-    def allow(self, found: Difference) -> bool:
-        """Return whether the other output may stand for the one, which was chosen."""
-        if not found.place.startswith("output"):
+    def allow(self, part: Difference) -> bool:
+        """Return whether the new output may stand for the old one, which was chosen."""
+        if not part.place.startswith("output"):
             return False
         with suppress(Exception):  # of another shape than what was chosen, or no number
-            old, new = _as_numbers(found.old).flatten(), _as_numbers(found.new)
+            old, new = _as_numbers(part.old).flatten(), _as_numbers(part.new)
             return any(
                 torch.equal(_as_numbers(result).flatten(), old)
                 and allows(new.reshape(result.shape))
@@ -363,22 +362,22 @@ class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _room(source: torch.Tensor) -> float:
-    """How far rounding moves a value."""
+    """Return how far rounding moves a value."""
     finite = source[source.isfinite()].abs()
     return BOUNDS.get(source.dtype, 0.0) * (finite.max().item() if finite.numel() else 0.0)
 
 
 def _points_alike(
-    source: torch.Tensor, dim: int | None, index: torch.Tensor, other: torch.Tensor
+    source: torch.Tensor, dim: int | None, index: torch.Tensor, new: torch.Tensor
 ) -> bool:
-    """Whether `other` points at values as large, along a dimension or in the whole."""
+    """Return whether `new` points at values as large, along a dimension or in the whole."""
     if dim is None:
-        source, index, other, dim = source.flatten(), index.flatten(), other.flatten(), 0
-    if not ((other >= 0) & (other < source.shape[dim])).all():
+        source, index, new, dim = source.flatten(), index.flatten(), new.flatten(), 0
+    if not ((new >= 0) & (new < source.shape[dim])).all():
         return False
     if index.dim() < source.dim():
-        index, other = index.unsqueeze(dim), other.unsqueeze(dim)
-    moved = source.gather(dim, other.long()) - source.gather(dim, index)
+        index, new = index.unsqueeze(dim), new.unsqueeze(dim)
+    moved = source.gather(dim, new.long()) - source.gather(dim, index)
     return bool((moved.abs() <= _room(source)).all())
 
 
@@ -389,8 +388,8 @@ def _as_numbers(value: Any) -> torch.Tensor:
 
 def leaves_of(value: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
     """Return the leaves of a tree by their places, and its structure, with every object opened."""
-    found, structure = pytree.tree_flatten_with_path(_opened(value, ()))
-    return {pytree.keystr(path): leaf for path, leaf in found}, structure
+    leaves, structure = pytree.tree_flatten_with_path(_opened(value, ()))
+    return {pytree.keystr(path): leaf for path, leaf in leaves}, structure
 
 
 def incomparable(value: Any) -> Iterator[str]:

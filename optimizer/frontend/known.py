@@ -41,7 +41,7 @@ _INSTRUCTION = re.compile(
     r"|BEFORE_WITH|LOAD_SPECIAL|WITH_EXCEPT_START|PUSH_NULL|PRECALL|KW_NAMES"
     r"|NOP|CACHE|EXTENDED_ARG|TO_BOOL|NOT_TAKEN"
 )
-_TOLD = {
+_REASONS = {
     "STORE_ATTR": "it sets the attribute '{}'",
     "DELETE_ATTR": "it deletes the attribute '{}'",
     "STORE_GLOBAL": "it sets the global '{}'",
@@ -104,12 +104,12 @@ _BEGIN = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF")
 
 
 def is_of_torch(kind: type) -> bool:
-    """Whether a class is torch's own."""
+    """Return whether a class is torch's own."""
     return kind.__module__.partition(".")[0] == "torch" or kind is object
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """A code and those of the functions in it."""
+    """Yield a code and the codes of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -118,25 +118,25 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 @lru_cache(maxsize=4096)
 def _scan(code: CodeType) -> tuple[str, frozenset[tuple[str, ...]], frozenset[str]]:
-    """What is not listed, if anything; the chains `a.b.c` that begin outside; all attributes."""
+    """Return the reason against a code, the chains `a.b.c` that begin outside, all attributes."""
     chains, names, unlisted = set[tuple[str, ...]](), set[str](), ""
     chain: tuple[str, ...] = ()
-    before = ""
+    previous = ""
     # A code that does nothing but ask for autocast may catch: no value of a tensor raises there.
     asks = all("autocast" in name or name in _ASK_FOR_AUTOCAST for name in code.co_names)
     instructions = [*dis.get_instructions(code)]
     for each, following in zip_longest(instructions, instructions[1:], fillvalue=instructions[0]):
-        outer = each.opname == "STORE_DEREF" and each.argval not in code.co_cellvars
-        within = each.opname == "PUSH_EXC_INFO" and (
+        kind, value = each.opname, each.argval
+        sets_outer = kind == "STORE_DEREF" and value not in code.co_cellvars
+        is_listed = bool(_INSTRUCTION.fullmatch(kind)) or (kind in _CATCHES and asks)
+        is_listed |= kind == "CHECK_EXC_MATCH" and previous == "AttributeError"
+        is_listed |= kind == "PUSH_EXC_INFO" and (
             following.opname == "WITH_EXCEPT_START" or following.argval == "AttributeError"
         )
-        within |= each.opname == "CHECK_EXC_MATCH" and before == "AttributeError"
-        within |= each.opname in _CATCHES and asks
-        before = each.argval
-        if outer or not (within or _INSTRUCTION.fullmatch(each.opname)):
-            told = _TOLD.get(each.opname, f"its code has {each.opname}").format(each.argval)
-            unlisted = unlisted or told
-        attribute = each.argval if each.opname in _CONTINUE else ""
+        previous = value
+        if sets_outer or not is_listed:
+            unlisted = unlisted or _REASONS.get(kind, f"its code has {kind}").format(value)
+        attribute = value if kind in _CONTINUE else ""
         hidden = attribute.startswith("__") or attribute in _OF_MODULES
         if hidden and attribute not in _OF_CLASSES | _OPERATORS:
             unlisted = unlisted or f"it uses '{attribute}'"
@@ -145,7 +145,7 @@ def _scan(code: CodeType) -> tuple[str, frozenset[tuple[str, ...]], frozenset[st
             chain = (*chain, attribute)
         else:
             chains.add(chain)
-            chain = (each.argval,) if each.opname in _BEGIN else ()
+            chain = (value,) if kind in _BEGIN else ()
     written = (each for each in chains if each and not each[0].startswith("@"))  # not by pytest
     return unlisted, frozenset(written), frozenset(names)
 
@@ -191,16 +191,16 @@ class Code:
             yield "a hook may change what its code finds"
 
     def asks_for_autocast(self) -> bool:
-        """Whether a function that was looked at names it: what it does may depend on it."""
+        """Return whether a function that was looked at names autocast, and may depend on it."""
         every = (code for function in self.functions for code in codes(function.__code__))
         return any("autocast" in name for code in every for name in code.co_names)
 
     def is_new(self, value: Any, name: str) -> bool:
-        """Whether something that is found under a name may do what was not looked at."""
+        """Return whether the value under a name may run code that was not looked at."""
         value = getattr(value, "__func__", value)
-        known = is_immutable(value) or isinstance(value, nn.Module) or id(value) in self._seen
-        if name in _OF_MODULES or known:
-            return not known
+        is_known = is_immutable(value) or isinstance(value, nn.Module) or id(value) in self._seen
+        if name in _OF_MODULES or is_known:
+            return not is_known
         return _is_of_a_user(value) if isinstance(value, FunctionType) else not _is_known(value)
 
     def _follow(self, function: FunctionType) -> Iterator[str]:
@@ -208,22 +208,22 @@ class Code:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         within = {name: (cell, "cell_contents") for name, cell in cells}
         for name in ("__defaults__", "__kwdefaults__", "__dict__"):
-            yield from self._visit(self._found(function, name), function.__name__)
+            yield from self._visit(self._value_at(function, name), function.__name__)
         for code in codes(function.__code__):
             unlisted, chains, names = _scan(code)
-            found = [unlisted] * bool(unlisted)
+            reasons = [unlisted] * bool(unlisted)
             for first, *rest in chains:
                 place = within.get(first, (function.__globals__, first))
-                found += self._resolve(place, first, rest)
+                reasons += self._resolve(place, first, rest)
             new = names - self.names
             self.names |= new
-            found += self._look_up(self._spaces, new)
+            reasons += self._look_up(self._spaces, new)
             file, line = code.co_filename.rpartition("/")[2], code.co_firstlineno
-            yield from (f"{each} ({file}:{line})" for each in found)
+            yield from (f"{each} ({file}:{line})" for each in reasons)
 
     def _resolve(self, place: tuple[Any, str], path: str, rest: list[str]) -> Iterator[str]:
         """Follow `a.b.c` as far as it names modules and classes."""
-        value = self._found(*place)
+        value = self._value_at(*place)
         if value is MISSING:
             builtin = getattr(builtins, path, None)
             error = isinstance(builtin, type) and issubclass(builtin, BaseException)
@@ -236,10 +236,10 @@ class Code:
                 yield f"it asks the process for {path}"
             if isinstance(value, type):
                 yield from self._visit(value, path)
-            value, path, rest = self._found(value, rest[0]), f"{path}.{rest[0]}", rest[1:]
+            value, path, rest = self._value_at(value, rest[0]), f"{path}.{rest[0]}", rest[1:]
         yield from self._visit(value, path)
 
-    def _found(self, space: Any, name: str) -> Any:
+    def _value_at(self, space: Any, name: str) -> Any:
         value = member(space, name)
         if not (_is_listed(space) or isinstance(value, FunctionType | ModuleType | type)):
             self.places.append((space, name))
@@ -261,10 +261,10 @@ class Code:
             yield from self._visit_object(value, name)
 
     def _visit_object(self, value: Any, name: str) -> Iterator[str]:
-        held: list[Any] = []
+        contents: list[Any] = []
         if type(value) in (property, staticmethod, classmethod, partial, MethodType):
             parts = "fget", "__func__", "__self__", "func", "args", "keywords"
-            held = [getattr(value, part, None) for part in parts]
+            contents = [getattr(value, part, None) for part in parts]
         elif isinstance(value, nn.Module):
             if id(value) not in self._members:
                 yield f"it reaches a module outside the model, {name}"
@@ -276,8 +276,8 @@ class Code:
             yield from self._visit_class(value)
         elif isinstance(value, tuple | enum.Enum | torch.Tensor):
             inside = value if isinstance(value, tuple) else attributes(value).values()
-            held = [type(value), *inside]
-        for each in held:
+            contents = [type(value), *inside]
+        for each in contents:
             yield from self._visit(each, name)
 
     def _visit_function(self, function: FunctionType) -> Iterator[str]:
@@ -293,11 +293,11 @@ class Code:
                 yield f"{inside.__name__}() is decorated by {function.__name__}()"
 
     def _look_into(self, value: Any, name: str) -> Iterator[str]:
-        """What is not known may be changed, and lead to what may be."""
+        """Follow what an object that is not known holds: it may be changed."""
         self.objects.append(value)
         yield from self._visit_class(type(value))
-        held = value if isinstance(value, dict) else attributes(value)
-        for each in held.values():
+        contents = value if isinstance(value, dict) else attributes(value)
+        for each in contents.values():
             yield from self._visit(each, name)
 
     def _visit_class(self, kind: type) -> Iterator[str]:
@@ -316,44 +316,43 @@ class Code:
 
     def _look_up(self, spaces: list[Any], names: Set[str]) -> Iterator[str]:
         for space in spaces:
-            own = isinstance(space, nn.Module)
+            at = vars(space).get if isinstance(space, nn.Module) else partial(self._value_at, space)
             for name in names & (vars(space).keys() - OF_EVERY_MODULE):
-                value = vars(space)[name] if own else self._found(space, name)
-                yield from self._visit(value, name)
+                yield from self._visit(at(name), name)
 
 
 def is_immutable(value: Any) -> bool:
-    """Whether no call can change a value."""
+    """Return whether no call can change a value."""
     kind = type(value)
     return kind in _IMMUTABLE or (kind in (tuple, frozenset) and all(map(is_immutable, value)))
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """What an object holds by name, in slots too."""
+    """Return the attributes of an object by name, of its slots too."""
     slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
     names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
-    held: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     with suppress(Exception):  # a user's class may raise
-        held |= {name: getattr(value, name) for name in names if hasattr(value, name)}
-        held |= vars(value)
-    return held
+        values |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+        values |= vars(value)
+    return values
 
 
 def member(space: Any, name: str) -> Any:
-    """What a namespace, a cell or a function has under a name, or `MISSING`."""
+    """Return the value under a name in a namespace, a cell or a function, or `MISSING`."""
     if isinstance(space, dict):
         return space.get(name, MISSING)
     if isinstance(space, type) and _package(space.__module__) not in _PURE:
         return inspect.getattr_static(space, name, MISSING)
     try:
-        known = isinstance(space, ModuleType | type | FunctionType | CellType)
-        return getattr(space, name, MISSING) if known else MISSING
+        is_namespace = isinstance(space, ModuleType | type | FunctionType | CellType)
+        return getattr(space, name, MISSING) if is_namespace else MISSING
     except (ValueError, RuntimeError):  # an empty cell; a name of torch.classes that is not there
         return MISSING
 
 
 def _is_listed(value: Any) -> bool:
-    """Whether it is a listed package, or a class of one."""
+    """Return whether a value is a listed package, or a class of one."""
     home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
     return isinstance(value, ModuleType | type) and _package(home) in _PURE
 
@@ -364,7 +363,7 @@ def _is_of_the_process(value: Any) -> bool:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether a value that is no function of Python's computes with what it is given alone."""
+    """Return whether a value, but for Python's functions, depends on its arguments alone."""
     if isinstance(value, ModuleType):
         return _is_listed(value) and not _is_of_the_process(value)
     if isinstance(value, type):
@@ -384,26 +383,26 @@ def _is_known(value: Any) -> bool:
 
 
 def _is_pure(function: Any) -> bool:
-    """Whether a function of C is torch's or of a listed package."""
+    """Return whether a function of C is torch's or of a listed package."""
     if isinstance(function, _OPERATIONS):
         return str(function).startswith(("aten.", "prims.", "torchvision."))
     owner = getattr(function, "__self__", None)
     if not (owner is None or isinstance(owner, ModuleType | type)):
         return False  # a method of a list, say
-    homes = [getattr(each, "__module__", None) for each in (function, owner)]
+    homes = [getattr(part, "__module__", None) for part in (function, owner)]
     home = homes[0] or homes[1] or getattr(owner, "__name__", "torch")
     listed = _package(str(home)) in _PURE and not str(home).startswith("numpy.random")
     return listed and not _asks(function)
 
 
 def numbers_of_numpy() -> tuple[Any, ...]:
-    """The class of numpy's numbers, where it is imported."""
+    """Return the class of numpy's numbers, where it is imported."""
     numpy = sys.modules.get("numpy")
     return (numpy.generic,) if numpy else ()
 
 
 def items(container: Any) -> list[Any]:
-    """What a container holds, the keys of a mapping first."""
+    """Return the values in a container, the keys of a mapping first."""
     return [*container, *container.values()] if isinstance(container, Mapping) else [*container]
 
 

@@ -62,14 +62,14 @@ def affine_as_module(node: fx.Node) -> None:
         return  # F.linear takes a vector for a weight, nn.Linear does not
     rows, columns, *kernel = attribute_of(weight).shape
     if function is F.linear:
-        made: nn.Module = nn.Linear(columns, rows, device="meta")
+        module: nn.Module = nn.Linear(columns, rows, device="meta")
     else:
         kind, names = _CONVS[function], [*_parameters(function)][3:]
-        named = dict(zip(names, settings, strict=True))
-        wide = columns * named["groups"]
-        sizes = (rows, wide) if issubclass(kind, _ConvTransposeNd) else (wide, rows)
-        made = kind(*sizes, kernel, **named, device="meta")
-    _call_module(node, made, source, weight=weight, bias=bias)
+        options = dict(zip(names, settings, strict=True))
+        inputs = columns * options["groups"]
+        sizes = (rows, inputs) if issubclass(kind, _ConvTransposeNd) else (inputs, rows)
+        module = kind(*sizes, kernel, **options, device="meta")
+    _call_module(node, module, source, weight=weight, bias=bias)
 
 
 def norm_as_module(node: fx.Node) -> None:
@@ -95,7 +95,7 @@ def norm_as_module(node: fx.Node) -> None:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a value is a tensor of the model that no node writes."""
+    """Return whether a value is a tensor of the model that no node writes."""
     return is_attribute(value) and is_read_only(value)
 
 
@@ -103,10 +103,10 @@ def _call_module(node: fx.Node, module: nn.Module, source: Any, **tensors: Any) 
     """Turn a node, in place, into a call of `module` holding the given attributes."""
     root = owner(node)
     for name, value in tensors.items():
-        held: Any = None if value is None else attribute_of(value)
+        tensor: Any = None if value is None else attribute_of(value)
         table: Any = module._buffers if name in module._buffers else module._parameters
-        known = table is module._buffers or held is None or isinstance(held, nn.Parameter)
-        table[name] = held if known else nn.Parameter(held, requires_grad=False)
+        fits = table is module._buffers or tensor is None or isinstance(tensor, nn.Parameter)
+        table[name] = tensor if fits else nn.Parameter(tensor, requires_grad=False)
     path = str(tensors["weight"].target) if tensors["weight"] else ""
     name = fresh_name(root, path.rpartition(".")[0] or node.name)
     root.add_submodule(name, module)
@@ -157,7 +157,7 @@ def spell(module: fx.GraphModule) -> None:
 
 
 def spelled(target: Any) -> Any:
-    """What a captured graph calls instead of a function, a module's class or a method's name."""
+    """Return what a captured graph calls for a function, a module's class or a method's name."""
     target = _SPELLINGS.get(target, target)
     target = _ARITHMETIC.get(target, target)
     is_relu = target in _RELUS or target is nn.ReLU
@@ -184,17 +184,17 @@ def _method(node: fx.Node) -> None:
 
 def _is_tensor(value: Any, most_dimensions: int = 64) -> bool:
     fact = value.meta.get("fact") if isinstance(value, fx.Node) else None
-    known = getattr(fact, "value", None)
-    return isinstance(known, torch.Tensor) and known.dim() <= most_dimensions
+    tensor = getattr(fact, "value", None)
+    return isinstance(tensor, torch.Tensor) and tensor.dim() <= most_dimensions
 
 
 def _arithmetic(node: fx.Node) -> None:
-    """Sums and products as functions or methods are operators; `add` of a set is not a sum."""
-    given = named_arguments(node, ("input", "other"))
-    plain = len(given) == len(node.args) + len(node.kwargs) == 2 and set(given) == _OPERANDS
+    """Turn a sum or product, by function or method, into an operator; `add` of a set is none."""
+    args = named_arguments(node, ("input", "other"))
+    is_binary = len(args) == len(node.args) + len(node.kwargs) == 2 and set(args) == _OPERANDS
     method = node.op == "call_method" and _is_tensor(node.args[0])
-    if plain and (method or node.op == "call_function") and node.target in _ARITHMETIC:
-        _call(node, _ARITHMETIC[node.target], given["input"], given["other"])
+    if is_binary and (method or node.op == "call_function") and node.target in _ARITHMETIC:
+        _call(node, _ARITHMETIC[node.target], args["input"], args["other"])
 
 
 def _module(node: fx.Node) -> None:
@@ -212,9 +212,9 @@ def _module(node: fx.Node) -> None:
 
 @cache
 def _parameters(function: Function) -> dict[str, Any]:
-    """The names of a function's parameters and their defaults, `...` where there is none."""
-    known = get_testing_overrides() if function in _BUILTINS else {}
-    parameters = inspect.signature(known.get(function, function)).parameters.values()
+    """Return the names of a function's parameters and their defaults, `...` where there is none."""
+    overrides = get_testing_overrides() if function in _BUILTINS else {}
+    parameters = inspect.signature(overrides.get(function, function)).parameters.values()
     return {p.name: ... if p.default is p.empty else p.default for p in parameters}
 
 
@@ -225,9 +225,9 @@ def _positional(node: fx.Node) -> None:
     if node.op != "call_function" or node.target not in _POSITIONAL:
         return
     parameters = _parameters(node.target)
-    given = dict(zip(parameters, node.args, strict=False))
-    given |= {_KEYWORDS.get(name, name): value for name, value in node.kwargs.items()}
-    complete = parameters | given
+    args = dict(zip(parameters, node.args, strict=False))
+    args |= {_KEYWORDS.get(name, name): value for name, value in node.kwargs.items()}
+    complete = parameters | args
     if len(complete) == len(parameters) and ... not in complete.values():
         _call(node, node.target, *complete.values())
 
@@ -235,9 +235,8 @@ def _positional(node: fx.Node) -> None:
 def _permute(node: fx.Node) -> None:
     if callee(node) is not torch.permute:
         return
-    given: list[Any] = [*node.args]
-    given += [node.kwargs[name] for name in ("input", "dims") if name in node.kwargs]
-    source, *order = given
+    args: Any = *node.args, *(node.kwargs[k] for k in ("input", "dims") if k in node.kwargs)
+    source, *order = args
     if len(order) == 1 and isinstance(order[0], list | tuple):
         order = list(order[0])
     if len(order) == 1 and isinstance(order[0], fx.Node):
@@ -247,13 +246,13 @@ def _permute(node: fx.Node) -> None:
 
 
 def _stochastic_depth(node: fx.Node) -> None:
-    """torchvision's, by name: outside training it returns its input, as dropout does."""
+    """Turn torchvision's, known by its name, into a dropout; both return their input here."""
     function = callee(node)
     if getattr(function, "__module__", "") != "torchvision.ops.stochastic_depth":
         return
-    given = named_arguments(node, ("input", "p", "mode", "training"))
-    if given.get("training") is False:
-        _call(node, F.dropout, given["input"], given["p"], False, False)
+    args = named_arguments(node, ("input", "p", "mode", "training"))
+    if args.get("training") is False:
+        _call(node, F.dropout, args["input"], args["p"], False, False)
 
 
 def from_aten(graph: fx.Graph) -> None:
@@ -280,7 +279,7 @@ def _batch_norm(node: fx.Node) -> None:
 
 
 def _batch_norm_no_training(node: fx.Node) -> None:
-    """It returns statistics as well, of which an inference graph reads none."""
+    """Turn it into F.batch_norm, if none of the statistics that it returns too is read."""
     results = list(node.users)
     if any(result.target is not operator.getitem or result.args[1] != 0 for result in results):
         return
@@ -299,12 +298,12 @@ def _convolution(node: fx.Node) -> None:
 
 
 def _index_put(node: fx.Node) -> None:
-    """y.index_put_([mask], number) is y[mask] = number; who reads the result reads y."""
+    """Turn y.index_put_([mask], number) into y[mask] = number; who read the result reads y."""
     args: Any = node.args
     target, index, value, *accumulate = args
     # A scalar that the model's code wrote out.
-    written = getattr(value, "target", None) is aten.lift_fresh_copy.default
-    constant = value.args[0] if written else None
+    is_literal = getattr(value, "target", None) is aten.lift_fresh_copy.default
+    constant = value.args[0] if is_literal else None
     tensor = attribute_of(constant) if is_attribute(constant) else None
     if tensor is None or tensor.dim() or len(index) != 1 or index[0] is None or any(accumulate):
         return

@@ -63,68 +63,68 @@ class DynamoGraph:
         self.module, self.optimize, self.frozen = module, optimize, frozen
         self.lock = threading.RLock()  # what is held changes while the graph is optimized
         self.inputs = module.graph.find_nodes(op="placeholder")
-        self.held = [i for i, each in enumerate(examples) if _is_held(self.inputs[i], each)]
+        self.positions = [i for i, each in enumerate(examples) if _is_weight(self.inputs[i], each)]
         self.variants: dict[tuple[int, ...], _Variant] = {}
-        self.made = 0
+        self.count = 0
 
     def __call__(self, *args: Any) -> Any:
         if has_global_hooks():  # Dynamo recorded what they do; of layers, there are none here
             return self.module.forward(*args)
-        run = self._known(args)
+        run = self._lookup(args)
         if run is None:
             with self.lock:
-                run = self._known(args) or self._made(args)
+                run = self._lookup(args) or self._prepared(args)
         return run(*args)
 
-    def _known(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-        weights = [args[i] for i in self.held]
-        known = self.variants.get(tuple(map(id, weights)))
-        if known is None:
+    def _lookup(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+        weights = [args[i] for i in self.positions]
+        variant = self.variants.get(tuple(map(id, weights)))
+        if variant is None:
             return None
-        same = all(was() is each for was, each in zip(known.weights, weights, strict=True))
-        fits = same and (self.frozen or known.addresses == [*map(_address, weights)])
-        return known.run if fits else None
+        same = all(was() is each for was, each in zip(variant.weights, weights, strict=True))
+        fits = same and (self.frozen or variant.addresses == [*map(_address, weights)])
+        return variant.run if fits else None
 
-    def _made(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        if self.made == _MOST:
+    def _prepared(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        if self.count == _MOST:
             return self.module
-        if not self.made:
+        if not self.count:
             graph = _copied(self.module)
             facts: Facts = observe(fx.GraphModule(self.module, graph), Call(args, {}))
             stored = [node.meta["fact"].storages for node in graph.find_nodes(op="placeholder")]
-            self.held = [i for i in self.held if not facts.any_written(stored[i])]
-        self.made += 1
+            self.positions = [i for i in self.positions if not facts.any_written(stored[i])]
+        self.count += 1
         # The weights whose changes will be seen, or do not count; by the names of the inputs.
-        held = nn.Module()  # statistics as parameters too: those are copied on write
-        held._parameters.update({self.inputs[i].name: args[i] for i in self.held})
+        holder = nn.Module()  # statistics as parameters too: those are copied on write
+        holder._parameters.update({self.inputs[i].name: args[i] for i in self.positions})
         with undisturbed():  # a kernel may part one of them from the weights, as if to write it
-            snapshot, kept = (structural_copy(held, share=False) for _ in range(2))
+            snapshot, untouched = (structural_copy(holder, share=False) for _ in range(2))
         if not self.frozen:  # some may be copied: of memory that something else holds
-            pairs = zip(self.held, kept._parameters.values(), strict=True)
-            self.held = [i for i, own in pairs if _address(own) == _address(args[i])]
-        weights = [args[i] for i in self.held]
+            pairs = zip(self.positions, untouched._parameters.values(), strict=True)
+            self.positions = [i for i, copied in pairs if _address(copied) == _address(args[i])]
+        weights = [args[i] for i in self.positions]
         run = self._run(snapshot, args)
         refs, addresses = [*map(weakref.ref, weights)], [*map(_address, weights)]
-        self.variants[tuple(map(id, weights))] = _Variant(refs, addresses, kept, run)
+        self.variants[tuple(map(id, weights))] = _Variant(refs, addresses, untouched, run)
         return run
 
     def _run(self, snapshot: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """What runs the graph with its weights as attributes instead of arguments."""
-        recorded, weights = self.module, {self.inputs[i] for i in self.held}
-        held = dict(recorded.named_children()) | recorded._parameters | recorded._buffers
-        for name, each in held.items():
-            hold(snapshot, name, each)
-        bound = fx.GraphModule(snapshot, _copied(recorded, weights), "Dynamo")
+        """Return a function that runs the graph with its weights as attributes."""
+        root, weights = self.module, {self.inputs[i] for i in self.positions}
+        attributes = dict(root.named_children()) | root._parameters | root._buffers
+        for name, value in attributes.items():
+            hold(snapshot, name, value)
+        bound = fx.GraphModule(snapshot, _copied(root, weights), "Dynamo")
         bound.training = False  # what depends on it is in the graph already
-        free = [i for i in range(len(args)) if i not in self.held]
+        free = [i for i in range(len(args)) if i not in self.positions]
         fast = self.optimize(bound, Call(tuple(args[i] for i in free), {}))
         if not isinstance(fast, OptimizedModule):
             return self.module.forward
         return lambda *args: fast(*[args[i] for i in free])
 
 
-def _is_held(node: fx.Node, value: Any) -> bool:
-    """Whether an argument is a parameter or a buffer."""
+def _is_weight(node: fx.Node, value: Any) -> bool:
+    """Return whether an argument is a parameter or a buffer."""
     if type(value) not in (torch.Tensor, nn.Parameter):
         return False
     static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
@@ -132,7 +132,7 @@ def _is_held(node: fx.Node, value: Any) -> bool:
 
 
 def _copied(module: fx.GraphModule, weights: Container[fx.Node] = ()) -> fx.Graph:
-    """A copy of a graph that reads `weights` off its owner."""
+    """Return a copy of a graph that reads `weights` off its owner."""
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
@@ -159,7 +159,7 @@ def capture_graph(model: fx.GraphModule, call: Call) -> fx.GraphModule:
 
 
 def _changes_nothing(node: fx.Node) -> bool:
-    """Whether a call leaves a mode as it is, without gradients and autocast, or counts usage."""
+    """Return whether a call keeps gradients and autocast off, or only counts usage."""
     if node.target in _EXITS:
         return _changes_nothing(node.all_input_nodes[0])
     if node.target is torch.amp.autocast_mode._enter_autocast:
@@ -168,26 +168,26 @@ def _changes_nothing(node: fx.Node) -> bool:
 
 
 def capture_by_dynamo(model: nn.Module, call: Call) -> tuple[fx.GraphModule, Call]:
-    """The graph that Dynamo finds, and what it is called with; a `CaptureError` if not just one."""
-    found: list[tuple[fx.GraphModule, Call]] = []
+    """Return the one graph that Dynamo finds, and its call; raise a `CaptureError` otherwise."""
+    graphs: list[tuple[fx.GraphModule, Call]] = []
 
-    def keep(graph: fx.GraphModule, call: Call) -> nn.Module:
-        found.append((capture_graph(graph, call), call))
+    def record(graph: fx.GraphModule, call: Call) -> nn.Module:
+        graphs.append((capture_graph(graph, call), call))
         return graph
 
-    backend = partial(DynamoGraph, optimize=keep, frozen=True)
-    own = call.copied()
+    backend = partial(DynamoGraph, optimize=record, frozen=True)
+    args, kwargs = call.copied()
     try:
         with torch.no_grad():
-            _compiled(structural_copy(model), backend, fullgraph=True)(*own.args, **own.kwargs)
-        require(len(found) == 1, "Dynamo finds no graph in it")
+            _compiled(structural_copy(model), backend, fullgraph=True)(*args, **kwargs)
+        require(len(graphs) == 1, "Dynamo finds no graph in it")
     except Exception as error:  # whatever Dynamo or a user's forward raises
         raise CaptureError(reason_of(error)) from error
-    return found[0]
+    return graphs[0]
 
 
 def _compiled(model: nn.Module, backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile` of a model, as code that no other model runs.
+    """Return `torch.compile` of a model, as code that no other model runs.
 
     For the life of a process Dynamo remembers by code which numbers were others before, such as two
     models' rates of dropout, and makes them inputs; and keeps what a backend returns. The graphs,
@@ -197,15 +197,15 @@ def _compiled(model: nn.Module, backend: Callable[..., Any], **options: Any) -> 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    def told(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    def compile_graph(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         owner().graphs.append(backend(graph, examples))
-        made: Any = weakref.ref(owner().graphs[-1])
-        return lambda *args: made()(*args)
+        graph_ref: Any = weakref.ref(owner().graphs[-1])
+        return lambda *args: graph_ref()(*args)
 
     vars(call)["graphs"] = []
     owner: Any = weakref.ref(call)
     call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
-    return torch.compile(call, backend=told, **options, **_RECORDINGS)
+    return torch.compile(call, backend=compile_graph, **options, **_RECORDINGS)
 
 
 class GuardedModule(Constants):
@@ -244,14 +244,14 @@ class GuardedModule(Constants):
         optimize, reports = self._optimize, list[Report]()
         self._reports = reports
 
-        def told(graph: fx.GraphModule, call: Call) -> Any:
+        def optimize_graph(graph: fx.GraphModule, call: Call) -> Any:
             fast: Any = optimize(graph, call)
             reports.append(fast.report)
             return fast
 
         # Where no write to a weight can be seen, only this module's methods may change them.
         frozen = any(tensor.device.type != "cpu" for tensor in self.model.parameters())
-        return _compiled(self.model, partial(DynamoGraph, optimize=told, frozen=frozen))
+        return _compiled(self.model, partial(DynamoGraph, optimize=optimize_graph, frozen=frozen))
 
     def lower(self, example_inputs: ExampleInputs) -> tuple[Choice, ...]:
         """Record and prepare calls like this one; return what was chosen for each new region.
@@ -264,17 +264,17 @@ class GuardedModule(Constants):
         Raises:
             InputError: `example_inputs` has no use.
         """
-        call, known = as_call(example_inputs).copied(), len(self._reports)
-        plain = (each for module in self.model.modules() for each in held_tensors(module))
-        held = [(t, t.detach().clone()) for t in (*self.model.parameters(), *plain)]
+        call, count = as_call(example_inputs).copied(), len(self._reports)
+        plain = (tensor for module in self.model.modules() for tensor in held_tensors(module))
+        tensors = [(t, t.detach().clone()) for t in (*self.model.parameters(), *plain)]
         with kept(Outside(self.model)), own_random_numbers(), torch.no_grad():
             try:
                 self(*call.args, **call.kwargs)
             finally:
-                for each, value in held:
-                    if not (is_ordinary(each) and each.equal(value)):
-                        each.copy_(value)
-        return tuple(choice for each in self._reports[known:] for choice in each.choices)
+                for tensor, value in tensors:
+                    if not (is_ordinary(tensor) and tensor.equal(value)):
+                        tensor.copy_(value)
+        return tuple(choice for report in self._reports[count:] for choice in report.choices)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the snapshot, and record its graphs in that mode."""

@@ -28,22 +28,21 @@ def materialize(model: nn.Module) -> list[str]:
     elsewhere too, by which they may be written. The model is changed, so it is to be a copy.
     """
     holders = Counter(_storages(model.modules()))
-    return [told for name, module in model.named_modules() for told in _of(name, module, holders)]
+    return [text for name, module in model.named_modules() for text in _of(name, module, holders)]
 
 
 def _storages(modules: Iterable[nn.Module]) -> Iterator[int]:
-    """The storage of each tensor, as often as one is held."""
+    """Yield the storage of each tensor, as often as one is held."""
     for module in modules:
         for table in (module._parameters, module._buffers):
-            held = (each for each in table.values() if each is not None)
-            yield from (each.untyped_storage()._cdata for each in held)
+            yield from (t.untyped_storage()._cdata for t in table.values() if t is not None)
 
 
 def _of(name: str, module: nn.Module, holders: Counter[int]) -> Iterator[str]:
     hooks: list[Any] = [hook for table in HOOKS for hook in getattr(module, table).values()]
-    known = all(type(hook) in _REMOVED_BY for hook in hooks) and "forward" not in vars(module)
-    own = [*_storages([module])] if hooks else []
-    if module.training or not known or any(holders[each] > 1 for each in own):
+    is_torchs = all(type(hook) in _REMOVED_BY for hook in hooks) and "forward" not in vars(module)
+    storages = _storages([module] if hooks else [])
+    if module.training or not is_torchs or any(holders[each] > 1 for each in storages):
         return
     for hook in hooks:
         _REMOVED_BY[type(hook)](module, hook.name)
@@ -55,12 +54,12 @@ def _of(name: str, module: nn.Module, holders: Counter[int]) -> Iterator[str]:
     torchs = all(type(step).__module__ == parametrizations.__name__ for step in steps)
     if steps and plain and alone and torchs:
         _without_parametrizations(module, lists)
-        told = ", ".join(sorted({type(step).__name__.strip("_") for step in steps}))
-        yield f"computed once: the {' and '.join(lists)} of '{name}', by its {told}"
+        kinds = ", ".join(sorted({type(step).__name__.strip("_") for step in steps}))
+        yield f"computed once: the {' and '.join(lists)} of '{name}', by its {kinds}"
 
 
 def _without_parametrizations(module: nn.Module, lists: nn.ModuleDict) -> None:
-    """As `parametrize.remove_parametrizations` does, which takes the property off the class."""
+    """Do as `parametrize.remove_parametrizations`, which takes the property off the class."""
     values = {name: getattr(module, name).detach().clone() for name in lists}
     del module._modules["parametrizations"]
     module.__class__ = type(module).__bases__[0]

@@ -40,7 +40,7 @@ class Recipe:
 
     @classmethod
     def of(cls, model: nn.Module, call: Call | None, optimize: Callable[..., Any]) -> Recipe | None:
-        """The recipe of a model that was optimized; None where it cannot be told."""
+        """Return the recipe of a model that was optimized, or None where there is none."""
         try:
             devices = {name: tensor.device for name, tensor in _checkpoint(model).items()}
             hollow = _copy_on(model, dict.fromkeys(devices, _META))
@@ -52,7 +52,7 @@ class Recipe:
         return cls(hollow, devices, blank, optimize)
 
     def example_inputs(self) -> Any:
-        """Inputs as the model was optimized for, with zeros for values; None if there were none."""
+        """Return inputs like those of the optimization, of zeros; None if there were none."""
         if self.call is None:
             return None
         args, kwargs = pytree.tree_map_only(
@@ -67,7 +67,7 @@ class Recipe:
 
 
 def loaded(model: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
-    """`model` with a checkpoint loaded, or an InputError unless that is one of the original."""
+    """Return `model` with a checkpoint loaded; raise an InputError unless it is the original's."""
     ours = isinstance(model, OptimizedModule | Unchanged)
     load: Any = model.refit if ours else model.load_state_dict
     try:
@@ -83,15 +83,15 @@ def _checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _copy_on(model: nn.Module, devices: Mapping[str, torch.device]) -> nn.Module:
-    """A copy that shares nothing, with new storages for what a checkpoint brings all of."""
+    """Return a copy, with new storages where a checkpoint brings all tensors that share one."""
     tensors = _checkpoint(model)
-    brought = {id(tensor) for tensor in tensors.values()}
-    held = (tensor for module in model.modules() for tensor in held_tensors(module))
-    kept = storages_in([tensor for tensor in held if id(tensor) not in brought])
+    loaded_ids = {id(tensor) for tensor in tensors.values()}
+    others = (tensor for module in model.modules() for tensor in held_tensors(module))
+    shared = storages_in([tensor for tensor in others if id(tensor) not in loaded_ids])
     onto: Storages = {
         storage: _storage_like(tensor, devices[name])
         for name, tensor in tensors.items()
-        for storage in storages_in(tensor) - kept
+        for storage in storages_in(tensor) - shared
     }
     return structural_copy(model, share=False, onto=onto)
 
@@ -111,8 +111,8 @@ class _Result(nn.Module):
     model: nn.Module  # of those that hold one
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
-        if given and given != set(self.state_dict()):
+        keys = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+        if keys and keys != set(self.state_dict()):
             raise InputError(
                 "this is no checkpoint of the optimized model, whose layers are not those of the"
                 " original: pass one of the original model to refit(state_dict)."
@@ -178,7 +178,7 @@ class OptimizedModule(_Result, fx.GraphModule):
     def of(
         cls, module: fx.GraphModule, report: Report, recipe: Recipe | bytes | None = None
     ) -> OptimizedModule:
-        """The same graph with the modules that it calls, and a report completed by its size."""
+        """Return an optimized module of a graph, its modules and a report, which gets its size."""
         give_free_names(module, module.graph, cls._class())
         require_written(module.graph)
         optimized = cls(module, module.graph, type(module).__name__)
@@ -209,16 +209,16 @@ class OptimizedModule(_Result, fx.GraphModule):
             InputError: the checkpoint does not fit, or the original is not known here.
             CaptureError: nothing could be optimized with these weights.
         """
-        recipe, told = self.meta.get("recipe"), ""
+        recipe, reason = self.meta.get("recipe"), ""
         try:
             if isinstance(recipe, bytes):
                 recipe = torch.load(io.BytesIO(recipe), weights_only=False)
         except Exception as error:  # whatever importing a user's module raises
-            told = f" ({error})"
+            reason = f" ({error})"
         if not isinstance(recipe, Recipe):
             raise InputError(
                 "the original model is not known here: load the checkpoint into it and optimize it"
-                f" again{told}."
+                f" again{reason}."
             )
         model = loaded(_copy_on(recipe.model, recipe.devices), state_dict)
         inputs = recipe.example_inputs() if example_inputs is None else example_inputs
@@ -261,21 +261,21 @@ class OptimizedModule(_Result, fx.GraphModule):
 
     @classmethod
     def _class(cls) -> type[Self]:
-        """The class itself: fx makes each GraphModule one of its own."""
+        """Return the class itself: fx makes each GraphModule one of its own."""
         return next(kind for kind in cls.__mro__ if kind.__module__.startswith("optimizer."))
 
 
 _OF_THIS_PROCESS = frozenset(("meta", "_prepared_plans"))
 
 
-def _carried(held: Mapping[str, Any], module: ModuleType) -> ModuleType:
-    """A copy with what the original held besides its graph: hooks, and attributes of a user's."""
-    own = vars(module)
-    for name, value in held.items():
+def _carried(attributes: Mapping[str, Any], module: ModuleType) -> ModuleType:
+    """Give a copy the original's hooks and attributes of a user's; return it."""
+    table = vars(module)
+    for name, value in attributes.items():
         if name in ("_parameters", "_buffers", "_modules"):
-            own[name] = dict(value) | own[name]
-        elif name.endswith("_hooks") or not (name in own or name in _OF_THIS_PROCESS):
-            own[name] = value
+            table[name] = dict(value) | table[name]
+        elif name.endswith("_hooks") or not (name in table or name in _OF_THIS_PROCESS):
+            table[name] = value
     return module
 
 

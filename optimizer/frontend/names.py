@@ -36,7 +36,7 @@ _PRINTED = (
 
 
 def literal(value: Any) -> Any:
-    """Arguments of a call, with Python's real numbers in the place of numpy's.
+    """Return the arguments of a call, with Python's real numbers in the place of numpy's.
 
     torch takes both for the same: the dtype of `x * numpy.float64(2)` is that of `x * 2.0`.
 
@@ -62,7 +62,7 @@ def _literal(value: Any) -> Any:
 
 
 def is_literal(value: Any, within: bool = False) -> bool:
-    """Whether generated code can write down the arguments of a node.
+    """Return whether generated code can write down the arguments of a node.
 
     fx prints what is `within` a dict by the repr of that, without a look at its parts.
     """
@@ -87,7 +87,7 @@ def give_free_names(
 
     What lies in a layer with such a name goes with it.
     """
-    known: dict[str, str] = {}
+    free: dict[str, str] = {}
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module"):
             if node.name == "self":
@@ -96,26 +96,26 @@ def give_free_names(
             bad = [i for i, name in enumerate(names) if not _is_free(name, None if i else kind)]
             if not bad:
                 continue
-            held, rest = ".".join(names[: bad[-1] + 1]), names[bad[-1] + 1 :]
-            if held not in known:
-                known[held] = _held_by_free_name(root, held, kind)
-            node.target = ".".join((known[held], *rest))
+            path, rest = ".".join(names[: bad[-1] + 1]), names[bad[-1] + 1 :]
+            if path not in free:
+                free[path] = _free_name(root, path, kind)
+            node.target = ".".join((free[path], *rest))
 
 
-def _held_by_free_name(root: nn.Module, path: str, kind: type[fx.GraphModule]) -> str:
-    held, stem = attribute(root, path), re.sub(r"\W", "_", path, flags=re.ASCII)
+def _free_name(root: nn.Module, path: str, kind: type[fx.GraphModule]) -> str:
+    value, stem = attribute(root, path), re.sub(r"\W", "_", path, flags=re.ASCII)
     for table in (root._modules, root._parameters, root._buffers):
         for name, each in table.items():
-            if each is held and _is_free(name, kind):
+            if each is value and _is_free(name, kind):
                 return name
     names = (f"{stem}_{number}" for number in count(1))
-    found = next(name for name in names if not hasattr(root, name) and _is_free(name, kind))
-    setattr(root, found, held)
-    return found
+    free = next(name for name in names if not hasattr(root, name) and _is_free(name, kind))
+    setattr(root, free, value)
+    return free
 
 
 def _is_free(name: str, kind: Any) -> bool:
-    """Whether code can name an attribute, of a module of a `kind`; fx asks `getattr` for '0'."""
+    """Return whether code can name an attribute of a `kind` of module; fx gets '0' by getattr."""
     printed = f"_{name}".isidentifier() and name.isascii() and not keyword.iskeyword(name)
     return printed and not (kind and name in _names_of(kind))
 
@@ -136,17 +136,17 @@ def require_written(graph: fx.Graph) -> None:
     for node in graph.nodes:
         is_function = isinstance(node.target, FunctionType)
         pretends = is_function and str(node.target.__module__).partition(".")[0] == "torch"
-        own = not pretends or home_of(node) == "torch"
-        require(own, f"'{node.name}' calls a function by the name of one of torch's")
+        is_torchs = not pretends or home_of(node) == "torch"
+        require(is_torchs, f"'{node.name}' calls a function by the name of one of torch's")
         place = f"the default of '{node.target}'" if node.op == "placeholder" else f"'{node.name}'"
         require(is_literal((node.args, node.kwargs)), f"{place} holds what code cannot name")
     inputs = {str(n.target).lstrip("*"): n.name for n in graph.find_nodes(op="placeholder")}
-    renamed = [name for name, own in inputs.items() if name == "self" or name != own]
+    renamed = [name for name, written in inputs.items() if name == "self" or name != written]
     if renamed:
         function: Any = ast.parse(graph.python_code("self").src).body[-1]
         nodes = (node for line in function.body for node in ast.walk(line))
         read = Counter(node.id for node in nodes if isinstance(node, ast.Name))
         # Read besides in the line that gives it another name.
         hiding = [name for name in renamed if name == "self" or read[name] > 1]
-        told = "has the name of what the code of a graph needs"
-        require(not hiding, f"its argument '{next(iter(hiding), '')}' {told}")
+        reason = "has the name of what the code of a graph needs"
+        require(not hiding, f"its argument '{next(iter(hiding), '')}' {reason}")

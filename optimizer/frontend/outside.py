@@ -43,7 +43,7 @@ def kept(code: Code) -> Iterator[list[Any]]:
 
 
 def lasts(code: Code) -> bool:
-    """Whether something that a code may change cannot be put back."""
+    """Return whether an object that a code may change cannot be put back."""
     try:
         return not all(map(_back, code.objects))
     except Exception:  # an iterator, or a user's class that does not say what it holds
@@ -55,13 +55,13 @@ class Outside(Code):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        held = [m for m in self.modules if not isinstance(m, torch.jit.ScriptModule | Constants)]
-        self.modules = [each for each in held if not _is_installed(type(each).forward)]
-        for forward, table in ((type(each).forward, vars(each)) for each in held):
+        modules = [m for m in self.modules if not isinstance(m, torch.jit.ScriptModule | Constants)]
+        self.modules = [each for each in modules if not _is_installed(type(each).forward)]
+        for forward, table in ((type(each).forward, vars(each)) for each in modules):
             self.objects += table, table["_parameters"], table["_buffers"], table["_modules"]
-            own = [value for name, value in table.items() if name not in OF_EVERY_MODULE]
+            values = [value for name, value in table.items() if name not in OF_EVERY_MODULE]
             hooks = [hook for name in HOOKS for hook in table[name].values()]
-            list(self._visit([forward, *own, *hooks], ""))
+            list(self._visit([forward, *values, *hooks], ""))
         list(self.obstacles())
         self.is_large = any(len(o) > 30_000 for o in self.objects if isinstance(o, dict | list))
         self.objects += self._classes  # which a forward may give attributes
@@ -85,7 +85,7 @@ def _put(space: Any, name: str, value: Any) -> None:
 
 
 def _back(value: Any) -> Callable[[], object]:
-    """What puts back the contents of a container, an object or a generator, if they changed."""
+    """Return a function that puts back what an object holds and says whether that had changed."""
     numpy: Any = sys.modules.get("numpy")
     if isinstance(value, dict | set):
         return partial(_refill, value, value.copy(), "update")
@@ -99,10 +99,10 @@ def _back(value: Any) -> Callable[[], object]:
         return partial(value.set_state, value.get_state())
     if numpy and isinstance(value, numpy.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    held = attributes(value)
-    if not (held or hasattr(value, "__dict__")):
+    values = attributes(value)
+    if not (values or hasattr(value, "__dict__")):
         raise TypeError(f"what a {type(value).__name__} holds cannot be put back")
-    return partial(_set_all, value, held)
+    return partial(_set_all, value, values)
 
 
 def _refill(container: Any, contents: Any, how: str) -> bool:
@@ -114,11 +114,11 @@ def _refill(container: Any, contents: Any, how: str) -> bool:
     return True
 
 
-def _set_all(value: Any, held: dict[str, Any]) -> bool:
-    now = attributes(value)
-    changed = [name for name, each in held.items() if now.get(name, MISSING) is not each]
-    for name in now.keys() - held.keys():
+def _set_all(value: Any, old: dict[str, Any]) -> bool:
+    new = attributes(value)
+    changed = [name for name, each in old.items() if new.get(name, MISSING) is not each]
+    for name in new.keys() - old.keys():
         delattr(value, name)
     for name in changed:
-        setattr(value, name, held[name])
+        setattr(value, name, old[name])
     return bool(changed)

@@ -46,7 +46,7 @@ def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx
 
 
 def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
-    """`capture` for arguments that are known to be usable."""
+    """Do as `capture` does, for arguments that are known to be usable."""
     try:
         require(not has_global_hooks(), "hooks of all modules see each call: remove them first")
         module = _captured(model, call, record_factories=call is None)
@@ -86,16 +86,16 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
             gives = node.op == "call_module" or node.target is operator.getitem
             hidden = tests_for_none and gives and fact.value is None and not fact.error
             require(not hidden, "it may test a value inside it that is None")
-            written = node.args[0] if node.target in _CHANGES else None
-            changes = isinstance(written, fx.Node) and written.meta["fact"].value
-            require(not isinstance(changes, list | dict), f"it changes a container ('{node}')")
-        held = tensors_of(module)  # what is written is not the caller's, but is shared as before
-        part(each for each in held if facts.any_written(storages_in(facts.to_meta(each))))
+            changed = node.args[0] if node.target in _CHANGES else None
+            value = isinstance(changed, fx.Node) and changed.meta["fact"].value
+            require(not isinstance(value, list | dict), f"it changes a container ('{node}')")
+        weights = tensors_of(module)  # what is written is not the caller's, but is shared as before
+        part(each for each in weights if facts.any_written(storages_in(facts.to_meta(each))))
     return module
 
 
 def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tuple[fx.Graph, bool]:
-    """The graph of a forward that does the same in every call; does it ask what is None?"""
+    """Return the graph of a forward, and whether it may ask what is None."""
     if isinstance(model, fx.GraphModule) and issubclass(model._tracer_cls or object, Tracer):
         for node in model.graph.nodes:  # it was captured: its nodes keep their names
             node.meta = {key: node.meta[key] for key in _LASTING if key in node.meta}
@@ -107,11 +107,11 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
     tells = sees_how_it_is_called(type(model).forward)
     require(not tells, "its forward can tell how its arguments are passed")
     tracer = Tracer(call, code, record_factories=record_factories)
-    before = _held(model)
+    before = _attributes(model)
     with kept(code) as changed, torch.enable_grad():
         graph = tracer.trace(model)
     require(not changed, "it changes what its code finds")
-    after = _held(model)
+    after = _attributes(model)
     same = len(before) == len(after) and all(map(operator.is_, before, after))
     require(same, "its forward changes a module")
     if code.asks_for_autocast():
@@ -122,8 +122,8 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
     return graph, tracer.tests_for_none
 
 
-def _held(model: nn.Module) -> list[Any]:
-    """The objects that modules hold, to be compared by identity."""
+def _attributes(model: nn.Module) -> list[Any]:
+    """Return the objects that modules hold, to be compared by identity."""
     return [
         value
         for each in model.modules()
@@ -135,18 +135,18 @@ def _held(model: nn.Module) -> list[Any]:
 
 
 def _writes_a_constant(module: fx.GraphModule) -> bool:
-    """Whether a tensor that was made while tracing is written or returned by a call.
+    """Return whether a tensor that was made while tracing is written or returned by a call.
 
     It would be made once and not once a call. Without facts, none is let through.
     """
     nodes = module.graph.nodes
-    made = [n for n in nodes if n.op == "get_attr" and "_tensor_constant" in str(n.target)]
+    constants = [n for n in nodes if n.op == "get_attr" and "_tensor_constant" in str(n.target)]
     facts: Facts | None = module.meta.get("facts")
     if facts is None:
-        return bool(made)
+        return bool(constants)
     output: Fact = next(iter(reversed(nodes))).meta["fact"]
-    held = {storage for node in made for storage in node.meta["fact"].storages}
-    return facts.any_written(held) or not held.isdisjoint(output.storages)
+    storages = {storage for node in constants for storage in node.meta["fact"].storages}
+    return facts.any_written(storages) or not storages.isdisjoint(output.storages)
 
 
 _CHANGES = frozenset((
@@ -156,7 +156,7 @@ _CHANGES = frozenset((
 
 
 def _constants(module: fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
-    """Tensors that were made while tracing, or that the forward reached outside its module."""
+    """Return the tensors that were made while tracing, or reached outside the module."""
     buffers = module._buffers.items()
     return [(k, v) for k, v in buffers if v is not None and k.startswith("_tensor_constant")]
 
@@ -178,17 +178,17 @@ def observe(module: fx.GraphModule, call: Call) -> Facts:
 
 
 def may_draw(module: fx.GraphModule) -> bool:
-    """Whether a call may draw random numbers, or runs code of which nothing is known."""
-    known = [(node, node.meta.get("fact")) for node in module.graph.nodes]
-    return any(not f or f.random or f.error or not runs_known_code(node) for node, f in known)
+    """Return whether a call may draw random numbers, or runs code of which nothing is known."""
+    facts = ((node, node.meta.get("fact")) for node in module.graph.nodes)
+    return any(not f or f.random or f.error or not runs_known_code(node) for node, f in facts)
 
 
 def leaves_nothing_behind(module: fx.GraphModule) -> bool:
-    """Whether a call is sure to change nothing at all: the caller's own model may be called."""
+    """Return whether a call is sure to change nothing, so that the model itself may be called."""
     return writes_nothing_lasting(module) and not may_draw(module)
 
 
 def writes_nothing_lasting(module: fx.GraphModule) -> bool:
-    """Whether a call is sure to leave inputs, parameters and buffers as they are."""
+    """Return whether a call is sure to leave inputs, parameters and buffers as they are."""
     facts: Facts | None = module.meta.get("facts")
     return facts is not None and not facts.any_written(facts.external)

@@ -86,21 +86,21 @@ class Value(fx.Proxy):
         return super().__str__()
 
     def __format__(self, specification: str) -> str:
-        if _is_told(sys._getframe(1)):  # a message, which is read where something is wrong
+        if _is_message(sys._getframe(1)):  # which is read where something is wrong
             return super().__str__()
         raise self.tracer.fail("it writes a traced value as text")
 
     __setitem__ = _recording(operator.setitem)
 
 
-_TELLS = ("BUILD_STRING", "FORMAT", "CONVERT", "LOAD_FAST", "LOAD_CONST", "LOAD_ATTR", "PRECALL")
+_TEXTS = ("BUILD_STRING", "FORMAT", "CONVERT", "LOAD_FAST", "LOAD_CONST", "LOAD_ATTR", "PRECALL")
 
 
-def _is_told(frame: FrameType) -> bool:
-    """Whether a text is an argument of the next call, whose result nothing takes, or is raised."""
+def _is_message(frame: FrameType) -> bool:
+    """Return whether a text goes to a call whose result is raised, or taken by nothing."""
     rest = (each for each in dis.get_instructions(frame.f_code) if each.offset > frame.f_lasti)
-    then = next((each.opname for each in rest if not each.opname.startswith(_TELLS)), "")
-    return then.startswith("CALL") and next(rest).opname in ("POP_TOP", "RAISE_VARARGS")
+    opname = next((each.opname for each in rest if not each.opname.startswith(_TEXTS)), "")
+    return opname.startswith("CALL") and next(rest).opname in ("POP_TOP", "RAISE_VARARGS")
 
 
 for _function in ops.INPLACE_OPERATORS:
@@ -140,31 +140,31 @@ def _is_instance(is_tensor: Callable[[fx.Node], bool], value: Any, kinds: Any) -
         return isinstance(value, kinds)
     if isinstance(value, Attribute):
         return isinstance(value.tensor, kinds)
-    each = kinds if isinstance(kinds, tuple) else (kinds,)
-    if isinstance(value, Value) and is_tensor(value.node) and all(map(_is_clear, each)):
+    classes = kinds if isinstance(kinds, tuple) else (kinds,)
+    if isinstance(value, Value) and is_tensor(value.node) and all(map(_is_clear, classes)):
         return isinstance(_A_TENSOR, kinds)
     raise value.tracer.fail("it asks for the type of an intermediate value")  # type: ignore[attr-defined]
 
 
 def _is_clear(kind: Any) -> bool:
-    """Whether all tensors are of a kind, or none is: not of a subclass, or of one by dtype."""
+    """Return whether all tensors are instances of a class, or none is, whatever their dtype."""
     plain = type(kind) in (type, ABCMeta) and not issubclass(kind, torch.Tensor)
     return kind is torch.Tensor or plain
 
 
-def _of_no_value(function: Callable[..., Any], reason: str, asked: Any, *rest: Any) -> Any:
-    if isinstance(asked, Value):
-        raise asked.tracer.fail(reason)
-    return function(asked, *rest)
+def _of_no_value(function: Callable[..., Any], reason: str, value: Any, *rest: Any) -> Any:
+    if isinstance(value, Value):
+        raise value.tracer.fail(reason)
+    return function(value, *rest)
 
 
 def _get(code: Code, owner: Any, name: str, *default: Any) -> Any:
     if isinstance(owner, Value) and (default or name.startswith("_")):
         raise owner.tracer.fail("it asks what a value has")
-    found = getattr(owner, name, *default)
-    if not isinstance(found, fx.Proxy) and code.is_new(found, name):
+    value = getattr(owner, name, *default)
+    if not isinstance(value, fx.Proxy) and code.is_new(value, name):
         raise CaptureError(f"it finds '{name}' by getattr()")
-    return found
+    return value
 
 
 _TESTS = frozenset(
@@ -175,10 +175,10 @@ _STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def sees_how_it_is_called(forward: Callable[..., Any]) -> bool:
-    """Whether a forward can tell what is passed by name: one with `*args, **kwargs` can."""
-    own, wrapped = inspect.signature(forward, follow_wrapped=False), inspect.signature(forward)
-    stars = any(parameter.kind in _STARS for parameter in own.parameters.values())
-    return stars or list(own.parameters) != list(wrapped.parameters)
+    """Return whether a forward can tell what is passed by name: one with `*args, **kwargs` can."""
+    outer, inner = inspect.signature(forward, follow_wrapped=False), inspect.signature(forward)
+    stars = any(parameter.kind in _STARS for parameter in outer.parameters.values())
+    return stars or list(outer.parameters) != list(inner.parameters)
 
 
 class RecordConstants(TorchFunctionMode):
@@ -251,7 +251,7 @@ class Tracer(fx.Tracer):
         return graph
 
     def fail(self, reason: str) -> CaptureError:
-        """An error that is remembered, should the code that is traced swallow it."""
+        """Return an error, and remember it, should the code that is traced swallow it."""
         self.failure = CaptureError(reason)
         return self.failure
 
@@ -265,11 +265,11 @@ class Tracer(fx.Tracer):
         raise self.fail("it asks a traced value for its keys")
 
     def is_foreign_thread(self) -> bool:
-        """Tracing patches nn.Module for the whole process; other threads must not notice."""
+        """Return whether a thread is not to notice that tracing patches nn.Module for all."""
         return threading.get_ident() != self._thread
 
     def is_tensor(self, node: fx.Node) -> bool:
-        """Whether a traced value is sure to be a tensor."""
+        """Return whether a traced value is sure to be a tensor."""
         if node.op == "call_module":
             return isinstance(self.root.get_submodule(str(node.target)), ops.RETURN_A_TENSOR)
         return node.op == "get_attr" or node in self._tensors
@@ -334,26 +334,26 @@ class Tracer(fx.Tracer):
         keyword: dict[str, Any] = {}
         signature = inspect.signature(root_fn)
         args, kwargs = self.call
-        given = signature.bind_partial(self.root, *args, **kwargs).arguments
+        arguments = signature.bind_partial(self.root, *args, **kwargs).arguments
         for parameter in list(signature.parameters.values())[1:]:
             if parameter.kind is parameter.KEYWORD_ONLY:
-                keyword[parameter.name] = self._argument(parameter, given)
+                keyword[parameter.name] = self._argument(parameter, arguments)
             else:
-                positional.append(self._argument(parameter, given))
-        return partial(self._called, partial(root_fn, **keyword)), positional
+                positional.append(self._argument(parameter, arguments))
+        return partial(self._call_root, partial(root_fn, **keyword)), positional
 
-    def _argument(self, parameter: inspect.Parameter, given: Mapping[str, Any]) -> Any:
+    def _argument(self, parameter: inspect.Parameter, arguments: Mapping[str, Any]) -> Any:
         name, default = parameter.name, parameter.default
         optional = default is not parameter.empty
-        bound = optional and not is_literal(default)
-        if bound and (name in given or isinstance(default, torch.Tensor)):
+        unwritable = optional and not is_literal(default)
+        if unwritable and (name in arguments or isinstance(default, torch.Tensor)):
             raise self.fail(f"the default of '{name}' has no literal")
-        written: Any = ... if bound else default
+        written: Any = ... if unwritable else default
         node = self.create_node("placeholder", name, (written,) if optional else (), {})
-        if bound:  # as it is, in a call that gives no other
+        if unwritable:  # as it is, in a call that gives no other
             self.create_proxy("call_function", expect_value, (self.proxy(node), ..., name), {})
             return default
-        return self._input(node, given.get(name, default))
+        return self._input(node, arguments.get(name, default))
 
     def _input(self, node: fx.Node, value: Any) -> Any:
         proxy, name = self.proxy(node), str(node.target)
@@ -367,17 +367,17 @@ class Tracer(fx.Tracer):
             raise self.fail(f"'{name}' holds what may choose a branch")
         return proxy
 
-    def _called(self, called: Callable[..., Any], *args: Any) -> Any:
+    def _call_root(self, root: Callable[..., Any], *args: Any) -> Any:
         patcher: Any = fx_tracing.CURRENT_PATCHER
-        for each in ops.FACTORIES:  # torch.zeros(n) for a traced n; fx would search all of torch
-            patcher.patch(vars(torch), each.__name__, fx_tracing._create_wrapped_func(each))
+        for factory in ops.FACTORIES:  # torch.zeros(n) for a traced n; fx would search all of torch
+            patcher.patch(vars(torch), factory.__name__, fx_tracing._create_wrapped_func(factory))
         if self.code:
             answer_for_traced(self.code, self.is_tensor, patcher)
-        returned = called(*args)
-        for leaf in tree_leaves(opened(returned)):
+        output = root(*args)
+        for leaf in tree_leaves(opened(output)):
             if isinstance(leaf, numbers_of_numpy()):
                 raise self.fail(f"it returns a {type(leaf).__name__}, which code cannot name")
-        return returned
+        return output
 
 
 def _modes() -> tuple[bool, ...]:

@@ -50,7 +50,7 @@ def own_random_numbers() -> Iterator[Callable[[], bool]]:
 
 
 def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How the state of each generator is read, and written."""
+    """Yield how the state of each generator is read, and written."""
     yield random.getstate, random.setstate
     for each in (torch.default_generator, *torch.cuda.default_generators):
         yield each.get_state, each.set_state
@@ -69,13 +69,13 @@ def _same(state: Any, other: Any) -> bool:
 
 
 def is_tracing() -> bool:
-    """Whether fx traces: a mark of the process, and of each thread from torch 2.15 on."""
+    """Return whether fx traces: a mark of the process, and of each thread from torch 2.15 on."""
     ask = getattr(fx_tracing, "_get_is_fx_tracing", None)
     return ask() if ask else fx_tracing._is_fx_tracing_flag
 
 
 def is_watched() -> bool:
-    """Whether operators or modules of a call are looked at, or made to do something else."""
+    """Return whether operators or modules of a call are looked at, or made to do something else."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._is_tracing()

@@ -48,14 +48,14 @@ def structural_copy(
     """
     try:
         memo: dict[int, Any] = {}  # what takes the place of the tensors
-        taken = _Snapshot(model, dict(onto or {}))
-        for key, tensor in taken.tensors.items():
-            is_parameter = key in taken.parameters
-            if key in taken.places:
+        copies = _Snapshot(model, dict(onto or {}))
+        for key, tensor in copies.tensors.items():
+            is_parameter = key in copies.parameters
+            if key in copies.places:
                 if share and is_parameter:
-                    taken.storages.setdefault(taken.places[key], tensor.untyped_storage())
-                same = taken.of(tensor)
-                memo[key] = nn.Parameter(same, tensor.requires_grad) if is_parameter else same
+                    copies.storages.setdefault(copies.places[key], tensor.untyped_storage())
+                copied = copies.of(tensor)
+                memo[key] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
             else:
                 memo[key] = _clone_of_another_kind(tensor, only_ordinary)
         return cast(ModuleType, _copied(model, memo))
@@ -64,7 +64,7 @@ def structural_copy(
 
 
 def snapshot(model: nn.Module) -> tuple[nn.Module, bool]:
-    """A snapshot of a model and True; the model itself and False where it cannot be copied."""
+    """Return a snapshot of a model and True, or, if it cannot be copied, itself and False."""
     try:
         return structural_copy(model, share=False, only_ordinary=False), True
     except CaptureError:  # to capture it will say so
@@ -72,7 +72,7 @@ def snapshot(model: nn.Module) -> tuple[nn.Module, bool]:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """`copy.deepcopy`, ten times as fast on what modules are made of."""
+    """Do as `copy.deepcopy`, ten times as fast on what modules are made of."""
     kind: Any = type(value)
     if kind in _IMMUTABLE or (kind is tuple and _IMMUTABLE.issuperset(map(type, value))):
         return value
@@ -86,8 +86,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(value), set())
     if not isinstance(value, nn.Module):
         return _copied_object(value, memo)
-    own = any(getattr(kind, name) is not getattr(nn.Module, name) for name in _PROTOCOL)
-    if own or hasattr(kind, "__deepcopy__"):  # its class has a way of its own
+    custom = any(getattr(kind, name) is not getattr(nn.Module, name) for name in _PROTOCOL)
+    if custom or hasattr(kind, "__deepcopy__"):  # its class has a way of its own
         with _unseen(value):
             return _like(value, copy.deepcopy(value, memo), memo)
     module = memo[id(value)] = kind.__new__(kind)
@@ -96,7 +96,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _unseen(value: Any) -> AbstractContextManager[object]:
-    """A new layer draws its weights; torch deprecated what it copies an exported graph by."""
+    """Hide that a new layer draws weights, and that a copy of an exported graph warns."""
     if not isinstance(value, fx.GraphModule):
         return own_random_numbers()
     exported = hasattr(value.graph._codegen, "pytree_info")
@@ -104,19 +104,19 @@ def _unseen(value: Any) -> AbstractContextManager[object]:
     return quiet if exported else nullcontext()
 
 
-def _copied_items(held: dict[Any, Any], made: Any, memo: dict[int, Any]) -> Any:
-    for key, value in held.items():
+def _copied_items(items: dict[Any, Any], copied: Any, memo: dict[int, Any]) -> Any:
+    for key, value in items.items():
         name = key if type(key) is str else _copied(key, memo)
-        made[name] = value if type(value) in _IMMUTABLE else _copied(value, memo)
-    return made
+        copied[name] = value if type(value) in _IMMUTABLE else _copied(value, memo)
+    return copied
 
 
 def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy, or a TypeError where its class makes one that holds other plain values."""
+    """Return a deep copy; raise a TypeError if its class makes one of other plain values."""
     copied = copy.deepcopy(value, memo)
-    for name, held in getattr(value, "__dict__", {}).items():
-        told = type(held) in _IMMUTABLE and not name.startswith("__")  # which wrappers take over
-        if told and getattr(copied, name, None) != held == held:
+    for name, attribute in getattr(value, "__dict__", {}).items():
+        plain = type(attribute) in _IMMUTABLE and not name.startswith("__")  # which wrappers set
+        if plain and getattr(copied, name, None) != attribute == attribute:
             raise TypeError(f"the copy of a {type(value).__name__} has another '{name}'")
     return copied
 
@@ -124,45 +124,42 @@ def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
 def _like(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Give what a class copied in a way of its own the modes of the model, and require the rest."""
     modules = dict(model.named_modules())
-    for name, other in copied.named_modules():
-        one = modules.get(name, other)
-        other.training = one.training
-        if isinstance(one, torch.jit.ScriptModule):
+    for name, new in copied.named_modules():
+        old = modules.get(name, new)
+        new.training = old.training
+        if isinstance(old, torch.jit.ScriptModule):
             continue  # torch copies it, and its tables are no dicts
-        if other in modules.values() or not _holds_the_same(one, other, memo):
+        if new in modules.values() or not _holds_the_same(old, new, memo):
             where = f"'{name}'" if name else type(model).__name__
             raise TypeError(f"its class has a way of its own, whose copy is not like {where}")
     return copied
 
 
 def _holds_the_same(module: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> bool:
-    """Whether a copy has the hooks, plain values and tensors of a module, as far as it has any."""
+    """Return whether a copy has the hooks of a module, and the same values and tensors, if any."""
     plain = {name: value for name, value in vars(module).items() if type(value) in _IMMUTABLE}
     values = all(getattr(copied, name, value) == value for name, value in plain.items())
-    others = copied._parameters | copied._buffers
-    pairs = [
-        (old, others.get(name)) for name, old in (module._parameters | module._buffers).items()
-    ]
+    old_tensors, new_tensors = ({**m._parameters, **m._buffers} for m in (module, copied))
+    pairs = ((old, new_tensors.get(name)) for name, old in old_tensors.items())
     weights = all(
         old is None or new is None or new is memo.get(id(old)) or torch.equal(old, new)
         for old, new in pairs
     )
-    one, other = (  # the hooks but torch's own, which checks the inputs of an export so
-        [
-            hook
+    counts = {  # of the hooks but torch's own, which checks the inputs of an export so
+        sum(
+            str(hook.__module__).partition(".")[0] != "torch"
             for table in (each._forward_hooks, each._forward_pre_hooks)
             for hook in table.values()
-            if str(hook.__module__).partition(".")[0] != "torch"
-        ]
+        )
         for each in (module, copied)
-    )
-    return values and weights and len(one) == len(other)
+    }
+    return values and weights and len(counts) == 1
 
 
 def held_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """The tensors of a module besides its parameters: buffers and plain attributes."""
-    held = (*module._buffers.values(), *vars(module).values())
-    return [value for value in held if isinstance(value, torch.Tensor)]
+    """Return the tensors of a module besides its parameters: buffers and plain attributes."""
+    values = (*module._buffers.values(), *vars(module).values())
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 class _Snapshot:
@@ -181,27 +178,27 @@ class _Snapshot:
         self.storages = storages
         self.parameters: dict[int, torch.Tensor] = {}
         others: dict[int, torch.Tensor] = {}
-        asked: set[int] = set()
+        of_rnns: set[int] = set()
         for module in model.modules():
-            own = {id(each): each for each in module._parameters.values() if each is not None}
-            self.parameters |= own
+            weights = {id(each): each for each in module._parameters.values() if each is not None}
+            self.parameters |= weights
             others |= {id(each): each for each in held_tensors(module)}
-            asked |= own.keys() if isinstance(module, nn.RNNBase) else set()
+            of_rnns |= weights.keys() if isinstance(module, nn.RNNBase) else set()
         self.tensors = self.parameters | others
         ordinary = {key: each for key, each in self.tensors.items() if is_ordinary(each)}
         self.places = {key: each.untyped_storage()._cdata for key, each in ordinary.items()}
         self.holders = Counter(self.places.values())
-        self.free = {self.places[key] for key in self.parameters.keys() & ordinary.keys() - asked}
+        self.free = {self.places[key] for key in self.parameters.keys() & ordinary.keys() - of_rnns}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same geometry over the storage that stands for its own."""
+        """Return a tensor of the same geometry over the copy of its storage."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.storages:
             with _LOCK:
                 self.storages[storage._cdata] = self._copy_of(storage)
-        found = self.storages[storage._cdata]
-        shared = found._cdata == storage._cdata and not tensor.is_inference()
-        return tensor.data if shared else on_storage(tensor, found)
+        copied = self.storages[storage._cdata]
+        shared = copied._cdata == storage._cdata and not tensor.is_inference()
+        return tensor.data if shared else on_storage(tensor, copied)
 
     def _copy_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         place = storage._cdata
@@ -215,13 +212,13 @@ class _Snapshot:
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether storage, dtype, shape and strides tell all of a tensor."""
+    """Return whether storage, dtype, shape and strides tell all of a tensor."""
     ordinary = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return ordinary and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def _clone_of_another_kind(tensor: torch.Tensor, only_ordinary: bool) -> torch.Tensor:
-    """A copy of a tensor that is more than its storage and shape, and a view of no other."""
+    """Return a copy of a tensor that is more than its storage and shape."""
     if only_ordinary:
         raise TypeError(
             f"it holds a tensor of class {type(tensor).__name__}, {tensor.dtype},"
@@ -236,19 +233,19 @@ def _clone_of_another_kind(tensor: torch.Tensor, only_ordinary: bool) -> torch.T
 
 
 def part(tensors: Iterable[torch.Tensor]) -> None:
-    """Give tensors memory of their own, with the values that they have, and one another's."""
-    own: Storages = {}
+    """Give tensors new memory with the same values, which they share as before."""
+    storages: Storages = {}
     for tensor in tensors:
         if is_ordinary(tensor):
             storage = tensor.untyped_storage()
-            if storage._cdata not in own:
-                own[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
-            tensor.data = on_storage(tensor, own[storage._cdata])
+            if storage._cdata not in storages:
+                storages[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
+            tensor.data = on_storage(tensor, storages[storage._cdata])
         else:
             tensor.data = tensor.data.clone()
 
 
 def on_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor with the geometry and dtype of `tensor` over another storage."""
+    """Return a tensor with the geometry and dtype of `tensor` over another storage."""
     empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -36,7 +36,7 @@ class Device:
         """Wait until the device has done all it was given."""
 
     def peak_memory(self, run: Callable[[], object]) -> int:
-        """The most bytes that `run()` held at once above what was allocated before it."""
+        """Return the most bytes that `run()` held at once above what was allocated before it."""
         _autograd._enable_profiler_legacy(_MEMORY_ONLY)
         try:
             run()
@@ -74,7 +74,7 @@ class Cuda(Device):
 
     @staticmethod
     def is_capturing() -> bool:
-        """Whether what is launched now becomes part of a graph of the caller's."""
+        """Return whether launches are being captured as a graph of the caller's."""
         return torch.cuda.is_current_stream_capturing()
 
     def record(self, program: Program, inputs: Sequence[torch.Tensor]) -> Recording:
@@ -92,13 +92,13 @@ class Cuda(Device):
             # The workspace that cuBLAS keeps for a stream would be shared with whoever uses that.
             torch._C._cuda_clearCublasWorkspaces()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                own = [torch.empty_like(each) for each in inputs]
-                outputs = program(*own)
+                copies = [torch.empty_like(each) for each in inputs]
+                outputs = program(*copies)
             torch._C._cuda_clearCublasWorkspaces()
-            return graph.replay, own, outputs
+            return graph.replay, copies, outputs
 
     def turns(self) -> Callable[[], AbstractContextManager[None]]:
-        """A context for one thread at a time, whose work waits for that done in it before."""
+        """Return a context for one thread at a time, whose work waits for that of the last."""
         lock, done = threading.Lock(), torch.cuda.Event()  # type: ignore[no-untyped-call]
 
         @contextmanager
@@ -128,20 +128,20 @@ class Mps(Device):
     def peak_memory(self, run: Callable[[], object]) -> int:
         self.synchronize()
         before = torch.mps.current_allocated_memory()
-        with _AllocatedAfterEachOperator() as seen:  # type: ignore[no-untyped-call]
+        with _AllocatedAfterEachOperator() as mode:  # type: ignore[no-untyped-call]
             run()
-        return max(0, int(seen.most) - before)
+        return max(0, int(mode.most) - before)
 
 
 def device_named(name: str | torch.device) -> Device:
-    """The device called "cpu", "cuda", "cuda:1" or "mps", or a DeviceError if it is not here."""
+    """Return the device "cpu", "cuda", "cuda:1" or "mps"; raise a DeviceError if it is not here."""
     kind, _, index = str(name).partition(":")
     if kind == "cpu":
         return Device()
-    known = {"cuda": (torch.cuda, "an NVIDIA GPU"), "mps": (torch.backends.mps, "an Apple GPU")}
-    if kind not in known:
+    backends = {"cuda": (torch.cuda, "an NVIDIA GPU"), "mps": (torch.backends.mps, "an Apple GPU")}
+    if kind not in backends:
         raise DeviceError(f"'{name}' is not a device that can be measured: use cpu, cuda or mps.")
-    backend, hardware = known[kind]
+    backend, hardware = backends[kind]
     if not backend.is_available():
         raise DeviceError(
             f"{kind} is not available here: pass inputs on the cpu, or run on a machine with"
@@ -151,7 +151,7 @@ def device_named(name: str | torch.device) -> Device:
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> Device:
-    """Where work on `tensors` is done: the first that is not on the CPU says."""
+    """Return the device of the first tensor that is not on the CPU, or else the CPU."""
     elsewhere = (tensor.device for tensor in tensors if tensor.device.type != "cpu")
     return device_named(next(elsewhere, torch.device("cpu")))
 

@@ -20,7 +20,7 @@ from optimizer.core.ops import Parameters, Result, recordable
 
 
 def key_of(value: Any) -> Any:
-    """What is equal for two constants only where no function can tell one from the other.
+    """Return a key, the same for two constants only if no function can tell them apart.
 
     Python says that 0.0 is -0.0, which x / 0.0 is not, that True is 1, and that nan is not nan.
     """
@@ -58,27 +58,27 @@ def expect_tensor(
     if not isinstance(value, torch.Tensor):
         raise _unfit(f"a tensor {name} and got {value!r}", "with example inputs of that type")
     if rank is not None and value.dim() != rank:
-        told = f"{name} of {rank} dimensions and got {value.dim()}"
-        raise _unfit(told, "with example inputs of that rank")
+        made_for = f"{name} of {rank} dimensions and got {value.dim()}"
+        raise _unfit(made_for, "with example inputs of that rank")
     if dtype is not None and value.dtype != dtype:
-        told = f"{name} of {dtype} and got {value.dtype}"
-        raise _unfit(told, "with example inputs of that dtype")
+        made_for = f"{name} of {dtype} and got {value.dtype}"
+        raise _unfit(made_for, "with example inputs of that dtype")
 
 
 @_guard
 def expect_given(value: Any, name: str) -> None:
     """Raise an InputError where a None, a flag or a string in `value` may choose a branch."""
     if any(chooses_a_branch(leaf) for leaf in tree_leaves(value)):
-        told = f"an argument {name} that holds no None, flag or string"
-        raise _unfit(told, "with example inputs that do")
+        made_for = f"an argument {name} that holds no None, flag or string"
+        raise _unfit(made_for, "with example inputs that do")
 
 
 @_guard
 def expect_autocast(value: Any, dtypes: Autocast) -> None:
     """Raise an InputError under another autocast than recorded; `value` is any argument."""
-    if (found := autocast()) != dtypes:
-        told = f"calls under autocast to {dtypes} (cpu, cuda, mps) and got {found}"
-        raise _unfit(told, "under the autocast you need")
+    if (current := autocast()) != dtypes:
+        made_for = f"calls under autocast to {dtypes} (cpu, cuda, mps) and got {current}"
+        raise _unfit(made_for, "under the autocast you need")
 
 
 Autocast: TypeAlias = tuple[torch.dtype | None, ...]
@@ -93,7 +93,7 @@ def autocast() -> Autocast:
 
 
 def chooses_a_branch(value: Any) -> bool:
-    """Whether the code of a model can test a value where tracing cannot see it."""
+    """Return whether the code of a model can test a value where tracing cannot see it."""
     return value is None or isinstance(value, bool | str)
 
 

@@ -20,28 +20,28 @@ from optimizer.core.errors import InputError
 
 
 def opened(value: Any) -> Any:
-    """The same tree with the name and the fields of a dataclass in the place of each."""
+    """Return the same tree with the name and the fields of a dataclass in the place of each."""
 
-    def held(record: Any) -> dict[str, Any]:
+    def fields_of(record: Any) -> dict[str, Any]:
         inside = {field.name: getattr(record, field.name) for field in fields(record)}
         return {type(record).__name__: opened(inside)}
 
-    return pytree.tree_map_only(_is_record, held, value)
+    return pytree.tree_map_only(_is_record, fields_of, value)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in a pytree, in order."""
+    """Return every tensor in a pytree, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [leaf for leaf in pytree.tree_leaves(opened(value)) if isinstance(leaf, torch.Tensor)]
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """The same tree with every tensor in it replaced by `function(tensor)`."""
+    """Return the same tree with every tensor in it replaced by `function(tensor)`."""
     if isinstance(value, torch.Tensor):
         return function(value)
 
-    def of(record: Any) -> Any:
+    def map_fields(record: Any) -> Any:
         copied = copy.copy(record)
         for field in fields(record):
             inside = map_tensors(function, getattr(record, field.name))
@@ -49,16 +49,16 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return copied
 
     mapped = pytree.tree_map_only(torch.Tensor, function, value)
-    return pytree.tree_map_only(_is_record, of, mapped)
+    return pytree.tree_map_only(_is_record, map_fields, mapped)
 
 
 def storages_in(value: Any) -> set[int]:
-    """The identities of all storages that the tensors in a pytree are views of."""
+    """Return the identities of all storages that the tensors in a pytree are views of."""
     return {tensor.untyped_storage()._cdata for tensor in tensors_in(value)}
 
 
 def hides_tensors(value: Any) -> bool:
-    """Whether a pytree may hold tensors that are not seen, inside an object of a user's class."""
+    """Return whether a pytree may hold tensors unseen, in an object of a user's class."""
     leaves = [] if isinstance(value, torch.Tensor) else pytree.tree_leaves(opened(value))
     return any(type(leaf).__module__.split(".")[0] not in ("builtins", "torch") for leaf in leaves)
 
@@ -84,16 +84,16 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-        """The same call with every tensor in it replaced by `function(tensor)`."""
+        """Return the same call with every tensor in it replaced by `function(tensor)`."""
         return Call(*map_tensors(function, self))
 
     def copied(self) -> Call:
-        """The same call with copies of its tensors, and of the objects that may hide some."""
+        """Return the same call with copies of its tensors, and of objects that may hide some."""
         return Call(*pytree.tree_map_only(hides_tensors, _copy_of, self.map(torch.clone)))
 
 
 def as_call(example_inputs: ExampleInputs) -> Call:
-    """A tensor, a sequence of positional or a mapping of keyword arguments, as a `Call`."""
+    """Return a tensor, a sequence of positional or a mapping of keyword arguments, as a `Call`."""
     if isinstance(example_inputs, torch.Tensor):
         call = Call((example_inputs,), {})
     elif isinstance(example_inputs, list | tuple):
@@ -115,7 +115,7 @@ def as_call(example_inputs: ExampleInputs) -> Call:
 
 
 def require_module(model: object) -> nn.Module:
-    """`model`, or an InputError unless it is a module whose parameters and buffers hold data."""
+    """Return `model`; raise an InputError unless it is a module whose tensors hold data."""
     if not isinstance(model, nn.Module):
         raise InputError(
             f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module itself,"
@@ -138,14 +138,14 @@ def require_flags(**flags: object) -> None:
 
 
 def require_seconds(seconds: object) -> float:
-    """`tune_seconds`, or an InputError where it is no time."""
+    """Return `tune_seconds`; raise an InputError unless it is a time."""
     if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
         raise InputError(f"tune_seconds is {seconds!r}: pass a number of seconds, or 0.")
     return float(seconds)
 
 
 def require_writable(name: str, path: str | os.PathLike[str]) -> Path:
-    """The path of a file that can be written, or an InputError; what is there stays as it is."""
+    """Return the path of a file; raise an InputError unless it is writable. It stays as it is."""
     try:
         file = Path(path)
         new = not file.exists()
@@ -158,7 +158,7 @@ def require_writable(name: str, path: str | os.PathLike[str]) -> Path:
 
 
 def require_graph(module: object) -> fx.Graph:
-    """The graph of a module that was captured, or an InputError."""
+    """Return the graph of a captured module; raise an InputError unless it is one."""
     if not isinstance(module, fx.GraphModule):
         raise InputError(
             f"module is of type {type(module).__name__}, no graph: pass optimizer.capture(model)."

@@ -27,40 +27,40 @@ _HOOKS_OF_ALL = [vars(_all_modules)[f"_global{name}"] for name in HOOKS]
 
 
 def arg(node: fx.Node, index: int, default: Any = None) -> Any:
-    """The positional argument at `index`, or `default` where there is none."""
+    """Return the positional argument at `index`, or `default` where there is none."""
     return node.args[index] if index < len(node.args) else default
 
 
 def named_arguments(node: fx.Node, parameters: Iterable[str]) -> dict[str, Any]:
-    """What a node is called with, by name, with the defaults that a mapping of parameters has."""
+    """Return the arguments of a node by name, with the defaults in a mapping of parameters."""
     defaults = dict(parameters) if isinstance(parameters, Mapping) else {}
     return defaults | dict(zip(parameters, node.args, strict=False)) | node.kwargs
 
 
 def owner(node: fx.Node) -> fx.GraphModule:
-    """The GraphModule that a node's targets are looked up in."""
+    """Return the GraphModule that a node's targets are looked up in."""
     module = node.graph.owning_module
     assert module is not None, "the graph belongs to no module"
     return module
 
 
 def attribute(root: nn.Module, path: str) -> Any:
-    """What the dotted `path` names in `root`."""
+    """Return the value at the dotted `path` in `root`."""
     return attrgetter(path)(root)
 
 
 def attribute_of(node: Any) -> Any:
-    """The tensor or module of the model that a node reads or calls."""
+    """Return the tensor or module of the model that a node reads or calls."""
     return attribute(owner(node), str(node.target))
 
 
 def is_attribute(value: object) -> bool:
-    """Whether a value is a node that reads a tensor of the model."""
+    """Return whether a value is a node that reads a tensor of the model."""
     return isinstance(value, fx.Node) and value.op == "get_attr"
 
 
 def module_of(node: fx.Node) -> Any:
-    """The module that a call_module node calls (typed Any: a pattern has fixed its class)."""
+    """Return the module that a node calls (typed Any: a pattern has fixed its class)."""
     assert node.op == "call_module", node.op
     module: Any = owner(node)
     for name in str(node.target).split("."):
@@ -69,7 +69,7 @@ def module_of(node: fx.Node) -> Any:
 
 
 def callee(node: fx.Node) -> Any:
-    """What a node calls: a function, a method's name, the class of a plain module, or None."""
+    """Return the function, the name of the method or the plain module's class called, or None."""
     if node.op in ("call_function", "call_method"):
         return node.target
     if node.op != "call_module":
@@ -79,7 +79,7 @@ def callee(node: fx.Node) -> Any:
 
 
 def name_of_call(node: fx.Node) -> str:
-    """The name of a function, an overload, a method or, in small letters, a module's class."""
+    """Return the name of the function, overload, method or, in lower case, module's class."""
     if node.op == "call_module":
         return type(module_of(node)).__name__.lower()
     target: Any = node.target
@@ -87,7 +87,7 @@ def name_of_call(node: fx.Node) -> str:
 
 
 def home_of(node: fx.Node) -> str:
-    """The package whose code a node calls; empty where a function or a method does not tell.
+    """Return the package whose code a node calls; empty where the call does not tell.
 
     A decorator names itself after what it wraps: where one is another's than that, the other's.
     """
@@ -95,14 +95,14 @@ def home_of(node: fx.Node) -> str:
     homes = [""]
     while code is not None:
         inside = code.__globals__.get("__name__") if isinstance(code, FunctionType) else None
-        named = (getattr(code, "__module__", None), inside)
-        homes += [str(name).partition(".")[0] for name in named if name]
+        names = (getattr(code, "__module__", None), inside)
+        homes += [str(name).partition(".")[0] for name in names if name]
         code = getattr(code, "__dict__", {}).get("__wrapped__")
     return next((home for home in homes if home and home not in KNOWN_HOMES), homes[-1])
 
 
 def called_on(node: fx.Node, module: Any, args: Any, kwargs: Any) -> Any:
-    """What a node yields of some arguments, where `module` stands for the one that it calls."""
+    """Return what a node yields of some arguments, with `module` for the one that it calls."""
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     function: Any = module if node.op == "call_module" else node.target
@@ -110,7 +110,7 @@ def called_on(node: fx.Node, module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def describe(node: fx.Node) -> str:
-    """What a node calls, or the input or attribute that it reads, as text."""
+    """Return what a node calls, or the input or attribute that it reads, as text."""
     if node.op == "call_module":
         return type(module_of(node)).__name__
     if node.op != "call_function":
@@ -120,7 +120,7 @@ def describe(node: fx.Node) -> str:
 
 
 def shape_text(node: fx.Node) -> str:
-    """The shape of a node's value, as `2x3`; empty where it is not known or no tensor."""
+    """Return the shape of a node's value, as `2x3`; empty where it is not known or no tensor."""
     value = getattr(node.meta.get("fact"), "value", None)
     if not isinstance(value, torch.Tensor):
         return ""
@@ -128,15 +128,15 @@ def shape_text(node: fx.Node) -> str:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether calling `module` runs the forward of its class and nothing else.
+    """Return whether calling `module` runs the forward of its class and nothing else.
 
     Hooks and parametrizations run code of their own, and so does a forward that was set on
     the instance or a `__call__` of the class: none may be matched as the class they decorate.
     """
-    held = vars(module)
-    hooked = any(map(held.get, HOOKS)) or has_global_hooks()
+    attributes = vars(module)
+    hooked = any(map(attributes.get, HOOKS)) or has_global_hooks()
     parametrized = "parametrizations" in module._modules
-    return not (hooked or parametrized or "forward" in held or overrides_call(type(module)))
+    return not (hooked or parametrized or "forward" in attributes or overrides_call(type(module)))
 
 
 def hold(root: nn.Module, name: str, value: Any) -> None:
@@ -148,12 +148,12 @@ def hold(root: nn.Module, name: str, value: Any) -> None:
 
 
 def has_global_hooks() -> bool:
-    """Whether every module of the process has hooks, which see each call and may change it."""
+    """Return whether there are hooks on all modules, which see each call and may change it."""
     return any(_HOOKS_OF_ALL)
 
 
 def overrides_call(kind: type[nn.Module]) -> bool:
-    """Whether a class that is not torch's has a `__call__` of its own."""
+    """Return whether a class that is not torch's has a `__call__` of its own."""
     return kind.__call__ is not nn.Module.__call__ and any(
         "__call__" in vars(base) and not base.__module__.startswith("torch.")
         for base in kind.__mro__
@@ -162,24 +162,23 @@ def overrides_call(kind: type[nn.Module]) -> bool:
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Every parameter and buffer of a module, once."""
+    """Return every parameter and buffer of a module, once."""
     tables = (table for each in module.modules() for table in (each._parameters, each._buffers))
-    held = (tensor for table in tables for tensor in table.values())
-    return list({id(tensor): tensor for tensor in held if tensor is not None}.values())
+    return list({id(t): t for table in tables for t in table.values() if t is not None}.values())
 
 
 def has_plain_tensors(module: nn.Module) -> bool:
-    """Whether a module holds a tensor that is neither a parameter nor a buffer."""
+    """Return whether a module holds a tensor that is neither a parameter nor a buffer."""
     return any(isinstance(each, torch.Tensor) for each in vars(module).values())
 
 
 def source_of(node: fx.Node) -> str:
-    """Where the user's code made this node, as `file.py:line`; empty where unknown."""
+    """Return where the user's code made this node, as `file.py:line`; empty where unknown."""
     return str(node.meta.get("source", ""))
 
 
 def fresh_name(root: nn.Module, stem: str) -> str:
-    """An attribute name without dots, close to `stem`, that `root` does not have yet."""
+    """Return an attribute name without dots, close to `stem`, that `root` does not have yet."""
     stem, most = stem.replace(".", "_"), 1
     if not hasattr(root, stem):
         return stem
@@ -206,33 +205,33 @@ _NOT_A_USERS = (*NOT_USER_CODE, "<")  # generated code has such names
 
 @lru_cache(1024)  # a stack has the same few files for each node
 def is_user_code(path: str) -> bool:
-    """Whether a file is neither torch's nor ours."""
+    """Return whether a file is neither torch's nor ours."""
     return not path.startswith(_NOT_A_USERS)
 
 
 def user_line() -> str:
-    """The innermost line that is neither torch's nor ours, as `file.py:line`; may be empty."""
+    """Return the innermost line of the user's code, as `file.py:line`, or an empty text."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
         if is_user_code(frame.f_code.co_filename):
-            return _told(frame.f_code.co_filename, frame.f_lineno)
+            return _place(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ""
 
 
 def line_of(stack: BaseException | str) -> str:
-    """The innermost line of an error's stack, or a printed one, that is neither, likewise."""
+    """Return the same of the stack of an error, or of a printed one."""
     if isinstance(stack, str):
         lines: list[tuple[str, Any]] = re.findall(r'File "(.+)", line (\d+)', stack)
     else:
         walked = traceback.walk_tb(stack.__traceback__)
         lines = [(frame.f_code.co_filename, line) for frame, line in walked]
-    theirs = [_told(path, line) for path, line in lines if is_user_code(path)]
+    theirs = [_place(path, line) for path, line in lines if is_user_code(path)]
     return theirs[-1] if theirs else ""
 
 
 def reason_of(error: Exception) -> str:
-    """Why a forward cannot be recorded, and where."""
+    """Return why a forward cannot be recorded, and where."""
     reason = str(error).strip().split("\n")[0] or type(error).__name__
     if not isinstance(error, CaptureError | Refused):
         reason = f"its forward cannot be recorded: {reason}"
@@ -240,5 +239,5 @@ def reason_of(error: Exception) -> str:
     return f"{reason}, at {line}" if line else reason
 
 
-def _told(path: str, line: object) -> str:
+def _place(path: str, line: object) -> str:
     return f"{path.rpartition(os.sep)[2]}:{line}"

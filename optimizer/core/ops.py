@@ -28,16 +28,15 @@ Result = TypeVar("Result")
 def recordable(
     function: Callable[Parameters, Result], operands: int | None = None
 ) -> Callable[Parameters, Result]:
-    """The same function, which tracers and modes see a call of as they do of torch's own.
+    """Return the same function, whose calls tracers and modes see as they do those of torch's.
 
     Only the first `operands` are asked if they are traced: to ask a dtype takes half a microsecond.
     """
 
     @wraps(function)
     def apply(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        given = args[:operands]
-        if has_torch_function(given):
-            result: Result = handle_torch_function(apply, given, *args, **kwargs)
+        if has_torch_function(args[:operands]):
+            result: Result = handle_torch_function(apply, args[:operands], *args, **kwargs)
             return result
         return function(*args, **kwargs)
 
@@ -63,7 +62,7 @@ INPLACE_OPERATORS = tuple(map(_operator, (
 def _over_an_operand(
     function: Callable[[Any, Any], Any], in_place: Callable[[Any, Any], Any]
 ) -> Callable[[Any, Any, int], Any]:
-    """A commutative `function` whose result overwrites an operand if they are laid out alike."""
+    """Return a commutative function that overwrites an operand if both are laid out alike."""
 
     def apply(first: Any, second: Any, overwritten: int) -> Any:
         if not alike(first, second):
@@ -75,14 +74,14 @@ def _over_an_operand(
 
 
 def alike(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have one dtype, shape and layout, and so has their sum or product."""
+    """Return whether two tensors have the dtype, shape and layout that their sum has."""
     same = first.dtype == second.dtype and first.shape == second.shape
     return same and first.stride() == second.stride()
 
 
 @recordable
 def where_into(mask: Any, value: Any, other: Any, *, out: Any) -> Any:
-    """`torch.where` that has `out` also where gradients are recorded."""
+    """Do as `torch.where`, but take `out` also where gradients are recorded."""
     if torch.is_grad_enabled() and (value.requires_grad or other.requires_grad):
         return out.copy_(torch.where(mask, value, other))
     return torch.where(mask, value, other, out=out)
@@ -90,7 +89,7 @@ def where_into(mask: Any, value: Any, other: Any, *, out: Any) -> Any:
 
 @recordable
 def where_like(mask: Any, value: Any, other: Any) -> Any:
-    """`torch.where` laid out as a copy of `other` is, and not as the mask."""
+    """Do as `torch.where`, but lay the result out as `other`, not as the mask."""
     result = torch.where(mask, value, other)
     alike = result.stride() == other.stride()
     return result if alike else torch.empty_like(other).copy_(result)
@@ -141,6 +140,6 @@ RETURN_A_TENSOR = (
 
 
 def writes(kind: str, target: Any) -> bool:
-    """Whether a node writes a tensor, by the name of what it calls."""
+    """Return whether a node writes a tensor, by the name of what it calls."""
     method = kind == "call_method" and str(target).endswith("_") and not str(target).endswith("__")
     return method or target is operator.setitem or target in INPLACE_OPERATORS

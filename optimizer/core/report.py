@@ -48,16 +48,16 @@ class Choice:
     held: int = 0  # bytes of weights that what runs it holds a second time
 
     def fates(self) -> dict[str, str]:
-        """Of each candidate that does not run the region, why: what is wrong, or its time."""
-        found = {name: f"rejected: {reason}" for name, reason in self.rejected.items()}
+        """Return why each other candidate does not run the region: an error or its time."""
+        rejected = {name: f"rejected: {reason}" for name, reason in self.rejected.items()}
         slower = [name for name in [*self.seconds][1:] if name != self.chosen]
-        return found | {name: self.took(name) for name in slower}
+        return rejected | {name: self.took(name) for name in slower}
 
     def took(self, name: str) -> str:
-        """The time of a candidate, relative to that of the first, the region as it is."""
+        """Return the time of a candidate, relative to that of the first, the region as it is."""
         first = next(iter(self.seconds), name)
-        found = name != first and self.seconds[name] / self.seconds[first]
-        return f"{found:.0%} of its time as it is" if found else ""
+        ratio = name != first and self.seconds[name] / self.seconds[first]
+        return f"{ratio:.0%} of its time as it is" if ratio else ""
 
 
 @dataclass(frozen=True)
@@ -95,20 +95,20 @@ class Line:
 
     @classmethod
     def of(cls, node: fx.Node) -> Line:
-        """What can be read of a node."""
+        """Return the line of a node."""
         inputs = ", ".join(each.name for each in node.all_input_nodes)
         is_call = node.op.startswith("call")
         text = f"{describe(node)}({inputs})" if is_call else f"{node.op} {inputs}"
-        made = node.meta.get("made_by", ""), node.meta.get("made_from", ())
-        return cls(node.name, text, shape_text(node), source_of(node), *made)
+        origin = node.meta.get("made_by", ""), node.meta.get("made_from", ())
+        return cls(node.name, text, shape_text(node), source_of(node), *origin)
 
     def origin(self) -> str:
-        """Which pass made it of what; empty where it is the model's."""
+        """Return the pass and the nodes that it was made by and of; empty if it is the model's."""
         return f"{self.made_by} of {', '.join(self.made_from)}" if self.made_by else ""
 
 
 def listing(module: fx.GraphModule) -> tuple[Line, ...]:
-    """All nodes of a graph, in order."""
+    """Return all nodes of a graph, in order."""
     return tuple(map(Line.of, module.graph.nodes))
 
 
@@ -137,35 +137,35 @@ class Report:
         return self  # it is never changed
 
     def with_graphs(self, graphs: Sequence[Report]) -> Report:
-        """The same, with all that became of the graphs of a model that was recorded as several."""
+        """Return the report with those of the graphs that the model was recorded as."""
         names = "fired", "refused", "choices", "tried", "graph_before", "graph_after"
-        told: dict[str, Any] = {
+        joined: dict[str, Any] = {
             name: tuple(chain(*(getattr(each, name) for each in graphs))) for name in names
         }
         count = [f"Dynamo found {len(graphs)} graphs"] * (len(graphs) > 1)
         remarks = dict.fromkeys(chain(self.remarks, count, *(each.remarks for each in graphs)))
         before = sum((each.before for each in graphs), Size())
         after = sum((each.after for each in graphs), Size())
-        return replace(self, **told, remarks=tuple(remarks), before=before, after=after)
+        return replace(self, **joined, remarks=tuple(remarks), before=before, after=after)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, fit for JSON."""
+        """Return the report as plain data, fit for JSON."""
         return asdict(self)
 
     def to_html(self) -> str:
-        """The whole report as one page of HTML, with the graph, that needs no network."""
-        told = [self.summary(), self.compared, *(f"remark: {each}" for each in self.remarks)]
-        every = self.choices or self.tried
-        tried = [(c.region, c.chosen, "; ".join(map(": ".join, c.fates().items()))) for c in every]
+        """Return the whole report as one page of HTML, with the graph, that needs no network."""
+        lines = [self.summary(), self.compared, *(f"remark: {each}" for each in self.remarks)]
+        choices = self.choices or self.tried
+        rows = [(c.region, c.chosen, "; ".join(map(": ".join, c.fates().items()))) for c in choices]
         regions = "regions" if self.choices else "regions, not lowered"
         name = escape(self.model)
         parts = [
             f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{name}</title>",
             f'<meta name=viewport content="width=device-width"><style>{_STYLE}</style></head>',
             f"<body><h1>{name}</h1>",
-            *(f"<p>{escape(each)}</p>" for each in told if each),
+            *(f"<p>{escape(each)}</p>" for each in lines if each),
             _table("numbers", ("", "before", "after"), _changes(self)),
-            _fold(regions, len(tried), _table("", ("region", "runs", "tried"), tried), "open"),
+            _fold(regions, len(rows), _table("", ("region", "runs", "tried"), rows), "open"),
             _groups("rewritten", self.fired),
             _groups("refused", self.refused),
             _fold("nodes of the graph", len(self.graph_after), _graph(self)),
@@ -173,25 +173,24 @@ class Report:
         return "\n".join([*parts, "</body></html>\n"])
 
     def counts(self) -> dict[str, int]:
-        """How often each pass fired."""
+        """Return how often each pass fired."""
         return dict(Counter(rewrite.name for rewrite in self.fired))
 
     def __str__(self) -> str:
         changes = [f"{name} {old} -> {new}" for name, old, new in _changes(self)]
-        told = (", ".join(changes[1:4]), ", ".join(changes[4:7]), self.compared)
+        lines = (", ".join(changes[1:4]), ", ".join(changes[4:7]), self.compared)
         counted = [_counted("rewritten", self.fired), _counted("refused", self.refused)]
-        remarks = [f"remark: {remark}" for remark in self.remarks]
-        head = [line for line in (self.summary(), *told) if line]
-        sections = [*counted, _regions(self), remarks]
+        head = [line for line in (self.summary(), *lines) if line]
+        sections = [*counted, _regions(self), [f"remark: {remark}" for remark in self.remarks]]
         over = len(head) + sum(map(len, sections)) - _LINES
         for _ in range(over + 1 if over > 0 else 0):  # of the longest ones the last lines give way
             max(sections, key=len).pop()
         more = [f"... and {over + 1} more; report.to_html() lists all"] * (over > 0)
-        every = (" ".join(line.splitlines()) for part in (head, *sections) for line in part)
-        return "\n".join([*every, *more])
+        parts = (" ".join(line.splitlines()) for part in (head, *sections) for line in part)
+        return "\n".join([*parts, *more])
 
     def summary(self) -> str:
-        """What became of the model, in one line."""
+        """Return what became of the model, in one line."""
         checked = "answer checked" if self.checked else "answer not checked"
         checked += " after each pass" * (self.checked == "each")
         checked = checked if self.front_end else "nothing to check: the model is unchanged"
@@ -213,7 +212,7 @@ def _counted(title: str, entries: Sequence[Rewrite]) -> list[str]:
 
 
 def grouped(entries: Iterable[Rewrite]) -> dict[tuple[str, str], list[Rewrite]]:
-    """Rewrites by their pass, and refusals by their reason too."""
+    """Group rewrites by their pass, and refusals by their reason too."""
     groups = defaultdict[tuple[str, str], list[Rewrite]](list)
     for each in entries:
         groups[each.name, getattr(each, "reason", "")].append(each)
@@ -221,31 +220,32 @@ def grouped(entries: Iterable[Rewrite]) -> dict[tuple[str, str], list[Rewrite]]:
 
 
 def _regions(report: Report) -> list[str]:
-    every = report.choices or report.tried
-    if not every:
+    choices = report.choices or report.tried
+    if not choices:
         return []
-    told = defaultdict[tuple[str, str], list[str]](list)
+    groups = defaultdict[tuple[str, str], list[str]](list)
     for each in report.choices:
         by = f"run by {each.chosen}".replace("by as it is", "as it is")
-        told[by, each.region].append(each.took(each.chosen))
-    for name, region, why in sorted((n, c.region, w) for c in every for n, w in c.fates().items()):
-        told[f"tried {name}", region].append(why)
-    rows = [(str(len(whys)), *what, _range(whys)) for what, whys in told.items()]
-    spent, held = sum(sum(c.spent.values()) for c in every), sum(c.held for c in report.choices)
-    title = f"regions: {len(every)}, each a part of the model that one program may run"
+        groups[by, each.region].append(each.took(each.chosen))
+    fates = sorted((n, c.region, w) for c in choices for n, w in c.fates().items())
+    for name, region, why in fates:
+        groups[f"tried {name}", region].append(why)
+    rows = [(str(len(whys)), *what, _range(whys)) for what, whys in groups.items()]
+    spent, copies = sum(sum(c.spent.values()) for c in choices), sum(c.held for c in report.choices)
+    title = f"regions: {len(choices)}, each a part of the model that one program may run"
     title += ", none of them lowered" * (not report.choices) + f", prepared in {spent:.2f} s"
-    title += f", {held:,} bytes of weights held a second time" * bool(held)
+    title += f", {copies:,} bytes of weights held a second time" * bool(copies)
     return [title, *_aligned(rows, "  ")]
 
 
-def _range(told: Iterable[str]) -> str:
-    """The least and the most of what was told; shorter numbers are less."""
-    least, *_, most = sorted([*told] * 2, key=lambda each: (len(each), each))
+def _range(times: Iterable[str]) -> str:
+    """Return the least and the most of some times; shorter numbers are less."""
+    least, *_, most = sorted([*times] * 2, key=lambda each: (len(each), each))
     return least if least == most else f"{least.partition(' of ')[0]} to {most}"
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> str:
-    """Rows of text with their cells under one another."""
+    """Return rows of text with their cells under one another."""
     return "\n".join(_aligned(rows))
 
 
@@ -255,7 +255,7 @@ def _aligned(rows: Sequence[tuple[str, ...]], margin: str = "") -> list[str]:
 
 
 def _changes(report: Report) -> Iterator[tuple[str, str, str]]:
-    """What a model had and its result has, by name."""
+    """Yield what a model had and its result has, by name."""
     before, after = asdict(report.before), asdict(report.after)
     sizes = {name: (value, after[name]) for name, value in before.items() if report.after.nodes}
     for name, pair in (sizes | dict(report.figures)).items():
@@ -292,7 +292,7 @@ def _fold(title: str, count: int, body: str, state: str = "") -> str:
 
 
 def _table(kind: str, names: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
-    """A table; a row that begins with a mark has its colour."""
+    """Return a table; a row that begins with a mark has its colour."""
     lines = ["<tr>" + "".join(f"<th>{name}</th>" for name in names)]
     for row in rows:
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
@@ -302,12 +302,12 @@ def _table(kind: str, names: Iterable[str], rows: Iterable[tuple[str, ...]]) -> 
 
 
 def _graph(report: Report) -> str:
-    """Every node, before (-) and after (+), and once where it stayed."""
+    """Return every node, before (-) and after (+), and once where it stayed."""
     old, new = report.graph_before, report.graph_after
     by = {rewrite.node: rewrite.name for rewrite in report.fired}
     by |= {name: line.made_by for line in new for name in line.made_from}
-    one, other = ([(line.name, line.made_by) for line in lines] for lines in (old, new))
-    matcher = SequenceMatcher(None, one, other, autojunk=False)
+    old_keys, new_keys = ([(line.name, line.made_by) for line in lines] for lines in (old, new))
+    matcher = SequenceMatcher(None, old_keys, new_keys, autojunk=False)
     rows = list[tuple[str, ...]]()
     for kind, i, j, k, n in matcher.get_opcodes():
         stayed = kind == "equal"

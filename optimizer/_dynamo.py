@@ -28,7 +28,7 @@ def backend(
     options: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> Callable[..., Any]:
-    """What Dynamo calls with each graph. Reports go to the log `optimizer`, at level INFO.
+    """Optimize each graph that Dynamo finds, and log its report to `optimizer`, at level INFO.
 
     Args:
         module: the graph.
@@ -40,14 +40,14 @@ def backend(
         InputError: there is no such option, or it has no such value. Dynamo wraps it in an error
             of its own.
     """
-    given: dict[str, Any] = {**_DEFAULTS, **(options or {})}
-    if unknown := given.keys() - _DEFAULTS.keys():
+    values: dict[str, Any] = {**_DEFAULTS, **(options or {})}
+    if unknown := values.keys() - _DEFAULTS.keys():
         raise InputError(f"no option {sorted(map(str, unknown))}: there are {sorted(_DEFAULTS)}.")
-    level, check, only, disable, freeze = given.values()
+    level, check, only, disable, freeze = values.values()
     require_flags(freeze=freeze)
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
-    told = {"level": level, "check": check, "only": select(level, only, disable), "engines": ()}
+    settings = {"level": level, "check": check, "only": select(level, only, disable), "engines": ()}
     if level == REDUCED:
         raise InputError("level 3 takes a precision, which is no option here: use 0, 1 or 2.")
     tensors = [each for each in example_inputs if isinstance(each, torch.Tensor)]
@@ -60,7 +60,7 @@ def backend(
         return module.forward
 
     def optimize(graph: fx.GraphModule, call: Call) -> nn.Module:
-        fast = optimize_graph(graph, call, **told)
+        fast = optimize_graph(graph, call, **settings)
         log.info("%s", fast.report)
         return fast
 

@@ -59,7 +59,7 @@ def optimize(
     cuda_graph: bool = True,
     engines: Engines = "auto",
 ) -> OptimizedModule | GuardedModule | Unchanged:
-    """A faster module that computes what `model` computes; `model` itself is not changed.
+    """Return a faster module that computes what `model` computes; `model` itself is not changed.
 
     The result is for inference in the mode that each submodule is in now, with a snapshot of the
     weights: it computes what `model` computes now, whatever is written to `model` later. Its
@@ -119,12 +119,12 @@ def optimize_graph(
     level: int,
     check: Check,
     only: Sequence[str | Pass],
-    **tuning: Any,
+    **options: Any,
 ) -> OptimizedModule | GuardedModule | Unchanged:
-    """One graph that Dynamo recorded, optimized as `optimize` was told to."""
-    passes, tuned = select(level, only, ()), Tuning.of(level, **tuning)
+    """Return a graph that Dynamo recorded, optimized with the options of `optimize`."""
+    passes, tuning = select(level, only, ()), Tuning.of(level, **options)
     with undisturbed():
-        return Run(graph, call, DYNAMO, level, check, passes, tuned).result()
+        return Run(graph, call, DYNAMO, level, check, passes, tuning).result()
 
 
 @dataclass
@@ -144,63 +144,62 @@ class Run:
         self.model, self.is_snapshot = snapshot(self.original)
         self.remarks = list(_remarks(self.original, self.call))
         self.expected: Answer | None = None
-        self.way = {"share": False, "draws": True}  # in which a copy is to be called
+        self.call_options = {"share": False, "draws": True}  # in which a copy is to be called
         self.itself = False  # whether the model is called and no copy of it
-        self.left: list[str] = []  # what is called as it is
+        self.opaque: list[str] = []  # what is called as it is
 
     def result(self) -> OptimizedModule | GuardedModule | Unchanged:
-        """The optimized module, or the model as it is where nothing else is right."""
+        """Return the optimized module, or the model as it is if nothing else is right."""
         while True:
             try:
                 return self._or_by_dynamo(self._attempt())
             except FaultyPassError as failure:
                 self.passes = [each for each in self.passes if each.name != failure.name]
                 self.remarks.append(str(failure))
-                remark = f"{failure}. Please report it with this model."
-                warnings.warn(remark, OptimizerWarning, stacklevel=3)
+                warnings.warn(f"{failure}. Please report it with this model.", OptimizerWarning, 3)
             except (CaptureError, Refused) as error:
                 if self.call is not None and self.expected is None:
                     self.expected = self._reference()  # was it the inputs?
-                found = self._by_dynamo(str(error))
-                if not isinstance(found, str):
-                    return found
-                self.remarks.append(f"left as it is: {found}")
+                guarded = self._by_dynamo(str(error))
+                if not isinstance(guarded, str):
+                    return guarded
+                self.remarks.append(f"left as it is: {guarded}")
                 self.front_end = ""
                 return Unchanged(self.model, self._report(), owns=self.is_snapshot)
 
     def _or_by_dynamo(self, optimized: OptimizedModule) -> OptimizedModule | GuardedModule:
-        """The same, or the graphs that Dynamo finds where they alone can be lowered."""
-        if self.level < LOWERED or not self.left or optimized.report.choices or not self.call:
+        """Return the module, or the graphs that Dynamo finds if they alone can be lowered."""
+        if self.level < LOWERED or not self.opaque or optimized.report.choices or not self.call:
             return optimized
-        found = self._by_dynamo("; ".join(self.left))
-        return optimized if isinstance(found, str) or not found.report.choices else found
+        guarded = self._by_dynamo("; ".join(self.opaque))
+        return optimized if isinstance(guarded, str) or not guarded.report.choices else guarded
 
     def _by_dynamo(self, reason: str) -> GuardedModule | str:
-        """The graphs that Dynamo finds, or why they are not to be had."""
+        """Return the graphs that Dynamo finds, or the reason why not."""
         if not (self.call and self.is_snapshot and self.expected and self.front_end == SYMBOLIC):
             return reason
-        tried, _ = snapshot(self.model)
+        copied, _ = snapshot(self.model)
         options = self._options() | {"check": self.check, "seconds": self.tuning.seconds}
         remarks = (*self.remarks, f"recorded by Dynamo: {reason}")
         about = replace(self._report(), remarks=remarks, front_end=DYNAMO)
-        guarded = GuardedModule(tried, partial(optimize_graph, **options), about)
-        with kept(outside := Outside(tried)):
+        guarded = GuardedModule(copied, partial(optimize_graph, **options), about)
+        with kept(outside := Outside(copied)):
             slow = "to guard many values takes it long" * outside.is_large
             why_not = slow or self._why_not(guarded, self.call)
         if why_not:
             return f"{reason}; by Dynamo: {why_not}"
         guarded.about = replace(guarded.about, seconds=time.perf_counter() - self.started)
-        written = difference(_weights(tried), _weights(self.model), exact=True)
+        written = difference(_weights(copied), _weights(self.model), exact=True)
         if written or lasts(outside):
             guarded.model = self.model  # whose graphs are to be recorded yet
         return guarded
 
     def _why_not(self, guarded: GuardedModule, call: Call) -> str:
-        """Why a model is better left than run by the graphs that Dynamo finds, if anything."""
+        """Return why a model is better left than run by Dynamo's graphs, or an empty text."""
         if self.expected and self.expected.drawn:  # Dynamo draws in another order
             return "it draws random numbers"
-        if found := self._difference(guarded, twice=True):
-            return f"its graphs give another answer ({found})"
+        if part := self._difference(guarded, twice=True):
+            return f"its graphs give another answer ({part})"
         if not (guarded.report.fired or guarded.report.choices):
             return "nothing can be rewritten in its graphs"
         if not self.tuning.seconds:
@@ -215,30 +214,30 @@ class Run:
     def _attempt(self) -> OptimizedModule:
         capture: Any = capture_call if self.front_end == SYMBOLIC else capture_graph
         module: fx.GraphModule = capture(self.model, self.call)
-        self.way = {"share": writes_nothing_lasting(module), "draws": may_draw(module)}
-        self.itself = self.way["share"] and not self.way["draws"]
+        self.call_options = {"share": writes_nothing_lasting(module), "draws": may_draw(module)}
+        self.itself = self.call_options["share"] and not self.call_options["draws"]
         if self.call and self.expected is None and (self.check or module.meta["facts"].failures):
             self.expected = self._reference()  # facts are unknown also where inputs are wrong
         before = {"before": Size.of(module), "graph_before": listing(module)}
-        self.left = opaque_calls(module)
-        remarks = self.left + module.meta.pop("materialized", [])
+        self.opaque = opaque_calls(module)
+        remarks = self.opaque + module.meta.pop("materialized", [])
         if self.check == "each":
             module.recompile()
-            if found := self._difference(module):
-                raise CaptureError(f"the captured graph gives another answer ({found})")
+            if part := self._difference(module):
+                raise CaptureError(f"the captured graph gives another answer ({part})")
         verify = partial(self._verify, module) if self.check == "each" else None
         pipeline = Pipeline(module, verify)
         pipeline.run(self.passes)
-        known = self.front_end == SYMBOLIC  # to `optimize` the model again
+        is_symbolic = self.front_end == SYMBOLIC  # to `optimize` the model again
         again = partial(optimize, **self._options())
-        recipe = Recipe.of(self.model, self.call, again) if known else None
+        recipe = Recipe.of(self.model, self.call, again) if is_symbolic else None
         kind = LoweredModule if self.level >= LOWERED else OptimizedModule
         reason = obstacle(module.graph) if self.level >= LOWERED else ""  # the facts stay behind
-        done = {"fired": tuple(pipeline.fired), "refused": tuple(pipeline.refused)}
-        optimized = kind.of(module, self._report(*remarks, **before, **done), recipe)
-        if found := self._difference(optimized):
+        outcome = {"fired": tuple(pipeline.fired), "refused": tuple(pipeline.refused)}
+        optimized = kind.of(module, self._report(*remarks, **before, **outcome), recipe)
+        if part := self._difference(optimized):
             if self.check == "each":
-                raise CaptureError(f"the optimized model gives another answer ({found})")
+                raise CaptureError(f"the optimized model gives another answer ({part})")
             self.check = "each"  # once more, to find out which pass it was
             return self._attempt()
         if isinstance(optimized, LoweredModule):
@@ -249,7 +248,7 @@ class Run:
         return optimized
 
     def _options(self) -> dict[str, Any]:
-        """What `optimize` is to be told to do the same again."""
+        """Return the options of `optimize` to do the same again."""
         ours = all_passes()
         names = tuple(each.name if each in ours else each for each in self.passes)
         return {"level": self.level, "only": names} | self.tuning.options()
@@ -260,22 +259,22 @@ class Run:
         expected = replace(self.expected, inputs=self.expected.inputs if actual.inputs else ())
         return compare_answers(self.model, self.call, expected, actual, exact=False)
 
-    def _verify(self, module: fx.GraphModule, each: Pass) -> None:
+    def _verify(self, module: fx.GraphModule, faulty: Pass) -> None:
         module.recompile()
-        if found := self._difference(module):
-            raise FaultyPassError(each.name, f"changed the answer ({found})")
+        if part := self._difference(module):
+            raise FaultyPassError(faulty.name, f"changed the answer ({part})")
 
     def _reference(self) -> Answer | None:
-        """The model's own answer; None where it cannot be copied, and so not be asked."""
+        """Return the model's own answer, or None if it cannot be copied, and so not be called."""
         assert self.call is not None
         model = self.original if self.itself else self.model
         with suppress(CaptureError):
-            return reference(model, self.call, itself=self.itself, **self.way)
+            return reference(model, self.call, itself=self.itself, **self.call_options)
         return None
 
     def _require_a_copy(self, call: Call, expected: Answer) -> None:
-        """Let the snapshot's answer count where the model has other weights by now, or give up."""
-        of_the_copy = reference(self.model, call, share=self.way["share"], draws=False)
+        """Expect the snapshot's answer if the model has other weights by now, or give up."""
+        of_the_copy = reference(self.model, call, share=self.call_options["share"], draws=False)
         if difference(_weights(self.model), _weights(self.original), exact=True):
             self.expected = of_the_copy
         elif difference(expected, of_the_copy):
@@ -290,17 +289,17 @@ class Run:
         try:
             if twice:
                 model, module = Twice(model), Twice(module)
-                expected = answer(model, self.call, **self.way)
-            actual = answer(module, self.call, itself=twice, **self.way)
+                expected = answer(model, self.call, **self.call_options)
+            actual = answer(module, self.call, itself=twice, **self.call_options)
         except Exception as error:  # a broken graph may raise anything
             reason = f"raised {type(error).__name__}: {error}".split("\n")[0]
             return Difference("output", float("inf"), reason)
-        found = compare_answers(model, self.call, expected, actual, exact=exact)
-        if found and self.itself and not twice:
+        part = compare_answers(model, self.call, expected, actual, exact=exact)
+        if part and self.itself and not twice:
             self._require_a_copy(self.call, expected)
             self.itself = False
             return self._difference(module)
-        return found
+        return part
 
     def _report(self, *remarks: str, **done: Any) -> Report:
         compared = self.expected if self.check and self.front_end else None
@@ -319,10 +318,10 @@ class Run:
 
 
 def _weights(model: nn.Module) -> Answer:
-    """Parameters by every name, since a copy may untie what is tied, and all other tensors."""
-    held = (tensor for each in model.modules() for tensor in held_tensors(each))
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return Answer(named | {str(place): each for place, each in enumerate(held)}, ())
+    """Return parameters by every name, since a copy may untie some, and all other tensors."""
+    tensors = (tensor for each in model.modules() for tensor in held_tensors(each))
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    return Answer(weights | {str(place): each for place, each in enumerate(tensors)}, ())
 
 
 def _remarks(model: nn.Module, call: Call | None) -> Iterator[str]:

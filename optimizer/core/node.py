@@ -200,13 +200,11 @@ NOT_USER_CODE = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
 
-_NOT_A_USERS = (*NOT_USER_CODE, "<")  # generated code has such names
-
 
 @lru_cache(1024)  # a stack has the same few files for each node
 def is_user_code(path: str) -> bool:
     """Return whether a file is neither torch's nor ours."""
-    return not path.startswith(_NOT_A_USERS)
+    return not path.startswith((*NOT_USER_CODE, "<"))  # generated code has such names
 
 
 def user_line() -> str:

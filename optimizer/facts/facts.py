@@ -323,30 +323,29 @@ class Facts:
     def identify(self, node: fx.Node, replaced: fx.Node) -> None:
         """Record that a value and the one that it replaces are views of the same storages."""
         both: frozenset[int] = node.meta["fact"].storages | replaced.meta["fact"].storages
-        nodes = self._users_of(both) if self.any_written(both) else [node]
-        self._rename(nodes, both, both)
+        self._move(self._users_of(both) if self.any_written(both) else [node], both, both)
 
     def rename_after(self, node: fx.Node, replaced: fx.Node) -> None:
         """Record that nodes after `node` hold or write its value instead of `replaced`'s."""
-        was, now = (each.meta["fact"].storages for each in (replaced, node))
-        later = [each for each in self._users_of(was) if not each._erased and node < each]
-        self._rename(later, was, now)
+        old, new = (each.meta["fact"].storages for each in (replaced, node))
+        later = [each for each in self._users_of(old) if not each._erased and node < each]
+        self._move(later, old, new)
 
     def _users_of(self, storages: frozenset[int]) -> list[fx.Node]:
         """Return the nodes that hold or write some storages."""
         tables = (table.get(n, ()) for n in storages for table in (self.holders, self.writers))
         return list({each: None for nodes in tables for each in nodes})
 
-    def _rename(self, nodes: list[fx.Node], was: frozenset[int], now: frozenset[int]) -> None:
-        """Record that nodes that hold or write the storages `was` hold or write `now` instead."""
-        gone = set(nodes)
-        for storage, table in product(was, (self.holders, self.writers)):
+    def _move(self, nodes: list[fx.Node], old: frozenset[int], new: frozenset[int]) -> None:
+        """Record that nodes that hold or write some old storages do so to the new ones instead."""
+        moved = set(nodes)
+        for storage, table in product(old, (self.holders, self.writers)):
             if storage in table:
-                table[storage] = [each for each in table[storage] if each not in gone]
+                table[storage] = [each for each in table[storage] if each not in moved]
         for node in nodes:
             fact: Fact = node.meta["fact"]
-            both = fact.storages, fact.writes
-            storages, writes = (each - was | now if was & each else each for each in both)
+            sets = fact.storages, fact.writes
+            storages, writes = (each - old | new if old & each else each for each in sets)
             self.record(node, replace(fact, storages=storages, writes=writes))
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -485,18 +484,15 @@ def is_read_only(node: fx.Node) -> bool:
     if facts is not None:
         written = facts.any_written(fact(node).storages)
         return not written and fact(node).storages.isdisjoint(_exposed(node.graph, facts))
-    return all(user.target in _ONLY_READ for user in node.users)
-
-
-_ONLY_READ = (F.linear, F.conv1d, F.conv2d, F.conv3d)
-_PURE_BY_DEFINITION = (*ops.LAYOUTS, *ops.LINEAR_LAYERS, nn.Identity)
+    readers = F.linear, F.conv1d, F.conv2d, F.conv3d
+    return all(user.target in readers for user in node.users)
 
 
 def is_pure(node: fx.Node) -> bool:
     """Return whether a node only yields its value, so that it may go when no node reads it."""
     result: Fact | None = node.meta.get("fact")
     if result is None:
-        return callee(node) in _PURE_BY_DEFINITION
+        return callee(node) in (*ops.LAYOUTS, *ops.LINEAR_LAYERS, nn.Identity)
     nothing = result.value is None  # a guard, for one; what is not known may write all it is given
     if result.writes or result.random or nothing:
         return False

@@ -99,8 +99,6 @@ _OF_C = (
 )  # fmt: skip
 MISSING = object()
 _MOST = 1000  # values that are looked at in one container
-_CONTINUE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
-_BEGIN = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF")
 
 
 def is_of_torch(kind: type) -> bool:
@@ -136,7 +134,7 @@ def _scan(code: CodeType) -> tuple[str, frozenset[tuple[str, ...]], frozenset[st
         previous = value
         if sets_outer or not is_listed:
             unlisted = unlisted or _REASONS.get(kind, f"its code has {kind}").format(value)
-        attribute = value if kind in _CONTINUE else ""
+        attribute = value if kind in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") else ""
         hidden = attribute.startswith("__") or attribute in _OF_MODULES
         if hidden and attribute not in _OF_CLASSES | _OPERATORS:
             unlisted = unlisted or f"it uses '{attribute}'"
@@ -145,7 +143,7 @@ def _scan(code: CodeType) -> tuple[str, frozenset[tuple[str, ...]], frozenset[st
             chain = (*chain, attribute)
         else:
             chains.add(chain)
-            chain = (value,) if kind in _BEGIN else ()
+            chain = (value,) if kind in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF") else ()
     written = (each for each in chains if each and not each[0].startswith("@"))  # not by pytest
     return unlisted, frozenset(written), frozenset(names)
 

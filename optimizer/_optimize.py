@@ -21,7 +21,7 @@ from optimizer.core.report import Report, Size, listing
 from optimizer.facts.facts import obstacle, opaque_calls
 from optimizer.frontend.dynamo import DYNAMO, GuardedModule, capture_graph
 from optimizer.frontend.module import OptimizedModule, Recipe, Unchanged
-from optimizer.frontend.outside import Outside, kept, lasts
+from optimizer.frontend.outside import Outside, is_irreversible, restored
 from optimizer.frontend.symbolic import capture_call, may_draw, writes_nothing_lasting
 from optimizer.lowering.choose import Times, Tuning
 from optimizer.lowering.engines import Engines
@@ -183,14 +183,14 @@ class Run:
         remarks = (*self.remarks, f"recorded by Dynamo: {reason}")
         about = replace(self._report(), remarks=remarks, front_end=DYNAMO)
         guarded = GuardedModule(copied, partial(optimize_graph, **options), about)
-        with kept(outside := Outside(copied)):
+        with restored(outside := Outside(copied)):
             slow = "to guard many values takes it long" * outside.is_large
             why_not = slow or self._why_not(guarded, self.call)
         if why_not:
             return f"{reason}; by Dynamo: {why_not}"
         guarded.about = replace(guarded.about, seconds=time.perf_counter() - self.started)
         written = difference(_weights(copied), _weights(self.model), exact=True)
-        if written or lasts(outside):
+        if written or is_irreversible(outside):
             guarded.model = self.model  # whose graphs are to be recorded yet
         return guarded
 

@@ -1,4 +1,4 @@
-"""The circumstances in which a graph is worked on, and that they are the caller's afterwards."""
+"""Set up the process to work on a graph, and leave it to the caller as it was."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def undisturbed() -> Iterator[None]:
 def own_random_numbers() -> Iterator[Callable[[], bool]]:
     """Draw the same numbers in each such block, and put back all generators of the process.
 
-    What another thread draws meanwhile, it draws again. Yields what tells whether any was drawn.
+    What another thread draws meanwhile, it draws again. Yield a test of whether any was drawn.
     """
     before = [(get, put, get()) for get, put in _generators()]
 
@@ -50,7 +50,7 @@ def own_random_numbers() -> Iterator[Callable[[], bool]]:
 
 
 def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Yield how the state of each generator is read, and written."""
+    """Yield for each generator a function that reads its state, and one that writes it."""
     yield random.getstate, random.setstate
     for each in (torch.default_generator, *torch.cuda.default_generators):
         yield each.get_state, each.set_state
@@ -60,12 +60,12 @@ def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         yield numpy.get_state, numpy.set_state
 
 
-def _same(state: Any, other: Any) -> bool:
-    if isinstance(state, torch.Tensor):
-        return torch.equal(state, other)
-    if isinstance(state, tuple) and any(hasattr(each, "tobytes") for each in state):  # numpy's
-        return all(map(_same, state, other))
-    return bool(state.tobytes() == other.tobytes() if hasattr(state, "tobytes") else state == other)
+def _same(new: Any, old: Any) -> bool:
+    if isinstance(new, torch.Tensor):
+        return torch.equal(new, old)
+    if isinstance(new, tuple) and any(hasattr(each, "tobytes") for each in new):  # numpy's
+        return all(map(_same, new, old))
+    return bool(new.tobytes() == old.tobytes() if hasattr(new, "tobytes") else new == old)
 
 
 def is_tracing() -> bool:
@@ -75,7 +75,7 @@ def is_tracing() -> bool:
 
 
 def is_watched() -> bool:
-    """Return whether operators or modules of a call are looked at, or made to do something else."""
+    """Return whether a mode, a transform or a hook sees the operators or modules of a call."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._is_tracing()

@@ -40,11 +40,11 @@ def structural_copy(
     Every module, hook table and plain attribute is new. Parameters are new objects over the
     same storage, so that moving or casting the copy leaves the original where it is; unless they
     `share`, a snapshot is taken of them too. Of buffers and other tensors, which a forward may
-    write, one is taken in any case; those that share storage with one another still do. What takes
-    the place of a storage may be given in `onto`, by the `_cdata` of that one.
+    write, one is taken in any case; those that share storage with one another still do. `onto` maps
+    the `_cdata` of storages to those that take their place.
 
-    It is a CaptureError where an attribute cannot be copied or, if `only_ordinary`, a tensor is
-    more than storage and shape, as a sparse one is: nothing could be known of it.
+    Raises:
+        CaptureError: an attribute cannot be copied; a tensor not `is_ordinary`, if `only_ordinary`.
     """
     try:
         memo: dict[int, Any] = {}  # what takes the place of the tensors
@@ -122,7 +122,7 @@ def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _like(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Give what a class copied in a way of its own the modes of the model, and require the rest."""
+    """Give a copy that its class made the modes of the model; raise unless the rest is the same."""
     modules = dict(model.named_modules())
     for name, new in copied.named_modules():
         old = modules.get(name, new)

@@ -28,7 +28,7 @@ from optimizer.core.ops import FACTORIES
 from optimizer.core.report import Choice, Report
 from optimizer.facts.facts import Facts
 from optimizer.frontend.module import Constants, OptimizedModule
-from optimizer.frontend.outside import Outside, kept
+from optimizer.frontend.outside import Outside, restored
 from optimizer.frontend.symbolic import finished, observe
 
 _torch: Any = torch._C  # whose stubs lack what tells of copies on write
@@ -37,8 +37,8 @@ _EXITS = {torch.amp.autocast_mode._exit_autocast, autograd.grad_mode._exit_infer
 _IDLE = [(_torch._set_grad_enabled, (False,)), (autograd.grad_mode._enter_inference_mode, (True,))]
 DYNAMO = "dynamo"
 _MOST = 32  # times that one graph is optimized: then its other weights are run as they are
-# Dynamo records one forward so many times for each result: then other calls are run as they are.
 _NUMBERS = itertools.count()
+# Dynamo records one forward so many times for each result: then other calls are run as they are.
 _RECORDINGS: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 8}
 
 # Optimizes a graph that holds its weights, for a call.
@@ -61,7 +61,7 @@ class DynamoGraph:
         self, module: fx.GraphModule, examples: list[Any], optimize: Optimize, *, frozen: bool
     ) -> None:
         self.module, self.optimize, self.frozen = module, optimize, frozen
-        self.lock = threading.RLock()  # what is held changes while the graph is optimized
+        self.lock = threading.RLock()  # one thread at a time optimizes the graph
         self.inputs = module.graph.find_nodes(op="placeholder")
         self.positions = [i for i, each in enumerate(examples) if _is_weight(self.inputs[i], each)]
         self.variants: dict[tuple[int, ...], _Variant] = {}
@@ -267,7 +267,7 @@ class GuardedModule(Constants):
         call, count = as_call(example_inputs).copied(), len(self._reports)
         plain = (tensor for module in self.model.modules() for tensor in held_tensors(module))
         tensors = [(t, t.detach().clone()) for t in (*self.model.parameters(), *plain)]
-        with kept(Outside(self.model)), own_random_numbers(), torch.no_grad():
+        with restored(Outside(self.model)), own_random_numbers(), torch.no_grad():
             try:
                 self(*call.args, **call.kwargs)
             finally:

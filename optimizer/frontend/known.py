@@ -1,7 +1,7 @@
-"""Whether the code of a model may be recorded by calling it with stand-ins: a positive list.
+"""Decide whether the code of a model may be recorded by calling it with stand-ins.
 
-Looked at is code, never data: that of each forward, and of the functions that it names. What is
-not listed here is an obstacle, for it may keep state, ask for what changes, or enter a mode.
+The code of each forward and of the functions that it names is read, never data. What is not listed
+here is an obstacle, for it may keep state, ask for what changes, or enter a mode.
 """
 
 from __future__ import annotations

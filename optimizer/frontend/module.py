@@ -106,7 +106,7 @@ def _storage_like(tensor: torch.Tensor, device: torch.device) -> torch.UntypedSt
 
 
 class _Result(nn.Module):
-    """Takes no checkpoint but its own: that of the original would undo half of the rewrites."""
+    """Take no checkpoint but its own: that of the original would undo half of the rewrites."""
 
     model: nn.Module  # of those that hold one
 
@@ -280,7 +280,7 @@ def _carried(attributes: Mapping[str, Any], module: ModuleType) -> ModuleType:
 
 
 class Retracer(Tracer):
-    """Records code that was generated from a graph, where no argument chooses a branch."""
+    """Record code that was generated from a graph, where no argument chooses a branch."""
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         graph = super().trace(root, concrete_args)

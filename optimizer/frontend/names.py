@@ -1,4 +1,4 @@
-"""What a graph names, in code that fx prints: neither code nor module takes it for its own.
+"""Names and literals of a graph that are safe in the code and the module that fx makes of it.
 
 fx prints arguments by their repr; that of a number of numpy's, or of an object, has names that the
 code does not know.

@@ -1,4 +1,4 @@
-"""What a trial changes besides tensors, in modules and outside them, is put back."""
+"""Put back what a trial changes besides tensors, in modules and outside them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from optimizer.frontend.module import Constants
 
 
 @contextmanager
-def kept(code: Code) -> Iterator[list[Any]]:
-    """Put back what the block changes where a code may reach it, and list that."""
+def restored(code: Code) -> Iterator[list[Any]]:
+    """Put back what the block changes where a code may reach it; yield a list of that."""
     places = [(*place, member(*place)) for place in code.places]
     steps = list[Callable[[], object]]()
     for each in code.objects:
@@ -42,7 +42,7 @@ def kept(code: Code) -> Iterator[list[Any]]:
                 changed += [step] * bool(step())
 
 
-def lasts(code: Code) -> bool:
+def is_irreversible(code: Code) -> bool:
     """Return whether an object that a code may change cannot be put back."""
     try:
         return not all(map(_back, code.objects))

@@ -20,7 +20,7 @@ from optimizer.frontend.canonicalize import from_aten, spell
 from optimizer.frontend.known import Code
 from optimizer.frontend.materialize import materialize
 from optimizer.frontend.names import give_free_names, require_written
-from optimizer.frontend.outside import kept
+from optimizer.frontend.outside import restored
 from optimizer.frontend.tracer import ALONE, Tracer, sees_how_it_is_called
 
 _LASTING = ("source", "tested", "is_wrapped")  # of the meta of a node, and facts of no other run
@@ -108,7 +108,7 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
     require(not tells, "its forward can tell how its arguments are passed")
     tracer = Tracer(call, code, record_factories=record_factories)
     before = _attributes(model)
-    with kept(code) as changed, torch.enable_grad():
+    with restored(code) as changed, torch.enable_grad():
         graph = tracer.trace(model)
     require(not changed, "it changes what its code finds")
     after = _attributes(model)

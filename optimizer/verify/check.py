@@ -1,7 +1,7 @@
 """`optimizer.check` and `optimizer.bisect`: what is wrong with an answer, and since when.
 
-Answers are compared, and the first value that is not what it stands for is found; or the single
-rewrite of a pass that changes an answer, by the passes under a budget, halved.
+The one compares answers and finds the first node whose value differs; the other the single rewrite
+that changes an answer, by bisecting how many rewrites are made.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> N
             warnings.warn(f"output{remark}", OptimizerWarning, stacklevel=2)
         actual = answer(fast, call, draws=not pure)
         if part := compare_answers(model, call, expected, actual, exact=False):
-            where = ""  # the graphs part, if both are graphs
+            message = str(part)
             if isinstance(fast, fx.GraphModule):
                 with suppress(CaptureError):
                     before = values(capture(model, call.kwargs or call.args), call)
                     where = first_divergence(before, values(fast, call))
-            where = f"; the first value to differ is {where}" if where else ""
-            raise EquivalenceError(f"{part}{where}.")
+                    message += f"; the first value to differ is {where}" * bool(where)
+            raise EquivalenceError(f"{message}.")
 
 
 def first_divergence(
@@ -114,7 +114,7 @@ def values(module: fx.GraphModule, call: Call) -> dict[str, Result]:
 
 
 class NodeByNode(fx.Interpreter):
-    """Run a graph for one call; a node's value is what `around` makes of it and what runs it."""
+    """Run a graph for one call; the value of a node is what `around(node, run)` returns."""
 
     def __init__(self, module: fx.GraphModule, call: Call, around: Callable[..., Any]) -> None:
         super().__init__(module)

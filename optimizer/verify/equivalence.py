@@ -1,4 +1,4 @@
-"""Whether two modules give the same answer, by an oracle that can tell rounding from a bug.
+"""Compare the answers of two modules, by an oracle that can tell rounding from a bug.
 
 The parts of an answer are compared by their places. An array is its elements, a sparse tensor its
 indices and values, a distribution or a dataclass its attributes. What has no parts and no equality
@@ -26,7 +26,7 @@ from optimizer.core.context import own_random_numbers
 from optimizer.core.copy import is_ordinary, structural_copy
 from optimizer.core.errors import CaptureError, DeviceError, InputError
 from optimizer.core.inputs import Call, tensors_in
-from optimizer.frontend.outside import Outside, kept
+from optimizer.frontend.outside import Outside, restored
 
 Function: TypeAlias = Callable[[torch.Tensor], Any]
 
@@ -75,7 +75,7 @@ class Difference:
 
 
 class Twice(nn.Module):
-    """Calls a module twice: what was taken for a constant may be another value by then."""
+    """Call a module twice: what was taken for a constant may be another value by then."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def answer(
     """
     copied = module if itself else structural_copy(module, share=share)
     args, kwargs = call.copied()
-    with torch.no_grad(), kept(Outside(copied)), ExitStack() as stack:
+    with torch.no_grad(), restored(Outside(copied)), ExitStack() as stack:
         has_drawn = stack.enter_context(own_random_numbers()) if draws else bool
         return Answer(copied(*args, **kwargs), (args, kwargs), has_drawn())
 
@@ -217,12 +217,11 @@ def compare_answers(
     """Return a `difference`, with a second opinion where there is one.
 
     An exact result may differ where the model itself does not repeat its bits. A rounded one
-    may differ where the model amplifies rounding: then the answer in float64 decides, from
-    which it may not be much further than the model's own. Integers and flags may be others that
-    rounding would choose. Inputs that the model writes are rounded as outputs are.
+    may differ where the model amplifies rounding: it may be not much further from the answer in
+    float64 than the model's own. Integers and flags may differ as rounding would make them.
+    Inputs that the model writes are rounded as outputs are.
     """
-    inputs = tuple(call), expected.inputs, actual.inputs
-    before, old, new = (Answer((), each) for each in inputs)
+    before, old, new = (Answer((), i) for i in (tuple(call), expected.inputs, actual.inputs))
     written = {each.place for each in _differences(before, old, exact=True)}
     parts = [each for each in _differences(old, new, exact=True) if each.place not in written]
     parts += _differences(expected, actual, exact=exact)

@@ -151,8 +151,8 @@ def capture_graph(model: fx.GraphModule, call: Call) -> fx.GraphModule:
         if _changes_nothing(node):
             graph.erase_node(node)
     # They take no value and make no tensor: set_grad_enabled, enter_autocast.
-    alone = (n for n in graph.nodes if n.op == "call_function" and not n.all_input_nodes)
-    require(all(node.target in FACTORIES for node in alone), "it enters a mode")
+    sources = (n for n in graph.nodes if n.op == "call_function" and not n.all_input_nodes)
+    require(all(node.target in FACTORIES for node in sources), "it enters a mode")
     module = fx.GraphModule(model, graph, "Dynamo")
     observe(module, call)
     return finished(module)
@@ -265,8 +265,8 @@ class GuardedModule(Constants):
             InputError: `example_inputs` has no use.
         """
         call, count = as_call(example_inputs).copied(), len(self._reports)
-        plain = (tensor for module in self.model.modules() for tensor in held_tensors(module))
-        tensors = [(t, t.detach().clone()) for t in (*self.model.parameters(), *plain)]
+        others = (tensor for module in self.model.modules() for tensor in held_tensors(module))
+        tensors = [(t, t.detach().clone()) for t in (*self.model.parameters(), *others)]
         with restored(Outside(self.model)), own_random_numbers(), torch.no_grad():
             try:
                 self(*call.args, **call.kwargs)

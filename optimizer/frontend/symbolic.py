@@ -83,8 +83,8 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
         facts = observe(module, call)
         for node in module.graph.nodes:
             fact: Fact = node.meta["fact"]
-            gives = node.op == "call_module" or node.target is operator.getitem
-            hidden = tests_for_none and gives and fact.value is None and not fact.error
+            may_hide = node.op == "call_module" or node.target is operator.getitem
+            hidden = tests_for_none and may_hide and fact.value is None and not fact.error
             require(not hidden, "it may test a value inside it that is None")
             changed = node.args[0] if node.target in _CHANGES else None
             value = isinstance(changed, fx.Node) and changed.meta["fact"].value
@@ -104,8 +104,8 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
     code = Code(model)
     obstacle = next(code.obstacles(), "")
     require(not obstacle, obstacle)
-    tells = sees_how_it_is_called(type(model).forward)
-    require(not tells, "its forward can tell how its arguments are passed")
+    sees_names = sees_how_it_is_called(type(model).forward)
+    require(not sees_names, "its forward can tell how its arguments are passed")
     tracer = Tracer(call, code, record_factories=record_factories)
     before = _attributes(model)
     with restored(code) as changed, torch.enable_grad():

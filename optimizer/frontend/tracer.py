@@ -170,7 +170,6 @@ def _get(code: Code, owner: Any, name: str, *default: Any) -> Any:
 _TESTS = frozenset(
     code for name, code in dis.opmap.items() if name.endswith(("IS_OP", "_IF_NONE", "_IF_NOT_NONE"))
 )
-_ASK_FOR_A_TYPE = frozenset(("isinstance", "is_tensor"))
 _STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -231,7 +230,7 @@ class Tracer(fx.Tracer):
         functions = code.functions if code else ()
         self.tests_for_none = any(  # or asks for a type
             not _TESTS.isdisjoint(each.co_code[::2])
-            or not _ASK_FOR_A_TYPE.isdisjoint(each.co_names)
+            or not {"isinstance", "is_tensor"}.isdisjoint(each.co_names)
             for function in functions
             for each in codes(function.__code__)
         )

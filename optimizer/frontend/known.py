@@ -164,7 +164,7 @@ class Code:
         self._pending: list[FunctionType] = []
 
     def obstacles(self) -> Iterator[str]:
-        """Why it may not be recorded with stand-ins: what is not listed."""
+        """Yield each reason why the model may not be recorded with stand-ins."""
         hooked = False
         for module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):

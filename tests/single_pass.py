@@ -19,7 +19,7 @@ from optimizer.testing import assert_equivalent, inputs_like, untouched
 EXACT = {each.name for each in optimizer.all_passes() if each.numerics == "exact"}
 # How often a pass fires, and gives no reason where it does not; what a graph in which it fired
 # calls in the end; or the reason for which it leaves the graph as it is.
-Outcome: TypeAlias = int | list[Any] | str
+Outcome: TypeAlias = int | list[Any] | tuple[Any, ...] | str
 
 
 def function_of(arguments: str, text: Any) -> Callable[..., Any]:
@@ -76,9 +76,15 @@ def alike(outcome: Any, forwards: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def texts(joined: str) -> dict[str, str]:
-    """Forwards of one expression, with `;` between them, which are their own names."""
-    found = [" ".join(each.split()) for each in joined.split(";")]
-    return dict(zip(found, found, strict=True))
+    """Forwards by their own names: with `;` between them, or a line each where they `return`."""
+    parts = joined.split("\n" if "return " in joined else ";")
+    return {text: text for each in parts if (text := " ".join(each.split()))}
+
+
+def spelled(*tables: dict[Any, str], cells: str = "forward outcome") -> pytest.MarkDecorator:
+    """Run a test on each text of tables from an outcome to the texts that have it."""
+    pairs = [(text, outcome) for table in tables for outcome, text in table.items()]
+    return rows(cells, *(alike(outcome, texts(text)) for text, outcome in pairs))
 
 
 def optimized_by(name: str, model: nn.Module, *inputs: Any, **options: Any) -> Any:
@@ -105,8 +111,8 @@ def assert_outcome(name: str, fast: Any, outcome: Outcome) -> None:
     reasons = [each.reason.partition(":")[0] for each in fast.report.refused]
     if isinstance(outcome, str):
         assert (counts, reasons) == ({}, [outcome])
-    elif isinstance(outcome, list):
-        assert (set(counts), callees(fast)) == ({name}, outcome)
+    elif isinstance(outcome, list | tuple):
+        assert (set(counts), callees(fast)) == ({name}, list(outcome))
     else:
         assert counts == ({name: outcome} if outcome else {})
         assert outcome or reasons == []

@@ -26,7 +26,6 @@ import optimizer
 from optimizer._dynamo import backend
 from optimizer.core.guards import GUARDS
 from optimizer.testing import (
-    LAYOUTS,
     TOKENS,
     Optimize,
     Spec,
@@ -119,6 +118,18 @@ def each(holds: Callable[[Spec], object], *, count: int | None = None, **choices
     tried()
 
 
+def on_models(**choices: Any) -> Callable[[Callable[[Spec], object]], Callable[[], None]]:
+    """Make a property a test that tries it on each of such models."""
+
+    def test_of(holds: Callable[[Spec], object]) -> Callable[[], None]:
+        def test() -> None:
+            each(holds, **choices)
+
+        return test
+
+    return test_of
+
+
 def optimized(spec: Spec) -> nn.Module:
     return Optimize()(spec.build(), spec.inputs())
 
@@ -150,8 +161,9 @@ def test_level_2_keeps_the_answer(dtype: torch.dtype) -> None:
     assert any(lowered)
 
 
-def test_float32_is_as_precise_as_the_model() -> None:
-    each(lambda spec: check_spec(spec, Optimize(), dtype=torch.float32))
+@on_models()
+def test_float32_is_as_precise_as_the_model(spec: Spec) -> None:
+    check_spec(spec, Optimize(), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("regime", ["nan", "infinite"])
@@ -161,23 +173,19 @@ def test_nans_and_infinities_stay(regime: str) -> None:
     each(lambda spec: check_spec(spec, subject), regimes=[regime])
 
 
-def test_every_prefix_keeps_the_answer() -> None:
-    def holds(spec: Spec) -> None:
-        count = 1 + len(spec.source()) % (len(PASSES) - 1)
-        check_spec(spec, Optimize(only=tuple(PASSES[:count])))
-
-    each(holds, count=120)
+@on_models(count=120)
+def test_every_prefix_keeps_the_answer(spec: Spec) -> None:
+    count = 1 + len(spec.source()) % (len(PASSES) - 1)
+    check_spec(spec, Optimize(only=tuple(PASSES[:count])))
 
 
-def test_any_order_keeps_the_answer() -> None:
-    def holds(spec: Spec) -> None:
-        start = spec.seed * 5 % len(PASSES)
-        candidate = spec.build()
-        for name in (*PASSES[start:], *PASSES[:start])[::-1]:
-            candidate = Optimize(only=(name,))(candidate, spec.inputs())
-        assert_equivalent(spec.build(), candidate, spec.inputs())
-
-    each(holds, count=15, max_size=8)
+@on_models(count=15, max_size=8)
+def test_any_order_keeps_the_answer(spec: Spec) -> None:
+    start = spec.seed * 5 % len(PASSES)
+    candidate = spec.build()
+    for name in (*PASSES[start:], *PASSES[:start])[::-1]:
+        candidate = Optimize(only=(name,))(candidate, spec.inputs())
+    assert_equivalent(spec.build(), candidate, spec.inputs())
 
 
 def compiled(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
@@ -211,37 +219,30 @@ def test_expanded_inputs() -> None:
     each(lambda spec: check_spec(spec, Optimize()), alphabet=alphabet, layouts=["expanded"])
 
 
-def test_another_layout_later() -> None:
-    def holds(spec: Spec) -> None:
-        candidate = optimized(spec)
-        for layout in ("channels_last", "transposed", "strided"):
-            later = replace(spec, layout=layout)
-            assert_equivalent(spec.build(), candidate, later.inputs())
-
-    assert {"channels_last", "transposed", "strided"} < set(LAYOUTS)
-    each(holds, layouts=["contiguous"])
+@on_models(layouts=["contiguous"])
+def test_another_layout_later(spec: Spec) -> None:
+    candidate = optimized(spec)
+    for layout in ("channels_last", "transposed", "strided"):
+        later = replace(spec, layout=layout)
+        assert_equivalent(spec.build(), candidate, later.inputs())
 
 
 @pytest.mark.filterwarnings("ignore:the model is in training mode")
-def test_keyword_arguments() -> None:
-    def holds(spec: Spec) -> None:
-        inputs = dict(zip(spec.argument_names(), spec.inputs(), strict=True))
-        candidate = optimizer.optimize(spec.build(), inputs, check=None, level=1)
-        assert_equivalent(spec.build(), candidate, inputs)
-
-    each(holds)
+@on_models()
+def test_keyword_arguments(spec: Spec) -> None:
+    inputs = dict(zip(spec.argument_names(), spec.inputs(), strict=True))
+    candidate = optimizer.optimize(spec.build(), inputs, check=None, level=1)
+    assert_equivalent(spec.build(), candidate, inputs)
 
 
-def test_a_report_of_nothing_is_true() -> None:
-    def holds(spec: Spec) -> None:
-        candidate = optimized(spec)
-        if not candidate.report.fired and isinstance(candidate, fx.GraphModule):
-            captured = optimizer.capture(spec.build(), spec.inputs())
-            guards = sum(node.target in GUARDS for node in candidate.graph.nodes)
-            assert size(candidate) - guards <= size(captured)  # a spelling may rest on a rank
-            assert layers(candidate) == layers(captured)
-
-    each(holds)
+@on_models()
+def test_a_report_of_nothing_is_true(spec: Spec) -> None:
+    candidate = optimized(spec)
+    if not candidate.report.fired and isinstance(candidate, fx.GraphModule):
+        captured = optimizer.capture(spec.build(), spec.inputs())
+        guards = sum(node.target in GUARDS for node in candidate.graph.nodes)
+        assert size(candidate) - guards <= size(captured)  # a spelling may rest on a rank
+        assert layers(candidate) == layers(captured)
 
 
 def layers(module: fx.GraphModule) -> list[object]:
@@ -252,28 +253,24 @@ def layers(module: fx.GraphModule) -> list[object]:
 PURE = ["linear", "bn", "conv_k3", "relu", "dup", "swap", "add", "mul", "t01", "gelu", "out", "cat"]
 
 
-def test_names_do_not_matter() -> None:
-    def holds(spec: Spec) -> None:
-        graph = spec.build()
-        assert isinstance(graph, fx.GraphModule)
-        for index, node in enumerate(graph.graph.nodes):
-            if node.op not in ("placeholder", "output"):
-                node._rename(f"node_{-index % 7}")
-        graph.recompile()
-        renamed = Optimize()(graph, spec.inputs())
-        assert renamed.report.counts() == optimized(spec).report.counts()
-        assert_equivalent(spec.build(), renamed, spec.inputs())
-
-    each(holds, entries=["graph"])
+@on_models(entries=["graph"])
+def test_names_do_not_matter(spec: Spec) -> None:
+    graph = spec.build()
+    assert isinstance(graph, fx.GraphModule)
+    for index, node in enumerate(graph.graph.nodes):
+        if node.op not in ("placeholder", "output"):
+            node._rename(f"node_{-index % 7}")
+    graph.recompile()
+    renamed = Optimize()(graph, spec.inputs())
+    assert renamed.report.counts() == optimized(spec).report.counts()
+    assert_equivalent(spec.build(), renamed, spec.inputs())
 
 
-def test_the_order_of_independent_nodes_does_not_matter() -> None:
-    def holds(spec: Spec) -> None:
-        graph = spec.build()
-        assert isinstance(graph, fx.GraphModule)
-        assert_equivalent(spec.build(), Optimize()(last_first(graph), spec.inputs()), spec.inputs())
-
-    each(holds, entries=["graph"], alphabet=PURE)
+@on_models(entries=["graph"], alphabet=PURE)
+def test_the_order_of_independent_nodes_does_not_matter(spec: Spec) -> None:
+    graph = spec.build()
+    assert isinstance(graph, fx.GraphModule)
+    assert_equivalent(spec.build(), Optimize()(last_first(graph), spec.inputs()), spec.inputs())
 
 
 def last_first(module: fx.GraphModule) -> fx.GraphModule:
@@ -289,15 +286,14 @@ def last_first(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def test_identities_in_between_change_nothing() -> None:
-    def holds(spec: Spec) -> None:
-        tokens = [word for token in spec.tokens for word in (token, "t01", "t01")]
-        between = replace(spec, tokens=tuple(tokens))
-        assert_equivalent(spec.build(), optimized(between), spec.inputs())
-
-    of_the_newest = ("recompute", "write_read")  # and so of what stands between
-
-    each(holds, max_size=6, alphabet=[word for word in TOKENS if word not in of_the_newest])
+# The words of what came last would be of what stands between.
+@on_models(
+    max_size=6, alphabet=[word for word in TOKENS if word not in ("recompute", "write_read")]
+)
+def test_identities_in_between_change_nothing(spec: Spec) -> None:
+    tokens = [word for token in spec.tokens for word in (token, "t01", "t01")]
+    between = replace(spec, tokens=tuple(tokens))
+    assert_equivalent(spec.build(), optimized(between), spec.inputs())
 
 
 class Wrapped(nn.Module):
@@ -327,67 +323,55 @@ def test_a_wrapped_model_keeps_the_answer() -> None:
     assert sum(left) < len(left) / 4
 
 
-def test_an_unused_branch_goes() -> None:
-    def holds(spec: Spec) -> None:
-        branched = replace(spec, tokens=(*spec.tokens, "dup", "gelu", "linear", "drop"))
-        candidate = optimized(branched)
-        assert size(candidate) == size(optimized(spec))
-        assert_equivalent(spec.build(), candidate, spec.inputs())
-
-    each(holds, alphabet=PURE)
+@on_models(alphabet=PURE)
+def test_an_unused_branch_goes(spec: Spec) -> None:
+    branched = replace(spec, tokens=(*spec.tokens, "dup", "gelu", "linear", "drop"))
+    candidate = optimized(branched)
+    assert size(candidate) == size(optimized(spec))
+    assert_equivalent(spec.build(), candidate, spec.inputs())
 
 
-def test_an_interior_value_as_an_output_is_the_same() -> None:
-    def holds(spec: Spec) -> None:
-        middle = len(spec.tokens) // 2
-        exposed = replace(spec, tokens=(*spec.tokens[:middle], "out", *spec.tokens[middle:]))
-        check_spec(exposed, Optimize())
-
-    each(holds)
+@on_models()
+def test_an_interior_value_as_an_output_is_the_same(spec: Spec) -> None:
+    middle = len(spec.tokens) // 2
+    exposed = replace(spec, tokens=(*spec.tokens[:middle], "out", *spec.tokens[middle:]))
+    check_spec(exposed, Optimize())
 
 
-def test_what_is_computed_twice_is_computed_once() -> None:
-    def holds(spec: Spec) -> None:
-        twice = replace(spec, tokens=(*spec.tokens, "dup", "gelu", "swap", "gelu", "add"))
-        once = replace(spec, tokens=(*spec.tokens, "gelu", "dup", "add"))
-        assert size(optimized(twice)) == size(optimized(once))
-        assert_equivalent(once.build(), optimized(twice), spec.inputs())
-
-    each(holds, alphabet=PURE)
+@on_models(alphabet=PURE)
+def test_what_is_computed_twice_is_computed_once(spec: Spec) -> None:
+    twice = replace(spec, tokens=(*spec.tokens, "dup", "gelu", "swap", "gelu", "add"))
+    once = replace(spec, tokens=(*spec.tokens, "gelu", "dup", "add"))
+    assert size(optimized(twice)) == size(optimized(once))
+    assert_equivalent(once.build(), optimized(twice), spec.inputs())
 
 
-def test_a_graph_and_its_module_agree() -> None:
-    def holds(spec: Spec) -> None:
-        graph = replace(spec, entry="graph").build()
-        assert_equivalent(spec.build(), graph, spec.inputs(), exact=True)
-
-    each(holds, entries=["module"])
+@on_models(entries=["module"])
+def test_a_graph_and_its_module_agree(spec: Spec) -> None:
+    graph = replace(spec, entry="graph").build()
+    assert_equivalent(spec.build(), graph, spec.inputs(), exact=True)
 
 
-# What treats each row by itself.
-BY_ROW = ["linear", "bn", "conv_k3", "relu", "dup", "add", "mul", "mask", "max_pool", "head"]
+# What treats each row by itself, of rows whose sums are exact.
+ROWWISE = ["linear", "bn", "conv_k3", "relu", "dup", "add", "mul", "mask", "max_pool", "head"]
+SHAPES = [(2, 3), (4, 4, 4), (2, 4, 4, 4)]
+BY_ROW = {"alphabet": ROWWISE, "regimes": ["dyadic"], "shapes": SHAPES}
 
 
-def test_rows_can_be_permuted() -> None:
-    def holds(spec: Spec) -> None:
-        x, candidate = spec.inputs()[0], optimized(spec)
-        order = torch.arange(len(x)).flip(0)
-        for actual, expected in zip(
-            answers(candidate, x[order]), answers(candidate, x), strict=True
-        ):
-            assert torch.equal(actual, expected[order])
-
-    each(holds, alphabet=BY_ROW, regimes=["dyadic"], shapes=[(2, 3), (4, 4, 4), (2, 4, 4, 4)])
+@on_models(**BY_ROW)
+def test_rows_can_be_permuted(spec: Spec) -> None:
+    x, candidate = spec.inputs()[0], optimized(spec)
+    turned = answers(candidate, x.flip(0))
+    for actual, expected in zip(turned, answers(candidate, x), strict=True):
+        assert torch.equal(actual, expected.flip(0))
 
 
-def test_rows_can_be_split() -> None:
-    def holds(spec: Spec) -> None:
-        x, candidate = spec.inputs()[0], optimized(spec)
-        parts = [answers(candidate, x[:1]), answers(candidate, x[1:])]
-        for one, other, whole in zip(*parts, answers(candidate, x), strict=True):
-            assert torch.equal(torch.cat([one, other]), whole)
-
-    each(holds, alphabet=BY_ROW, regimes=["dyadic"], shapes=[(2, 3), (4, 4, 4), (2, 4, 4, 4)])
+@on_models(**BY_ROW)
+def test_rows_can_be_split(spec: Spec) -> None:
+    x, candidate = spec.inputs()[0], optimized(spec)
+    parts = [answers(candidate, x[:1]), answers(candidate, x[1:])]
+    for one, other, whole in zip(*parts, answers(candidate, x), strict=True):
+        assert torch.equal(torch.cat([one, other]), whole)
 
 
 def answers(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -395,29 +379,25 @@ def answers(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
 
-def test_a_written_result_changes_no_later_one() -> None:
-    def holds(spec: Spec) -> None:
-        model, inputs = spec.build(), spec.inputs()
-        candidate = Optimize()(model, inputs)
-        with untouched(model):
-            result = candidate(*(tensor.clone() for tensor in inputs))
-            for tensor in [result] if isinstance(result, torch.Tensor) else []:
-                tensor.mul_(0)
-        assert_equivalent(spec.build(), candidate, inputs)
-
-    each(holds, alphabet=["linear", "bn", "conv", "relu", "constant", "dup", "add", "scale"])
+@on_models(alphabet=["linear", "bn", "conv", "relu", "constant", "dup", "add", "scale"])
+def test_a_written_result_changes_no_later_one(spec: Spec) -> None:
+    model, inputs = spec.build(), spec.inputs()
+    candidate = Optimize()(model, inputs)
+    with untouched(model):
+        result = candidate(*(tensor.clone() for tensor in inputs))
+        for tensor in [result] if isinstance(result, torch.Tensor) else []:
+            tensor.mul_(0)
+    assert_equivalent(spec.build(), candidate, inputs)
 
 
-def test_its_own_checkpoint_can_be_loaded() -> None:
-    def holds(spec: Spec) -> None:
-        candidate = optimized(spec)
-        saved = copy.deepcopy(candidate.state_dict())
-        for tensor in candidate.state_dict().values():
-            tensor.zero_()
-        candidate.load_state_dict(saved)
-        assert_equivalent(spec.build(), candidate, spec.inputs())
-
-    each(holds)
+@on_models()
+def test_its_own_checkpoint_can_be_loaded(spec: Spec) -> None:
+    candidate = optimized(spec)
+    saved = copy.deepcopy(candidate.state_dict())
+    for tensor in candidate.state_dict().values():
+        tensor.zero_()
+    candidate.load_state_dict(saved)
+    assert_equivalent(spec.build(), candidate, spec.inputs())
 
 
 CODES = """
@@ -444,13 +424,11 @@ def test_another_process_gives_the_same_code() -> None:
     assert here.getvalue() == elsewhere
 
 
-def test_inference_mode() -> None:
-    def holds(spec: Spec) -> None:
-        model, inputs = spec.build(), spec.inputs()
-        with torch.inference_mode():
-            candidate = Optimize()(model, inputs)
-            copy.deepcopy(candidate)(*spec.inputs())
-        assert not any(tensor.is_inference() for tensor in candidate.state_dict().values())
-        assert_equivalent(model, candidate, inputs)
-
-    each(holds)
+@on_models()
+def test_inference_mode(spec: Spec) -> None:
+    model, inputs = spec.build(), spec.inputs()
+    with torch.inference_mode():
+        candidate = Optimize()(model, inputs)
+        copy.deepcopy(candidate)(*spec.inputs())
+    assert not any(tensor.is_inference() for tensor in candidate.state_dict().values())
+    assert_equivalent(model, candidate, inputs)

@@ -70,11 +70,6 @@ def rows(cells: str, *tables: dict[str, Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(cells.split(), found)
 
 
-def alike(outcome: Any, forwards: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Rows of forwards that have one outcome."""
-    return {name: (forward, outcome) for name, forward in forwards.items()}
-
-
 def texts(joined: str) -> dict[str, str]:
     """Forwards by their own names: with `;` between them, or a line each where they `return`."""
     parts = joined.split("\n" if "return " in joined else ";")
@@ -83,8 +78,9 @@ def texts(joined: str) -> dict[str, str]:
 
 def spelled(*tables: dict[Any, str], cells: str = "forward outcome") -> pytest.MarkDecorator:
     """Run a test on each text of tables from an outcome to the texts that have it."""
-    pairs = [(text, outcome) for table in tables for outcome, text in table.items()]
-    return rows(cells, *(alike(outcome, texts(text)) for text, outcome in pairs))
+    table = {outcome: texts(text) for table in tables for outcome, text in table.items()}
+    found = [pytest.param(each, outcome, id=each) for outcome in table for each in table[outcome]]
+    return pytest.mark.parametrize(cells.split(), found)
 
 
 def optimized_by(name: str, model: nn.Module, *inputs: Any, **options: Any) -> Any:

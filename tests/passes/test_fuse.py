@@ -106,21 +106,6 @@ def test_repeats_the_fusion_after_a_batchnorm_was_folded() -> None:
     assert_equivalent(model, fast, X)
 
 
-LINEARS = {
-    2: "(m.linear(x).relu(), m.relu(m.linear(-x)))",
-    (LinearReLU, F.relu): "m.linear(x).relu().relu()",
-    "the layer's output is read elsewhere": """
-    (y := m.linear(x), F.relu(y)); (y := m.linear(x)) - m.relu(y);
-    (y := m.linear(x), m.inplace(y))[0] + y; (y := m.linear(x), z := y.t(), m.relu(y))[1] + z
-    """,
-}
-
-
-@spelled(LINEARS)
-def test_linears_and_relus(forward: str, outcome: Any) -> None:
-    tried(LINEAR, model_of(forward), inputs_like([(4, 4)], "random", 0), outcome)
-
-
 class Doubled(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Linear has it
         return super().forward(input) * 2
@@ -229,14 +214,6 @@ WRITTEN_OVER = {
     result = F.leaky_relu(m.linear(x), 0.5); result[result > 0] = 0.0; return result
     """,
 }
-NEEDED = {
-    "its input is needed elsewhere": """
-    F.silu(x); F.silu(m.w) + x; F.silu(x.t()); F.silu(m.linear(x).contiguous());
-    F.silu(F.dropout(x, 0.5, False)); ((y := m.linear(x)), F.silu(y));
-    (y := m.linear(x)) + F.silu(y); ((y := m.linear(x)), (z := y.t()), F.silu(y))[1] + z;
-    F.silu(torch.add(x, 1.0, out=x.clone())); F.silu(torch.sigmoid(x))
-    """
-}
 
 
 @spelled(WRITTEN_OVER, cells="forward case")
@@ -246,11 +223,6 @@ def test_activations(forward: str, case: Any) -> None:
     fast = tried(ACTIVATION, model_of(forward, activation), X, outcome)
 
     fast(*X).sum().backward()  # raised an error
-
-
-@spelled(NEEDED)
-def test_activations_of_what_is_needed(forward: str, outcome: str) -> None:
-    tried(ACTIVATION, model_of(forward), X, outcome)
 
 
 def test_a_module_of_a_module_stays_for_its_other_calls() -> None:
@@ -319,25 +291,38 @@ def test_autocast_may_give_the_operands_two_dtypes() -> None:
 
 
 SMALL = "its operands are too small for it to pay"
-REFUSALS = {
-    "its operands are needed elsewhere": """
+ALONE = {
+    (LINEAR, 2): "(m.linear(x).relu(), m.relu(m.linear(-x)))",
+    (LINEAR, (LinearReLU, F.relu)): "m.linear(x).relu().relu()",
+    (LINEAR, "the layer's output is read elsewhere"): """
+    (y := m.linear(x), F.relu(y)); (y := m.linear(x)) - m.relu(y);
+    (y := m.linear(x), m.inplace(y))[0] + y; (y := m.linear(x), z := y.t(), m.relu(y))[1] + z
+    """,
+    (ACTIVATION, "its input is needed elsewhere"): """
+    F.silu(x); F.silu(m.w) + x; F.silu(x.t()); F.silu(m.linear(x).contiguous());
+    F.silu(F.dropout(x, 0.5, False)); ((y := m.linear(x)), F.silu(y));
+    (y := m.linear(x)) + F.silu(y); ((y := m.linear(x)), (z := y.t()), F.silu(y))[1] + z;
+    F.silu(torch.add(x, 1.0, out=x.clone())); F.silu(torch.sigmoid(x))
+    """,
+    (OPERAND, "its operands are needed elsewhere"): """
     x + x; x * m.w; x + m.linear(x).view(3, 4); (y := m.linear(x), x + y);
     (y := m.linear(x), z := y[0], x + y, z); x * torch.add(x, 1.0, out=x.clone())
     """,
-    "a gradient of a square needs its root": "(y := m.linear(x)) * y",
-    "the operands differ in dtype, shape or layout": """
+    (OPERAND, "a gradient of a square needs its root"): "(y := m.linear(x)) * y",
+    (OPERAND, "the operands differ in dtype, shape or layout"): """
     m.linear(x) + m.norm(x)[:1]; m.linear(x) + x.float(); m.linear(x) + x.t().contiguous().t()
     """,
-    0: """
+    (OPERAND, 0): """
     x.reshape(x.shape[0] * x.shape[1] + 0); m.linear(x) * 2.0 + 1;
     torch.add(m.linear(x), m.other(x), alpha=2)
     """,
 }
 
 
-@spelled(REFUSALS)
-def test_operands(forward: str, outcome: Any) -> None:
-    tried(OPERAND, model_of(forward), X, outcome)
+@spelled(ALONE, cells="forward case")
+def test_one_pass_alone(forward: str, case: Any) -> None:
+    name, outcome = case
+    tried(name, model_of(forward), X, outcome)
 
 
 def test_refuses_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

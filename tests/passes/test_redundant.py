@@ -466,7 +466,7 @@ def test_what_autocast_computes_otherwise_is_refused() -> None:
 
 def test_a_hook_inside_a_layer_runs_in_every_call() -> None:
     encoder = nn.TransformerEncoderLayer(3, 1, 4, batch_first=True)
-    model = holding(lambda m, x: x + m.encoder(m.table[None])[0, 0], encoder=encoder)
+    model = holding("x + m.encoder(m.table[None])[0, 0]", encoder=encoder)
     encoder.linear1.register_buffer("runs", torch.ones(()))
     encoder.linear1.register_forward_hook(lambda module, _, y: y * module.runs.mul_(2))
 
@@ -474,3 +474,64 @@ def test_a_hook_inside_a_layer_runs_in_every_call() -> None:
 
     assert fast.report.fired == ()
     assert not torch.equal(fast(*PAIR), fast(*PAIR))
+
+
+class Shifted(nn.Identity):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Identity has it
+        return input + 1
+
+
+HOOKED = nn.Identity()
+HOOKED.register_forward_hook(lambda module, given, result: result * 3)
+LAYERS = [build() for _ in range(5) for build in (nn.Identity, nn.Dropout, nn.AlphaDropout)]
+CHANNELS = "memory_format=torch.channels_last"
+NORMED = "F.batch_norm(x, m.norm.running_mean, m.norm.running_var, training=many)"
+INTEGERS, SQUARES = torch.arange(16).reshape(4, 4), (SQUARE,)
+ALONE: dict[str, tuple[Any, ...]] = {
+    **{
+        f"a float is no integer: {text}": (CSE, repeated(text), SQUARES, 0, (INTEGERS,))
+        for text in texts(TYPES_OF_NUMBERS)
+    },
+    "statistics that only another size updates are updated twice": (
+        CSE, repeated(f"many = x.shape[0] > 4; return {NORMED} + {NORMED}"), SQUARES, 0,
+        (SQUARE.repeat(2, 1),),
+    ),
+    "nothing is merged without example inputs": (
+        CSE, repeated("m.linear(x) * m.linear(x).exp()"), (), 0, SQUARES,
+    ),
+    "a write to a value that is read": (
+        DEAD_CODE, model_of("(y := x * 2, y.t().add_(1), y)[2]"), (ROWS,), 0,
+    ),
+    "without example inputs only what is pure by definition goes": (
+        DEAD_CODE, model_of("(m.linear(x.transpose(0, 1)), x.mul_(2), x.exp())[2]"), (), 2,
+        inputs_like([(3, 3)], "random", 0),
+    ),
+    "a copy in another layout": (
+        CLONES, Forward(f"torch.relu(torch.tanh(x).clone({CHANNELS}))").eval(),
+        (torch.randn(2, 3, 4, 5).double(),), 0,
+    ),
+    "a run of many": (IDENTITIES, nn.Sequential(*LAYERS).eval(), (ROWS,), []),
+    "the input itself, also for a writer": (
+        IDENTITIES, Forward("m.layer(x).mul_(2.0) + x", layer=nn.Dropout()).eval(), (ROWS,), 1,
+    ),
+    "no identities": (IDENTITIES, nn.Sequential(Shifted(), HOOKED).eval(), (ROWS,), 0),
+    "several readers of a constant": (
+        CONSTANTS, holding("y = torch.sigmoid(m.weight); return x * y + y * 2 - x / y"), PAIR,
+        [operator.mul, operator.add, operator.truediv, operator.sub],
+    ),
+    "no constant without example inputs": (
+        CONSTANTS, holding("x.exp() + m.linear(m.weight)"), (), 0, PAIR,
+    ),
+    **{
+        text: (CONSTANTS, holding(text), PAIR, 0)
+        for text in texts("""
+            x + torch.rand(3, dtype=x.dtype) * 2; x + F.dropout(m.weight, 0.5, True);
+            x @ m.matrix.t(); x * m.matrix.shape[0]; x.new_ones(3) * 2 + x
+        """)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_one_pass_alone(case: str) -> None:
+    tried(*ALONE[case])

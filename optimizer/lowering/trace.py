@@ -33,7 +33,7 @@ from optimizer.lowering.partition import KNOWN, arguments_of
 
 _WHOLE = KNOWN | {"gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
 _LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
-_SAME = frozenset(("alias", "detach", "lift_fresh"))  # as what they are given
+_SAME = frozenset(("alias", "detach", "lift_fresh"))  # as their argument
 
 
 @dataclass(frozen=True)
@@ -60,28 +60,27 @@ class StraightLine:
 
 
 def straight_line(
-    run: Callable[..., Any], held: Sequence[torch.Tensor], call: Call
+    run: Callable[..., Any], weights: Sequence[torch.Tensor], call: Call
 ) -> StraightLine:
-    """Write down one call of `run`, which may read the tensors `held`.
+    """Record one call of `run`, which may read the tensors `weights`.
 
     Raises:
         Refused: it does something that no fixed sequence of operators repeats.
     """
-    own = call.copied()
-    inputs = tuple(tensors_in(own))
+    copied = call.copied()
+    inputs = tuple(tensors_in(copied))
     dense = all(a.stride() == b.stride() for a, b in zip(tensors_in(call), inputs, strict=True))
     require(dense, "an input has gaps or overlaps in memory")
-    recorder = Recorder(inputs, held, _WHOLE)
+    recorder = Recorder(inputs, weights, _WHOLE)
     with torch.inference_mode(), _Reads(), recorder:
-        output = run(*own.args, **own.kwargs)
+        output = run(*copied.args, **copied.kwargs)
     outputs = _distinct(output)
     require(all(map(is_ordinary, outputs)), "an output is more than its storage and shape")
     module, bound = recorder.finished(outputs), recorder.bound
-    known, returned = storages_in(inputs), storages_in(outputs)
-    is_open = not known.isdisjoint(bound | returned) or not returned.isdisjoint(bound)
+    read, returned = storages_in(inputs), storages_in(outputs)
+    is_open = not read.isdisjoint(bound | returned) or not returned.isdisjoint(bound)
     before = tuple(tensors_in(call.copied())) if is_open else inputs
-    rebuild, binds = _rebuild(output), bool(bound)
-    return StraightLine(module, before, inputs, outputs, rebuild, binds, is_open)
+    return StraightLine(module, before, inputs, outputs, _rebuild(output), bool(bound), is_open)
 
 
 def _distinct(value: Any) -> tuple[torch.Tensor, ...]:
@@ -89,18 +88,18 @@ def _distinct(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """A function from the distinct tensors in an output to an output of the same structure."""
+    """Return a function that makes an output of the same structure of its distinct tensors."""
     if isinstance(output, torch.Tensor):
         return operator.itemgetter(0)
     leaves, spec = pytree.tree_flatten(output)
     places = {id(each): place for place, each in enumerate(_distinct(output))}
-    kept = [(places.get(id(leaf)), None if id(leaf) in places else leaf) for leaf in leaves]
-    kinds = {type(leaf) for _, leaf in kept}
+    sources = [(places.get(id(leaf)), None if id(leaf) in places else leaf) for leaf in leaves]
+    kinds = {type(leaf) for _, leaf in sources}
     require(kinds <= {bool, int, float, str, type(None)}, "it returns an object of its own")
 
     def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
-        made = [leaf if place is None else tensors[place] for place, leaf in kept]
-        return pytree.tree_unflatten(made, spec)
+        leaves = [leaf if place is None else tensors[place] for place, leaf in sources]
+        return pytree.tree_unflatten(leaves, spec)
 
     return rebuild
 
@@ -121,13 +120,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         inputs: the placeholders of the graph, in order.
-        held: tensors that may be read besides.
-        whole: composite operators that are written down as they are called, by name; others are
-            looked into.
+        weights: tensors that may be read besides.
+        whole: the names of composite operators to record whole; others are decomposed.
     """
 
     def __init__(
-        self, inputs: Sequence[torch.Tensor], held: Iterable[torch.Tensor], whole: Set[str]
+        self, inputs: Sequence[torch.Tensor], weights: Iterable[torch.Tensor], whole: Set[str]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph, self.root, self.whole = fx.Graph(), nn.Module(), whole
@@ -135,8 +133,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory: dict[fx.Node, set[int]] = {}  # where the result of each lies
         self.lifetimes: dict[int, StorageWeakRef] = {}  # so that no address is given twice
         self.bound = set[int]()
-        self.inputs, self.held = inputs, storages_in(held := list(held))
-        self.constants.update(dict.fromkeys(held))
+        self.inputs, self.weights = inputs, storages_in(weights := list(weights))
+        self.constants.update(dict.fromkeys(weights))
         for place, tensor in enumerate(inputs):
             self._note(self.graph.placeholder(f"input_{place}"), tensor)
 
@@ -159,25 +157,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         require(bool(tensors), f"what '{name}' returns depends on values")
         if name in _SAME:
             self.nodes[result] = self._node(args[0])
-        elif tensors[0] not in self.nodes:  # else it returns what it is given
+        elif tensors[0] not in self.nodes:  # else it returns its argument
             self._note(self._call(func, args, kwargs), result)
         return result
 
     def _constant(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = storages_in(written_by(func, args, kwargs))
-        require(written.isdisjoint(self.held), "it writes a weight")
+        require(written.isdisjoint(self.weights), "it writes a weight")
         if func._opname not in (*_LIKE, *_SAME):  # numbers of Python's come by `lift_fresh`
-            self._require_known((args, kwargs))
+            self._require_traced((args, kwargs))
         result = func(*args, **kwargs)
-        made, known = tensors_in(result), self.constants if written else ()
-        made += [each for each in known if not written.isdisjoint(storages_in(each))]
-        self._keep(made)
-        self.constants.update(dict.fromkeys(made))  # those that are written are other ones
+        constants, earlier = tensors_in(result), self.constants if written else ()
+        constants += [each for each in earlier if not written.isdisjoint(storages_in(each))]
+        self._keep(constants)
+        self.constants.update(dict.fromkeys(constants))  # those that are written are other ones
         return result
 
     def _write(self, func: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
         """Record a write: as what makes a new tensor where nothing else reads the memory."""
-        self._require_known((args, kwargs))
+        self._require_traced((args, kwargs))
         for tensor in written:
             if tensor not in self.nodes:
                 self._thaw(tensor)
@@ -196,29 +194,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _as_new(self, func: Any, args: Any, kwargs: Any) -> fx.Node | None:
-        """The call of the same operator that returns a tensor of its own, if that is alike."""
+        """Return the call of the functional form of an operator, if its result lies alike."""
         operators = getattr(torch.ops, func.namespace)
         pure = getattr(operators, func._opname.removesuffix("_"), None)
         if pure is None:
             return None
         target = kwargs.get("out", args[0])
         with self:
-            made = pure(*args, **{key: value for key, value in kwargs.items() if key != "out"})
-        alike = isinstance(made, torch.Tensor) and layout_of(made) == layout_of(target)
-        return self.nodes[made] if alike and made is not target else None
+            result = pure(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+        alike = isinstance(result, torch.Tensor) and layout_of(result) == layout_of(target)
+        return self.nodes[result] if alike and result is not target else None
 
     def _thaw(self, constant: torch.Tensor) -> None:
-        """Take a copy of a constant that is written, or returned, anew in each call."""
+        """Record that each call copies a constant that it writes or returns."""
         memory, storage = storages_in(constant), constant.untyped_storage()
-        require(memory.isdisjoint(self.held), "it writes, or returns, a weight")
-        names = [each for each in self.constants if storages_in(each) == memory]
-        one = {each.dtype for each in names} == {constant.dtype}
-        require(one, "it writes a constant of two dtypes")
+        require(memory.isdisjoint(self.weights), "it writes, or returns, a weight")
+        views = [each for each in self.constants if storages_in(each) == memory]
+        dtypes = {each.dtype for each in views}
+        require(dtypes == {constant.dtype}, "it writes a constant of two dtypes")
         flat = torch.empty(0, dtype=constant.dtype, device=constant.device).set_(storage)
         self.constants[flat] = None
         copy = self._call(torch.ops.aten.clone.default, (flat,), {})
         self.memory[copy] = memory
-        for each in names:
+        for each in views:
             del self.constants[each]
             place = (each.shape, each.stride(), each.storage_offset())
             call = self.graph.call_function(torch.ops.aten.as_strided.default, (copy, *place))
@@ -226,7 +224,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bound |= memory
 
     def _note(self, node: fx.Node, result: Any) -> None:
-        """Remember what a node stands for, and its geometry under "val"."""
+        """Record which tensors are the result of a node, and their geometry under "val"."""
         self.memory[node] = self._keep(result)
         if isinstance(result, torch.Tensor):
             node.meta["val"] = _without_data(result)
@@ -247,41 +245,42 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.cat.default:
             # Those without elements, as of a new cache, change nothing.
             filled = [each for each in args[0] if each.numel()]
-            one = filled and len({each.dtype for each in args[0]}) == 1
-            args = (filled if one else args[0], *args[1:])
-        own = pytree.tree_map_only(torch.Tensor, self._node, (tuple(args), kwargs))
-        node = self.graph.call_function(func, *own)
+            alike = filled and len({each.dtype for each in args[0]}) == 1
+            args = (filled if alike else args[0], *args[1:])
+        operands = pytree.tree_map_only(torch.Tensor, self._node, (tuple(args), kwargs))
+        node = self.graph.call_function(func, *operands)
         self.memory[node] = set()
         return node
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:
-        self._require_known(tensor)
+        self._require_traced(tensor)
         if tensor in self.nodes:
             return self.nodes[tensor]  # type: ignore[no-any-return]
         if self.constants[tensor] is None:
-            name, held = f"constant_{len(self.root._buffers)}", storages_in(tensor) <= self.held
+            name = f"constant_{len(self.root._buffers)}"
+            shared = storages_in(tensor) <= self.weights
             with torch.inference_mode(False), torch.no_grad():
-                kept = tensor.detach() if held else exact_copy(tensor)
-            self.root.register_buffer(name, kept)
+                constant = tensor.detach() if shared else exact_copy(tensor)
+            self.root.register_buffer(name, constant)
             node = self.constants[tensor] = self.graph.get_attr(name)
-            node.meta["val"], self.memory[node] = _without_data(kept), self._keep(tensor)
+            node.meta["val"], self.memory[node] = _without_data(constant), self._keep(tensor)
         return self.constants[tensor]  # type: ignore[no-any-return]
 
-    def _require_known(self, value: Any) -> None:
+    def _require_traced(self, value: Any) -> None:
         tensors = tensors_in(value)
-        known = all(each in self.nodes or each in self.constants for each in tensors)
-        require(known, "a tensor comes from code that cannot be followed")
+        traced = all(each in self.nodes or each in self.constants for each in tensors)
+        require(traced, "a tensor comes from code that cannot be followed")
 
     def finished(self, outputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-        """The graph that returns `outputs`; of those that are constants, each call's own copy."""
-        self._require_known(outputs)
+        """Return the graph that returns `outputs`, and new copies of those that are constants."""
+        self._require_traced(outputs)
         for each in outputs:
             if each not in self.nodes:
                 self._thaw(each)
         self.graph.output(tuple(map(self._node, outputs)))
         distinct = _distinct([*self.inputs, *outputs])
-        names = Counter(storage for each in distinct for storage in storages_in(each))
-        self.bound |= {storage for storage, count in names.items() if count > 1}
+        counts = Counter(storage for each in distinct for storage in storages_in(each))
+        self.bound |= {storage for storage, count in counts.items() if count > 1}
         for node in self.graph.nodes:
             memory = self.memory.get(node, set[int]())
             node.meta["bound"] = not memory.isdisjoint(self.bound)
@@ -293,22 +292,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether a node returns values as it gets them, and as they lie."""
+    """Return whether a node only copies a value, without a change of its layout."""
     if name_of_call(node) not in ("cat", "clone", "pad") or len(node.all_input_nodes) > 1:
         return False
     same = not any(arguments_of(node).get("pad", ())) and "val" in node.meta
-    read = node.all_input_nodes[0].meta["val"]
-    return same and layout_of(node.meta["val"]) == layout_of(read)
+    return same and layout_of(node.meta["val"]) == layout_of(node.all_input_nodes[0].meta["val"])
 
 
 def exact_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the very strides, gaps included; what is to be negated in reading is by then."""
+    """Return a copy with the same strides and gaps; a lazy negation is done first."""
     tensor = tensor.resolve_neg()
     return on_storage(tensor, tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The shape, dtype and strides of a tensor, but those of single elements, which say nothing."""
+    """Return the shape, dtype and strides of a tensor, without those of dimensions of size 1."""
     strides = [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
     return tensor.shape, strides, tensor.dtype
 

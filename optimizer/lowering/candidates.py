@@ -1,4 +1,4 @@
-"""What may run a region, by name, and what of it each kind of device is offered.
+"""The candidates for a region, by name, and those that each kind of device is offered.
 
 What is offered is timed, so that it may lose. What is known to lose is not offered: on MPS,
 convolutions in channels_last were 4 to 9 times slower (pytorch issue 192551), and there is no
@@ -29,7 +29,7 @@ _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 def in_channels_last(
     region: fx.GraphModule, inputs: Sequence[torch.Tensor], *, weights: bool = True
 ) -> fx.GraphModule:
-    """The same region with its images, and the weights that read them, in channels_last.
+    """Return the same region with its images, and the weights that read them, in channels_last.
 
     Without the weights for a library that packs them in any case: they are shared, not copied.
     """
@@ -68,17 +68,17 @@ class LaidOut(nn.Module):
         self.strides = [node.meta["val"].stride() for node in outputs]
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The outputs for inputs of the region."""
+        """Return the outputs for inputs of the region."""
         return tuple(map(_laid_out, self.run(*inputs), self.strides))
 
 
 def _laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """The same values with these strides; where one is 0, elements are read again and again."""
+    """Return the same values with these strides; along one of 0, they are repeated."""
     if tensor.stride() == strides:
         return tensor
-    held = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
-    made = torch.empty_strided(held.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(held).expand(tensor.shape)
+    source = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
+    result = torch.empty_strided(source.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return result.copy_(source).expand(tensor.shape)
 
 
 class CudaGraph(nn.Module):
@@ -100,14 +100,14 @@ class CudaGraph(nn.Module):
         if not isinstance(device, Cuda):
             raise TypeError(f"{device.name} has no CUDA graphs")
         self.program, self.turn = program, device.turns()  # the kernels read its weights
-        self.replay, self.own, self.outputs = device.record(program, inputs)
+        self.replay, self.inputs, self.outputs = device.record(program, inputs)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The outputs for some inputs, which are left as they are."""
+        """Return the outputs for some inputs, which are left as they are."""
         if Cuda.is_measured:
             return self.program(*map(torch.clone, inputs))  # type: ignore[no-any-return]
         with self.turn():
-            torch._foreach_copy_(self.own, inputs)
+            torch._foreach_copy_(self.inputs, inputs)
             self.replay()
             return tuple(output.clone() for output in self.outputs)
 
@@ -197,7 +197,7 @@ POLICIES = {
 
 
 def policy_of(tensors: Iterable[torch.Tensor]) -> Policy:
-    """What is known of the device that work on `tensors` is done on."""
+    """Return what is known of the device that work on `tensors` is done on."""
     kinds = (tensor.device.type for tensor in tensors)
     return POLICIES.get(next((kind for kind in kinds if kind != "cpu"), "cpu"), _UNKNOWN)
 

@@ -1,4 +1,4 @@
-"""Which program runs a region, or a whole call: what is offered, and right, is timed in turn."""
+"""Choose the program that runs a region, or a whole call, by timing those that are right."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Times:
     def call(
         self, name: str, program: Callable[..., Any], inputs: Sequence[Any], fill: bool = False
     ) -> Any:
-        """What a call returns. It counts where it fills a moment; to `fill` one, it is repeated."""
+        """Return what a call returns, timed if it fills a moment; repeat it to `fill` one."""
         self.wait()
         calls, start, elapsed = 0, time.perf_counter(), 0.0
         while not calls or (fill and elapsed < _MOMENT):
@@ -69,7 +69,7 @@ class Times:
         return result
 
     def race(self, runs: Runs, deadline: float, fewest: int = _FEWEST_ROUNDS) -> dict[str, float]:
-        """The median time of each: they take turns until one is clearly faster, or time is up."""
+        """Return the median time of each: they take turns until one clearly wins, or time is up."""
         deadline = max(deadline, time.perf_counter() + self.enough)
         while (done := min(len(self.seconds[name]) for name in runs)) < _MOST_ROUNDS:
             clear = any(self.is_clearly_faster(name, runs) for name in runs)
@@ -81,7 +81,7 @@ class Times:
         return {name: median(self.seconds[name]) for name in runs}
 
     def slower(self, runs: Runs, deadline: float) -> str:
-        """Why the "plan" is not worth it beside the "portable" code; empty if it is.
+        """Return why the "plan" is not worth it beside the "portable" code; empty if it is.
 
         It may lose one round of seven: were it no faster, chance would let it in once in 16 races.
         """
@@ -94,26 +94,26 @@ class Times:
         return f"slower in {lost} of {len(rounds)} rounds" * (lost > len(rounds) // _MOST_ROUNDS)
 
     def is_clearly_faster(self, name: str, others: Iterable[str], share: float = _CLEARLY) -> bool:
-        """Whether no time of the one comes near to any of another, of at least two each."""
-        own, rest = self.seconds[name], [self.seconds[each] for each in others if each != name]
-        several = all(len(each) > 1 for each in (own, *rest))
-        return several and all(max(own) <= share * min(each) for each in rest)
+        """Return whether all times of one are far below all of the others, of at least two each."""
+        times, rest = self.seconds[name], [self.seconds[each] for each in others if each != name]
+        several = all(len(each) > 1 for each in (times, *rest))
+        return several and all(max(times) <= share * min(each) for each in rest)
 
 
 def key_of(
     region: fx.GraphModule, inputs: Sequence[torch.Tensor], engines: Iterable[str] = ()
 ) -> str:
-    """The same for all regions that compute the same of alike inputs, with whatever weights.
+    """Return one key for all regions that compute the same of alike inputs, by other weights.
 
-    Another where other engines are offered, or other versions of them.
+    It differs where other engines are offered, or other versions of them.
     """
     places, policy = {node: i for i, node in enumerate(region.graph.nodes)}, policy_of(inputs)
     device = f"{policy.hardware()} {policy.settings()}"
     parts = [f"torch {torch.__version__}", *engines, device, *map(_geometry, inputs)]
     for node in region.graph.nodes:
         arguments = fx.map_arg((node.args, node.kwargs), lambda arg: places[arg])
-        held = _geometry(getattr(region, str(node.target))) if node.op == "get_attr" else ""
-        parts.append(f"{node.op} {held or name_of_call(node)} {arguments}")
+        weight = _geometry(getattr(region, str(node.target))) if node.op == "get_attr" else ""
+        parts.append(f"{node.op} {weight or name_of_call(node)} {arguments}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -146,7 +146,7 @@ class Tuning(NamedTuple):
         cuda_graph: bool = True,
         engines: Engines = "auto",
     ) -> Tuning:
-        """What a caller asks for, or an InputError."""
+        """Return what a caller asks for, or raise an InputError."""
         require_flags(cuda_graph=cuda_graph)
         reduced = Precision.of(precision, error_budget)
         if (reduced is None) is (level == REDUCED):
@@ -154,11 +154,11 @@ class Tuning(NamedTuple):
                 "level=3 goes with precision='bf16', 'fp16' or 'int8', and each of these with"
                 " level=3."
             )
-        named = engines_named(engines) * (level >= LOWERED)
-        return cls(require_seconds(seconds), reduced, cuda_graph, named)
+        names = engines_named(engines) * (level >= LOWERED)
+        return cls(require_seconds(seconds), reduced, cuda_graph, names)
 
     def options(self) -> dict[str, Any]:
-        """What `optimize` is to be told to make the same of other weights."""
+        """Return the options with which `optimize` makes the same of other weights."""
         return {
             "precision": self.precision and self.precision.name,
             "error_budget": self.precision and self.precision.budget,
@@ -167,25 +167,25 @@ class Tuning(NamedTuple):
         }
 
 
-Made = TypeVar("Made", bound=Callable[..., Any])
+Candidate = TypeVar("Candidate", bound=Callable[..., Any])
 
 
 class Chooser:
-    """Chooses for one region after another, within a budget of time.
+    """Choose for one region after another, within a budget of time.
 
     Args:
         seconds: how long the timing of all regions may take; every candidate gets two rounds in
             any case. With 0 nothing is timed, and only regions that convolve are lowered.
-        known: what to choose, by the key of a region; regions not in it are timed.
+        decisions: what to choose, by the key of a region; regions not in it are timed.
         engines: the names of those that may run a region on the CPU.
     """
 
     def __init__(
-        self, seconds: float, known: Mapping[str, str], engines: Iterable[str] = ()
+        self, seconds: float, decisions: Mapping[str, str], engines: Iterable[str] = ()
     ) -> None:
         self.tunes = require_seconds(seconds) > 0
         self.deadline = time.perf_counter() + seconds
-        self.known = dict(known)
+        self.decisions = dict(decisions)
         self.choices: list[Choice] = []
         self.engines = {n: partial(Compiled, each) for n, each in engines_here(engines).items()}
         self.in_graphs = True  # on a device that has them
@@ -194,22 +194,22 @@ class Chooser:
         self,
         what: str,
         key: str,
-        makers: Mapping[str, Callable[[bool], Made]],
+        makers: Mapping[str, Callable[[bool], Candidate]],
         offered: Sequence[str],
         untimed: Sequence[str],
         times: Times,
-    ) -> Made:
-        """The fastest of what is offered, and can be made; the choice for `what` is noted.
+    ) -> Candidate:
+        """Return the fastest of what is offered and can be made; record the choice for `what`.
 
         Settled, and not timed, is what was decided for the key before, and where nothing is timed,
         what is `untimed`: the first of it that can be made. A decision for what has no maker, of
-        another version maybe, counts for nothing. A maker is told whether it is settled, and
+        another version maybe, is ignored. A maker takes whether its candidate is settled, and
         raises what is wrong. After an engine that is faster by far, nothing but engines is tried.
         """
-        decided = [self.known[key]] if self.known.get(key) in makers else []
+        decided = [self.decisions[key]] if self.decisions.get(key) in makers else []
         settled = bool(decided) or not self.tunes
         names = [*decided, *untimed, AS_IT_IS] if settled else [AS_IT_IS, *offered]
-        good, rejected, spent = dict[str, Made](), dict[str, str](), dict[str, float]()
+        good, rejected, spent = dict[str, Candidate](), dict[str, str](), dict[str, float]()
         for name in dict.fromkeys(names):
             far = [n for n in good if times.is_clearly_faster(n, [AS_IT_IS], _BY_FAR)]
             fast = self.engines.keys() & far
@@ -221,20 +221,20 @@ class Chooser:
             except Exception as error:  # whatever a backend raises
                 if name == AS_IT_IS:
                     raise
-                rejected[name] = _in_words(error)
+                rejected[name] = _reason(error)
             spent[name] = time.perf_counter() - start
         seconds = times.race(good, self.deadline) if len(good) > 1 else {}
         best = min(good, key=lambda name: seconds.get(name, 0.0))
         if seconds and seconds[best] > WORTH_IT * seconds[AS_IT_IS]:
             best = AS_IT_IS
-        self.known[key] = best
+        self.decisions[key] = best
         self.choices.append(Choice(what, key, best, seconds, rejected, spent))
         return good[best]
 
     def for_region(
         self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]
     ) -> tuple[Program, Sequence[torch.Tensor]]:
-        """The program to run a region with inputs like these, and what it makes of them."""
+        """Return the program to run a region with inputs like these, and its outputs for them."""
         policy, times = policy_of(inputs), Times(inputs, BRIEF)
         engines = self.engines if policy.takes_engines else {}
         kernels = policy.offered(region, inputs)
@@ -244,15 +244,15 @@ class Chooser:
         key, makers = key_of(region, inputs, engines), self._makers(region, times)
         program = self.choose(what, key, makers, [*engines, *kernels], untimed, times)
         if program is not region:
-            held = sum(each.numel() * each.element_size() for each in tensors_of(region))
-            self.choices[-1] = replace(self.choices[-1], held=held)
-        made = times.first.get(self.known[key])
-        return program, program(*inputs) if made is None else made
+            size = sum(each.numel() * each.element_size() for each in tensors_of(region))
+            self.choices[-1] = replace(self.choices[-1], held=size)
+        outputs = times.first.get(self.decisions[key])
+        return program, program(*inputs) if outputs is None else outputs
 
     def for_call(
         self, program: Program, line: fx.GraphModule, inputs: Sequence[torch.Tensor]
     ) -> Program:
-        """What runs a whole call of `line`, of which `program` runs each region as was chosen."""
+        """Return what runs a whole call of `line`, whose regions `program` runs as was chosen."""
         offered = policy_of(inputs).for_calls if self.in_graphs else ()
         if not offered:
             return program
@@ -266,31 +266,31 @@ class Chooser:
 
 
 def _verified(name: str, make: Maker, region: Program, times: Times, settled: bool) -> Program:
-    """A candidate that gives the region's answers to these and other inputs, and leaves them be.
+    """Return a candidate; require the region's answers to two inputs, which it must not write.
 
-    One that is settled has to run: the answer of the whole call will tell.
+    One that is settled only has to run: the answer of the whole call is compared.
     """
     program = make(region, list(map(exact_copy, times.inputs)))
     if program is region:
         return program
     if isinstance(region, fx.GraphModule):
         program = LaidOut(program, region)
-    given = list(map(exact_copy, times.inputs))
+    inputs = list(map(exact_copy, times.inputs))
     if settled:
-        times.call(name, program, given)
+        times.call(name, program, inputs)
     else:
-        calls = [Call(tuple(tensors), {}) for tensors in (given, map(varied, given))]
+        calls = [Call(tuple(tensors), {}) for tensors in (inputs, map(varied, inputs))]
         both = {AS_IT_IS: region, name: program}.items()
         answers = [[Answer(tuple(times.call(*each, c.args)), ()) for each in both] for c in calls]
         for call, (expected, actual) in zip(calls, answers, strict=True):
-            found = compare_answers(region, call, expected, actual, exact=False)
-            require(found is None, str(found))
-    overwritten = difference(Answer((), [*times.inputs]), Answer((), given), exact=True)
+            differs = compare_answers(region, call, expected, actual, exact=False)
+            require(differs is None, str(differs))
+    overwritten = difference(Answer((), [*times.inputs]), Answer((), inputs), exact=True)
     require(overwritten is None, "it overwrites its inputs")
     return program
 
 
-def _in_words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, Refused):
         return str(error)
     last = str(error).strip().rpartition("\n")[2]
@@ -298,17 +298,17 @@ def _in_words(error: Exception) -> str:
 
 
 def varied(tensor: torch.Tensor) -> torch.Tensor:
-    """Other values in a tensor that lies as this one; the same where they may be indices."""
+    """Return a tensor of the same layout with other values, or itself if it may hold indices."""
     if not tensor.is_floating_point():
         return tensor
-    other = exact_copy(tensor)
-    held = torch.empty(0, dtype=other.dtype, device=other.device).set_(other.untyped_storage())
-    held.copy_(held.roll(1) * 0.5 + 0.25)
-    return other
+    result = exact_copy(tensor)
+    flat = torch.empty(0, dtype=result.dtype, device=result.device).set_(result.untyped_storage())
+    flat.copy_(flat.roll(1) * 0.5 + 0.25)
+    return result
 
 
 class ByRegion(fx.Interpreter):
-    """The same code, run once, in which the best program stands for each region it comes to."""
+    """Run a copy of some code once, and put the best program in the place of each region."""
 
     def __init__(self, module: fx.GraphModule, chooser: Chooser) -> None:
         copied = fx.GraphModule(module, copy.deepcopy(module.graph))
@@ -319,6 +319,6 @@ class ByRegion(fx.Interpreter):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         region: Any = self.module.get_submodule(target)
-        chosen, outputs = self.choose(region, args)
-        self.module.set_submodule(target, chosen)
+        program, outputs = self.choose(region, args)
+        self.module.set_submodule(target, program)
         return outputs

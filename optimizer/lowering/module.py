@@ -63,11 +63,11 @@ class LoweredModule(Constants, OptimizedModule):
         call = as_call(example_inputs)
         try:  # at other sizes, a BatchNorm may train, or a copy be a view
             with undisturbed():
-                found = obstacle(capture_call(self, call).graph)
+                reason = obstacle(capture_call(self, call).graph)
         except CaptureError as error:  # what was put into it since
-            found = str(error)
-        if found:
-            raise InputError(f"such a call is not lowered: {found}.")
+            reason = str(error)
+        if reason:
+            raise InputError(f"such a call is not lowered: {reason}.")
         return self.prepare(call, Chooser(tune_seconds, {}, self._tuning.engines)).choices
 
     @property
@@ -95,11 +95,11 @@ class LoweredModule(Constants, OptimizedModule):
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 line = straight_line(self.run_portable, tensors_of(self), call)
                 plan = make_plan(line, chooser, self._tuning.precision)
-                known = self.meta.get("lowered", {}).get(signature.key)
+                lowered = self.meta.get("lowered", {})
                 plans[signature.key] = plan
-                chosen = {choice.key: choice.chosen for choice in plan.choices}
-                self.meta["lowered"] = {**self.meta.get("lowered", {}), signature.key: chosen}
-                if known is None:
+                decisions = {choice.key: choice.chosen for choice in plan.choices}
+                self.meta["lowered"] = {**lowered, signature.key: decisions}
+                if lowered.get(signature.key) is None:
                     self._require_right_and_fast(plan, call.copied(), chooser, judge)
         except Refused as error:
             self.forget(call)
@@ -115,8 +115,8 @@ class LoweredModule(Constants, OptimizedModule):
         times = Times((call,))
         output = times.call("plan", runs["plan"], (call,))
         if plan.precision is None:  # else it was held to its budget
-            found = judge(Answer(output, tuple(call) if plan.is_open else ()))
-            require(found is None, f"its answer differs ({found})")
+            differs = judge(Answer(output, tuple(call) if plan.is_open else ()))
+            require(differs is None, f"its answer differs ({differs})")
         plan.require_worth_it(runs, times, chooser)
 
     def run_portable(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,28 +124,29 @@ class LoweredModule(Constants, OptimizedModule):
         return type(self).forward.__wrapped__(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        """What runs instead of the portable code for a call; None if nothing does."""
+        """Return what runs a call instead of the portable code; None if nothing does."""
         signature = Signature.of(args, kwargs) if self.meta.get("lowered") else None
         if signature is None:
             return None
         plan, key = self._plans.get(signature.key), signature.key
         if plan is None:
             lowered = self.meta["lowered"]  # on other devices, if never tried on these
-            known = key in lowered and lowered[key] is not None
-            if known or (key not in lowered and any(each.what == key.what for each in lowered)):
+            decided = lowered.get(key) is not None
+            if decided or (key not in lowered and any(each.what == key.what for each in lowered)):
                 plan = self._prepare_here(key, Call(args, kwargs))
         if plan is None or not plan.takes(signature.tensors):
             return None
         return functools.partial(plan, signature.tensors)
 
     def _prepare_here(self, key: Key, call: Call) -> Plan | None:
-        """Pack the weights for what was chosen; choose anew on a device where nothing was."""
+        """Pack the weights for what was decided; choose anew on a device where nothing was."""
         plans = self._plans
         if not plans.lock.acquire(blocking=False):
             return None  # another thread does
-        known, tuning = self.meta["lowered"].get(key), self._tuning
+        decisions, tuning = self.meta["lowered"].get(key), self._tuning
+        seconds = tuning.seconds if decisions is None else 0
         try:
-            chooser = Chooser(tuning.seconds if known is None else 0, known or {}, tuning.engines)
+            chooser = Chooser(seconds, decisions or {}, tuning.engines)
             return self.prepare(call, chooser, plans=plans)
         except InputError as error:
             self.meta["lowered"] = {**self.meta["lowered"], key: None}

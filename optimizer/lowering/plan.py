@@ -5,7 +5,7 @@ Which plan a call may run: that of its sizes, strides, dtypes, devices and setti
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature | None:
-        """The signature of a call; None for a call that must run as it is."""
+        """Return the signature of a call; None for a call that must run as it is."""
         if is_watched():
             return None
         leaves: Sequence[Any] = args
@@ -122,13 +122,12 @@ class Plan:
     ) -> None:
         if self.precision is None:
             call = Call(tuple(inputs), {})
-            found = compare_answers(line.module, call, before, after, exact=False)
-            return require(found is None, f"its answer differs ({found})")
+            differs = compare_answers(line.module, call, before, after, exact=False)
+            return require(differs is None, f"its answer differs ({differs})")
         self.error = max(self.error, *map(relative_error, before.output, after.output))
         bound = self.precision.budget
-        return require(
-            self.error <= bound, f"its answer is off by {self.error:.2g}, over {bound:.2g}"
-        )
+        excess = f"its answer is off by {self.error:.2g}, over {bound:.2g}"
+        return require(self.error <= bound, excess)
 
     def require_worth_it(self, runs: Runs, times: Times, chooser: Chooser) -> None:
         """Require that calls run faster by the plan; untimed, that something of it is lowered.
@@ -142,18 +141,18 @@ class Plan:
         # A region that is like another was timed with it.
         seconds = {each.key: each.seconds for each in self.choices if each.seconds}
         timed = [(seconds[c.key], c.chosen) for c in self.choices if c.key in seconds]
-        saved = sum(found[AS_IT_IS] - found[chosen] for found, chosen in timed)
+        saved = sum(times_of[AS_IT_IS] - times_of[chosen] for times_of, chosen in timed)
         if self.precision or saved <= _CLEARLY * times.spent + _FINDING:
             slower = times.slower(runs, chooser.deadline)
             require(not slower, f"it is not faster so: {slower}")
         return None
 
     def takes(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether it may run: where it writes inputs, no two of them may share memory."""
+        """Return whether it may run: no two inputs share memory, or it writes none."""
         return not self.is_open or len(storages_in(tensors)) == len(tensors)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The output for the tensors of a call of this signature. It carries no gradient."""
+        """Return the output for the tensors of a call of this signature. It carries no gradient."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self(tensors)
@@ -161,15 +160,14 @@ class Plan:
 
 
 def make_plan(line: StraightLine, chooser: Chooser, precision: Precision | None) -> Plan:
-    """The plan for calls like one that was written down, in a precision if that pays."""
+    """Return the plan for calls like one that was recorded, in a precision if that pays."""
     if precision is None:
         return Plan(line, chooser)
-    key, name = f"{precision.name} {key_of(line.module, line.inputs)}", precision.name
-    plans = {
+    key, names = f"{precision.name} {key_of(line.module, line.inputs)}", [precision.name]
+    makers: dict[str, Callable[[bool], Plan]] = {
         AS_IT_IS: lambda _: Plan(line, chooser),
-        name: lambda _: Plan(line, chooser, precision),
+        precision.name: lambda _: Plan(line, chooser, precision),
     }
-    times = Times((line.inputs,))
-    found = chooser.choose("its precision", key, plans, [name], [name], times)
-    found.choices = (chooser.choices[-1], *found.choices)
-    return found
+    plan = chooser.choose("its precision", key, makers, names, names, Times((line.inputs,)))
+    plan.choices = (chooser.choices[-1], *plan.choices)
+    return plan

@@ -45,7 +45,7 @@ class Engine(Protocol):
     module: str
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
-        """A program for contiguous float32 inputs of these sizes, or an exception of any kind.
+        """Return a program for contiguous float32 inputs of these sizes, or raise anything.
 
         Any thread may call it; it leaves them as they are and returns memory of its own. `graph`
         holds functions of ATen, and weights that it may keep.
@@ -53,7 +53,7 @@ class Engine(Protocol):
 
 
 class Compiled(nn.Module):
-    """A region by an engine, for moderate inputs; by torch for others.
+    """Run a region by an engine for moderate inputs, by torch for others.
 
     Engines make 0 of NaN in a ReLU. A norm is beyond the bound where an element is NaN, infinite
     or huge; of others, which a region makes only finite numbers of, a product with a float32
@@ -67,17 +67,17 @@ class Compiled(nn.Module):
         super().__init__()
         read = region.graph.find_nodes(op="get_attr")
         read = [node for node in read if any(name_of_call(user) != "index" for user in node.users)]
-        held = list(map(attribute_of, read))
-        if not all(each.is_cpu and each.dtype == torch.float32 for each in (*inputs, *held)):
+        weights = list(map(attribute_of, read))
+        if not all(each.is_cpu and each.dtype == torch.float32 for each in (*inputs, *weights)):
             raise ValueError("it is not in float32 on the CPU")
-        if not all(map(_is_moderate, held)):
+        if not all(map(_is_moderate, weights)):
             raise ValueError("a constant is not finite, or huge")
         self.region, self.run_region = region, as_function(region)
         self.run = engine.compile(in_aten(region, inputs), inputs, torch.get_num_threads())
         self.process = os.getpid()
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """What the region makes of inputs of the sizes that it was compiled for."""
+        """Return the region's outputs for inputs of the sizes that it was compiled for."""
         if os.getpid() == self.process and all(map(_is_moderate, inputs)):
             return self.run([tensor.resolve_neg().contiguous() for tensor in inputs])
         return self.run_region(*inputs)
@@ -88,18 +88,18 @@ def _is_moderate(tensor: torch.Tensor) -> bool:
 
 
 def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The basic operators that a region runs for inputs like these, on its weights.
+    """Return the basic operators that a region runs for inputs like these, on its weights.
 
-    An engine may keep the memory of those beside what it packs; it asks for it as if to write it,
-    so that a snapshot has its own from then on.
+    An engine may keep the memory of those beside what it packs; it takes it as if to write it,
+    so that a snapshot copies it by then.
     """
     recorder = _Recorder(inputs, region.buffers(), ENLARGED)
     with torch.inference_mode(), recorder:
         outputs = region(*inputs)
-    made = recorder.finished(outputs)
-    if not all(node.meta["val"].numel() for node in made.graph.nodes if "val" in node.meta):
+    module = recorder.finished(outputs)
+    if not all(node.meta["val"].numel() for node in module.graph.nodes if "val" in node.meta):
         raise ValueError("a tensor is empty")  # OpenVINO ends the process
-    return made.eval()
+    return module.eval()
 
 
 class _Recorder(Recorder):  # type: ignore[no-untyped-call]
@@ -128,13 +128,13 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
 
 
 def _ungrouped(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], Any]:
-    """Attention whose every head has a key and a value of its own, as OpenVINO knows it."""
+    """Return the arguments of attention with a key and a value for each head, as OpenVINO does."""
     query, key, value, *rest = args
     if not (kwargs or {}).get("enable_gqa"):
         return args, kwargs
     times = query.shape[-3] // key.shape[-3]
-    own = [each.repeat_interleave(times, -3) for each in (key, value)]
-    return (query, *own, *rest), {**kwargs, "enable_gqa": False}
+    repeated = [each.repeat_interleave(times, -3) for each in (key, value)]
+    return (query, *repeated, *rest), {**kwargs, "enable_gqa": False}
 
 
 class OnnxRuntime:
@@ -146,7 +146,7 @@ class OnnxRuntime:
     name, title, module = "onnxruntime", "ONNX Runtime", "onnxruntime"
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
-        """A program on so many threads, which do not spin between calls."""
+        """Return a program on so many threads, which do not spin between calls."""
         import onnxruntime
 
         with warnings.catch_warnings():
@@ -162,8 +162,8 @@ class OnnxRuntime:
         )
         names = [each.name for each in session.get_inputs()]
 
-        def run(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            arrays = {name: each.numpy() for name, each in zip(names, given, strict=True)}
+        def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            arrays = {name: each.numpy() for name, each in zip(names, tensors, strict=True)}
             return list(map(torch.from_numpy, session.run(None, arrays)))
 
         return run
@@ -178,13 +178,13 @@ class OpenVino:
     name, title, module = "openvino", "OpenVINO", "openvino"
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
-        """A program on so many threads; calls at once take a request each."""
+        """Return a program on so many threads; concurrent calls take a request each."""
         openvino = _imported()
         model = _converted(graph, inputs)
         # The code that it generates ends the process at a sum behind a GroupNorm and, from 2026 on,
         # at x.relu() + f(g(x)) of two Linear. The library that it calls else is mostly as fast.
-        named = {name_of_call(node) for node in graph.graph.nodes}
-        generates = openvino.__version__ < "2026" and "native_group_norm" not in named
+        operators = {name_of_call(node) for node in graph.graph.nodes}
+        generates = openvino.__version__ < "2026" and "native_group_norm" not in operators
         settings = {
             "ENABLE_CPU_PINNING": False,  # the threads are the caller's to place
             "INFERENCE_NUM_THREADS": threads,
@@ -200,25 +200,25 @@ class OpenVino:
         def shared(tensor: torch.Tensor) -> Any:
             return openvino.Tensor(tensor.numpy(), shared_memory=True)
 
-        def run(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             try:
                 request = idle.pop()
             except IndexError:
                 request = compiled.create_infer_request()
-            made = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
-            for place, tensor in enumerate(given):
+            outputs = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
+            for place, tensor in enumerate(tensors):
                 request.set_input_tensor(place, shared(tensor))
-            for place, tensor in enumerate(made):
+            for place, tensor in enumerate(outputs):
                 request.set_output_tensor(place, shared(tensor))
             request.infer()
             idle.append(request)
-            return made
+            return outputs
 
         return run
 
 
 def _core() -> Any:
-    """One for the process, and never let go.
+    """Return the one core of the process, which is never freed.
 
     Where a processor has tiles (AMX), OpenVINO's plugin gives the thread a stack for signals, and
     takes the memory back with the last core and model: the next signal then ends the process.
@@ -230,16 +230,16 @@ def _core() -> Any:
 
 
 def _imported() -> Any:
-    """The package without its telemetry, which starts a thread and reports each import."""
+    """Import the package without its telemetry, which starts a thread and reports each import."""
     modules: dict[str, Any] = sys.modules
-    kept = modules.get(_TELEMETRY, _ABSENT)
+    telemetry = modules.get(_TELEMETRY, _ABSENT)
     modules[_TELEMETRY] = None  # it cannot be imported
     try:
         return importlib.import_module("openvino")
     finally:
         del modules[_TELEMETRY]
-        if kept is not _ABSENT:
-            modules[_TELEMETRY] = kept
+        if telemetry is not _ABSENT:
+            modules[_TELEMETRY] = telemetry
 
 
 def _converted(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
@@ -262,19 +262,19 @@ AUTOMATIC = ("openvino",)  # ONNX Runtime takes 3 to 15 seconds to prepare
 
 
 def engines_named(names: Engines) -> tuple[str, ...]:
-    """What a caller asks for; "auto" is what is installed and quickly prepared.
+    """Return the names that a caller passes; "auto" is what is installed and quickly prepared.
 
     Raises:
         InputError: there is no such engine, or it cannot be used.
     """
     if names == "auto":
         return tuple(name for name in AUTOMATIC if _is_installed(ENGINES[name]))
-    asked = [names] if isinstance(names, str) else names
-    listed = list(asked) if isinstance(asked, Iterable) else [None]
+    items = [names] if isinstance(names, str) else names
+    listed = list(items) if isinstance(items, Iterable) else [None]
     for name in listed:
         if not isinstance(name, str) or name not in ENGINES:
-            known = " and ".join(map(repr, ENGINES))
-            raise InputError(f"engines: there is no {name!r}, but there are {known}, and 'auto'.")
+            choices = " and ".join(map(repr, ENGINES))
+            raise InputError(f"engines: there is no {name!r}, but there are {choices}, and 'auto'.")
         if not _is_installed(ENGINES[name]):
             advice = f"run python -m pip install '.[{name}]' in the clone"
             raise InputError(f"engine {name!r} is not installed: {advice}.")
@@ -286,7 +286,6 @@ def _is_installed(engine: Engine) -> bool:
 
 
 def engines_here(names: Iterable[str]) -> dict[str, Engine]:
-    """The engines of these names that can be used, by title and version."""
-    known = [each for name, each in ENGINES.items() if name in names]
-    here = [each for each in known if _is_installed(each)]
-    return {f"{each.title} {importlib.metadata.version(each.module)}": each for each in here}
+    """Return the engines of these names that can be used, by title and version."""
+    usable = [each for name, each in ENGINES.items() if name in names and _is_installed(each)]
+    return {f"{each.title} {importlib.metadata.version(each.module)}": each for each in usable}

@@ -1,4 +1,4 @@
-"""A region whose layers run on oneDNN, with weights that were packed once.
+"""Regions whose layers run on oneDNN, with weights that were packed once.
 
 y = f(W x + b) in one call, where f is the activation that alone reads the product. oneDNN's
 ReLU and its relatives make a number of NaN: they stay calls of their own. The operators are
@@ -34,20 +34,20 @@ _ACTIVATIONS: dict[str, Callable[..., _Activation]] = {
 
 
 def is_available() -> bool:
-    """Whether this build of torch packs weights for oneDNN."""
+    """Return whether this build of torch packs weights for oneDNN."""
     there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return there and all(hasattr(torch.ops.mkldnn, name) for name in _OPERATORS)
 
 
 def packable_in(region: fx.GraphModule) -> list[fx.Node]:
-    """The layers with weights that can be packed."""
+    """Return the layers with weights that can be packed."""
     return [node for node in region.graph.nodes if constant_weight(node) is not None]
 
 
 def with_packed_weights(
     region: fx.GraphModule, inputs: Sequence[torch.Tensor], *, convolutions: bool = True
 ) -> fx.GraphModule:
-    """The same region with its layers, or its Linear layers alone, on packed weights.
+    """Return the same region with its layers, or its Linear layers alone, on packed weights.
 
     Raises:
         RuntimeError: oneDNN has no such layer, of this dtype or on this processor.
@@ -56,25 +56,25 @@ def with_packed_weights(
     products = set[fx.Node]()
     for node in packable_in(module):
         if name_of_call(node) == "linear":
-            products.add(_replaced(node, _linear(module, node)))
+            products.add(_replace(node, *_linear(module, node)))
         elif convolutions:
-            products.add(_replaced(node, _convolution(module, node)))
+            products.add(_replace(node, *_convolution(module, node)))
     for node in module.graph.nodes:
         product = node.args[0] if name_of_call(node) in _ACTIVATIONS and node.args else None
         if product in products and len(product.users) == 1:
             activation = _ACTIVATIONS[name_of_call(node)](*node.args, **node.kwargs)
-            _replaced(node, (product.target, (*product.args[:-3], *activation)))
+            _replace(node, product.target, (*product.args[:-3], *activation))
     module.graph.eliminate_dead_code()
     return fx.GraphModule(module, module.graph)  # without the weights that were packed
 
 
-def _replaced(node: fx.Node, call: tuple[Any, tuple[Any, ...]]) -> fx.Node:
+def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(*call)
-    made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
+        call = node.graph.call_function(target, args)
+    call.meta = dict(node.meta)
+    node.replace_all_uses_with(call)
     node.graph.erase_node(node)
-    return made
+    return call
 
 
 def _linear(module: fx.GraphModule, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -96,7 +96,7 @@ def _convolution(module: fx.GraphModule, node: fx.Node) -> tuple[Any, tuple[Any,
 def _packed(module: fx.GraphModule, read: fx.Node, reorder: Any, *geometry: Any) -> fx.Node:
     name = re.sub(r"\W+", "_", f"{read.target}_packed_{geometry}")
     if not hasattr(module, name):
-        dense = attribute_of(read).clone()  # oneDNN asks for it as if to write a snapshot
+        dense = attribute_of(read).clone()  # oneDNN takes it as if to write a snapshot
         module.register_buffer(name, reorder(dense, *geometry))
     with read.graph.inserting_after(read):
         return read.graph.get_attr(name)

@@ -55,29 +55,29 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def constant_weight(node: fx.Node) -> fx.Node | None:
-    """What reads the weight of a Linear layer or convolution, if that is one constant."""
+    """Return the node of the weight of a Linear or convolution, if that is one constant."""
     dimensions = {"linear": 0, **CONVOLUTIONS}.get(name_of_call(node))
     if dimensions is None:
         return None
-    given = arguments_of(node)
-    read, padding = given["weight"], given.get("padding")
+    args = arguments_of(node)
+    read, padding = args["weight"], args.get("padding")
     constant = is_attribute(read) and attribute_of(read).dim() == dimensions + 2
     return read if constant and not isinstance(padding, str) else None
 
 
 def convolutions_of(module: fx.GraphModule) -> list[fx.Node]:
-    """The convolutions in the code."""
+    """Return the convolutions in the code."""
     return [node for node in module.graph.nodes if name_of_call(node) in CONVOLUTIONS]
 
 
 def extract_layers(outer: fx.GraphModule) -> None:
-    """Make of each run of layers and what is between them a GraphModule that the code calls."""
+    """Replace each region by a call of a GraphModule of its own."""
     for place, nodes in enumerate(list(_regions(outer.graph))):
         extract(outer, nodes, f"region_{place}")
 
 
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The runs with weights, without what moves or enlarges at their ends."""
+    """Yield the runs with weights, without what moves or enlarges at their ends."""
     ends = MOVED | ENLARGED  # to enlarge DeepLab's answer takes OpenVINO 3 ms of 23 more than torch
     run: list[fx.Node] = []
     for node in graph.nodes:
@@ -86,14 +86,14 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         if _is_moderate(node):
             run.append(node)
             continue
-        kept = [place for place, each in enumerate(run) if name_of_call(each) not in ends]
+        inner = [place for place, each in enumerate(run) if name_of_call(each) not in ends]
         if any(name_of_call(each) in WEIGHTED for each in run):
-            yield run[kept[0] : kept[-1] + 1]
+            yield run[inner[0] : inner[-1] + 1]
         run = []
 
 
 def _is_moderate(node: fx.Node) -> bool:
-    """Whether it makes finite numbers of all finite numbers that are not huge."""
+    """Return whether a node makes finite numbers of all that are finite and not huge."""
     name = name_of_call(node)
     if name not in KNOWN or node.meta["bound"]:
         return False
@@ -105,7 +105,7 @@ def _is_moderate(node: fx.Node) -> bool:
 
 
 def _keeps_from_zero(divisor: Any) -> bool:
-    """Whether a divisor is at least so large that no number becomes huge, or NaN."""
+    """Return whether a divisor is at least so large that no number becomes huge, or NaN."""
     if not isinstance(divisor, fx.Node):
         return bool(abs(divisor) >= 1 / LARGEST)
     if name_of_call(divisor) in ("expand", "sqrt"):
@@ -118,27 +118,27 @@ def _keeps_from_zero(divisor: Any) -> bool:
 
 
 def _is_not_negative(node: fx.Node) -> bool:
-    """Whether no number of a value is below zero, of what norms divide by."""
+    """Return whether a value that a norm divides by has no number below zero."""
     if name_of_call(node) in ("expand", "mean", "sum"):
         return _is_not_negative(node.all_input_nodes[0])
     return name_of_call(node) in ("linalg_vector_norm", "pow")
 
 
 _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "avg_pool2d": lambda given: given["divisor_override"] is None,  # which OpenVINO lacks
-    "avg_pool3d": lambda given: given["divisor_override"] is None,
-    "batch_norm": lambda given: given["eps"] >= _SMALLEST,
-    "group_norm": lambda given: given["eps"] >= _SMALLEST,
-    "div": lambda given: not given.get("rounding_mode") and _keeps_from_zero(given["other"]),
-    "index": lambda given: all(i is None or is_attribute(i) for i in given["indices"]),
-    "layer_norm": lambda given: given["eps"] >= _SMALLEST,
-    "pad": lambda given: given["mode"] in ("constant", "reflect"),
-    "pow": lambda given: given["exponent"] == 2,
-    "rsqrt": lambda given: _keeps_from_zero(given["self"]),
-    "scaled_dot_product_attention": lambda given: (
-        given["attn_mask"] is None or is_attribute(given["attn_mask"])
+    "avg_pool2d": lambda args: args["divisor_override"] is None,  # which OpenVINO lacks
+    "avg_pool3d": lambda args: args["divisor_override"] is None,
+    "batch_norm": lambda args: args["eps"] >= _SMALLEST,
+    "group_norm": lambda args: args["eps"] >= _SMALLEST,
+    "div": lambda args: not args.get("rounding_mode") and _keeps_from_zero(args["other"]),
+    "index": lambda args: all(i is None or is_attribute(i) for i in args["indices"]),
+    "layer_norm": lambda args: args["eps"] >= _SMALLEST,
+    "pad": lambda args: args["mode"] in ("constant", "reflect"),
+    "pow": lambda args: args["exponent"] == 2,
+    "rsqrt": lambda args: _keeps_from_zero(args["self"]),
+    "scaled_dot_product_attention": lambda args: (
+        args["attn_mask"] is None or is_attribute(args["attn_mask"])
     ),
-    "sqrt": lambda given: _keeps_from_zero(given["self"]),
+    "sqrt": lambda args: _keeps_from_zero(args["self"]),
 }
 
 
@@ -146,8 +146,8 @@ def extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
     """Put nodes into a module of their own, with the constants that they read."""
     inside = dict.fromkeys(nodes)
     constants = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if is_attribute(a))
-    own = inside | constants
-    inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in own))
+    region = inside | constants
+    inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in region))
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{place}") for place, node in enumerate(inputs)}
@@ -170,14 +170,14 @@ def extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
 
 
 def as_function(module: nn.Module) -> Callable[..., Any]:
-    """What a module computes with the weights and submodules that it has now, without hooks.
+    """Return what a module computes with the weights and submodules that it has now, without hooks.
 
     A call through a module looks its parts up by failing accesses: after a forward, whose data
     filled the caches, three modules within one another took 0.25 ms of mobilenet_v3_large's call.
     """
     if not isinstance(module, fx.GraphModule):
         return module.forward
-    held = vars(module) | module._parameters | module._buffers
+    attributes = vars(module) | module._parameters | module._buffers
     parts = {name: each for name, each in module._modules.items() if each is not None}
-    held |= {name: as_function(each) for name, each in parts.items()}
-    return functools.partial(type(module).forward, SimpleNamespace(**held))
+    attributes |= {name: as_function(each) for name, each in parts.items()}
+    return functools.partial(type(module).forward, SimpleNamespace(**attributes))

@@ -41,7 +41,7 @@ class Precision(NamedTuple):
 
     @classmethod
     def of(cls, name: str | None, budget: float | None) -> Precision | None:
-        """What a caller asks for: by default, the error that so few bits alone explain.
+        """Return what a caller asks for; the budget is by default what so few bits explain.
 
         Raises:
             InputError: there is no such precision, none for the budget, or that is no error.
@@ -73,7 +73,7 @@ _PRODUCTS = frozenset((
 def in_precision(
     line: fx.GraphModule, calls: Sequence[Sequence[torch.Tensor]], low: torch.dtype
 ) -> fx.GraphModule:
-    """The same code with products in few bits, for calls like these, in which nothing overflows."""
+    """Return the same code with products in few bits where no value of these calls overflows."""
     if low == torch.int8:
         return in_int8(line, calls[0])
     ranges = _Ranges(line, low)
@@ -87,7 +87,7 @@ def in_precision(
 
 
 class _Ranges(fx.Interpreter):
-    """Which values are float32 tensors, and which of these are too large for 16 bits."""
+    """Run a call, and collect the values that are float32 and those too large for 16 bits."""
 
     def __init__(self, line: fx.GraphModule, low: torch.dtype) -> None:
         super().__init__(line)
@@ -96,7 +96,7 @@ class _Ranges(fx.Interpreter):
         self.overflowing: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run it, and look at its value."""
+        """Run a node, and measure its value."""
         value = super().run_node(n)
         tensors = tensors_in(value)
         if tensors and all(tensor.dtype == torch.float32 for tensor in tensors):
@@ -117,7 +117,7 @@ class _Writer:
         self.copies: dict[tuple[fx.Node, bool], fx.Node] = {}
 
     def write(self, node: fx.Node) -> None:
-        """Write one node; those that it reads are written."""
+        """Write one node, after those that it reads."""
         floats = [read for read in node.all_input_nodes if read in self.ranges.wide]
         name, fits = name_of_call(node), self.ranges.overflowing.isdisjoint((node, *floats))
         follows = name in POINTWISE | MOVED and self.low.issuperset(floats)
@@ -127,7 +127,7 @@ class _Writer:
         self.copies[node, low] = self.graph.node_copy(node, lambda read: self._read(read, low))
 
     def _read(self, node: fx.Node, low: bool) -> fx.Node:
-        """What stands for a node where its value is read in 16 bits, or in its own."""
+        """Return the node to read for another's value in 16 bits, or in its own."""
         if node not in self.ranges.wide:
             return self.copies[node, False]
         if (node, low) in self.copies:
@@ -145,11 +145,11 @@ class _Writer:
 
 
 def in_int8(line: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The same code with its Linear layers of constant float32 weights in 8 bits, by torchao.
+    """Return the same code with its Linear layers of constant float32 weights in 8 bits.
 
     y = (s * q(x)) (w * q(W))^T + b: each row of a weight is scaled to [-127, 127] and rounded
     once, each row of an input in every call, and the integer products add up exactly (Dettmers et
-    al., 2022, without the outliers). All else stays as it is.
+    al., 2022, without the outliers), by torchao. All else stays as it is.
     """
     torchao: Any = importlib.import_module("torchao.quantization")
     module = fx.GraphModule(line, copy.deepcopy(line.graph))
@@ -181,7 +181,7 @@ def int8_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A Linear by whatever its weight says, under a name that no library of kernels takes over.
+    """Call `linear` under a name that no library of kernels takes over.
 
     torchao reads positional arguments only.
     """

@@ -30,7 +30,7 @@ class Affine(NamedTuple):
 
 @torch.no_grad()
 def absorbed_after(layer: Layer, affine: Affine) -> Layer:
-    """A new layer that computes `affine(layer(x))`, refused if its weights are beyond its dtype."""
+    """Return a layer that computes `affine(layer(x))`; refuse if its dtype cannot hold weights."""
     bias = affine.shift
     if layer.bias is not None:
         bias = affine.scale * wide(layer.bias) + bias
@@ -40,7 +40,7 @@ def absorbed_after(layer: Layer, affine: Affine) -> Layer:
 
 @torch.no_grad()
 def absorbed_before(layer: Layer, affine: Affine) -> Layer:
-    """A new layer that computes `layer(affine(x))`, refused if its weights are beyond its dtype."""
+    """Return a layer that computes `layer(affine(x))`; refuse if its dtype cannot hold weights."""
     bias = None if layer.bias is None else wide(layer.bias)
     if affine.shift.any():
         shift = _by_group(layer, affine.shift, over_outputs=False)
@@ -51,7 +51,7 @@ def absorbed_before(layer: Layer, affine: Affine) -> Layer:
 
 
 def channels(layer: Layer) -> tuple[int, int]:
-    """The number of output and of input channels of a layer."""
+    """Return the number of output and of input channels of a layer."""
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features
     return layer.out_channels, layer.in_channels
@@ -60,14 +60,14 @@ def channels(layer: Layer) -> tuple[int, int]:
 def _with_tensors(
     layer: Layer, affine: Affine, bias: torch.Tensor | None, *, over_outputs: bool
 ) -> Layer:
-    """A layer like another whose weight `affine` scales, with another bias."""
+    """Return a layer like another whose weight `affine` scales, with another bias."""
     folded = layer_like(layer)
     folded.bias = None
     factor = _by_group(layer, affine.scale, over_outputs=over_outputs)
     if not (factor == 1).all():
         scaled = _scaled(layer.weight, factor)
-        kept = _keeps_digits(layer.weight, scaled, factor)
-        require(kept, "the folded weights overflow or underflow")
+        fits = _keeps_digits(layer.weight, scaled, factor)
+        require(fits, "the folded weights overflow or underflow")
         folded.weight = _parameter_like(layer.weight, scaled)
     if bias is not None and (layer.bias is not None or bias.any()):
         folded.bias = _parameter_like(layer.weight, bias)
@@ -76,7 +76,7 @@ def _with_tensors(
 
 
 def _by_group(layer: Layer, values: torch.Tensor, *, over_outputs: bool) -> torch.Tensor:
-    """Values of the output or input channels as (groups, rows of one, columns).
+    """Return values of the output or input channels as (groups, rows of one, columns).
 
     A weight's rows are the output channels, of a transposed layer the input channels, group by
     group; its columns are the channels of the other kind that each group has.
@@ -89,13 +89,13 @@ def _by_group(layer: Layer, values: torch.Tensor, *, over_outputs: bool) -> torc
 
 
 def _kernels(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """A weight as (groups, rows of one, columns, taps), as `_by_group` has its factors."""
+    """Return a weight as (groups, rows of one, columns, taps), as `_by_group` its factors."""
     rows, columns, *taps = weight.shape
     return weight.reshape(len(factor), rows // len(factor), columns, math.prod(taps))
 
 
 def _keeps_digits(weight: torch.Tensor, scaled: torch.Tensor, factor: torch.Tensor) -> bool:
-    """Whether no product is too large for the weight's dtype, and no channel's all too small."""
+    """Return whether the dtype holds all products, and of each channel not only too small ones."""
     if not weight.numel():
         return True
     tiny = torch.finfo(weight.dtype).tiny
@@ -107,15 +107,15 @@ def _keeps_digits(weight: torch.Tensor, scaled: torch.Tensor, factor: torch.Tens
 
 
 def _largest(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of the weights that each factor scales; `abs` would copy them."""
+    """Return the largest magnitude of the weights of each factor; `abs` would copy them."""
     kernels = _kernels(weight, factor)
-    others = [*(axis for axis in (1, 2) if factor.shape[axis] == 1), 3]
-    ends = kernels.amax(others, keepdim=True), -kernels.amin(others, keepdim=True)
+    axes = [*(axis for axis in (1, 2) if factor.shape[axis] == 1), 3]
+    ends = kernels.amax(axes, keepdim=True), -kernels.amin(axes, keepdim=True)
     return torch.maximum(*ends).squeeze(3)
 
 
 def _scaled(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Products in float64, a few rows at a time: a copy of them all would not fit a cache."""
+    """Return products in float64, made a few rows at a time: a copy would not fit a cache."""
     wide = _on_float64_device(weight)
     groups, _, columns = factor.shape
     matrix = factor.expand(groups, len(wide) // groups, columns)
@@ -123,18 +123,18 @@ def _scaled(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     scaled = torch.empty_like(wide)
     rows = max(1, _BLOCK * len(wide) // max(1, wide.numel()))
     blocks = (torch.split(each, rows) for each in (scaled, wide, by))
-    for made, few, factors in zip(*blocks, strict=True):
-        made.copy_(few.double() * factors)
+    for result, few, factors in zip(*blocks, strict=True):
+        result.copy_(few.double() * factors)
     return scaled
 
 
 def _on_float64_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor where float64 is computed with: MPS has none."""
+    """Return a tensor where float64 is computed with: MPS has none."""
     return tensor.cpu() if tensor.is_mps else tensor
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in float64."""
+    """Return a tensor in float64."""
     return _on_float64_device(tensor).double()
 
 
@@ -143,23 +143,22 @@ def _parameter_like(weight: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
 
 
 def layer_like(layer: Layer, kind: Any = None, **settings: Any) -> Layer:
-    """A new layer with the tensors of another one, and with its settings but for those given."""
+    """Return a new layer with the tensors of another one, and its settings except `settings`."""
     kind = kind or type(layer)
-    made = kind.__new__(kind)
-    nn.Module.__init__(made)
-    own = {name: value for name, value in vars(layer).items() if name not in vars(made)}
-    vars(made).update(own, training=layer.training, **settings)
+    result = kind.__new__(kind)
+    nn.Module.__init__(result)
+    attributes = {name: value for name, value in vars(layer).items() if name not in vars(result)}
+    vars(result).update(attributes, training=layer.training, **settings)
     for name in ("weight", "bias"):
-        held = getattr(layer, name)
-        is_buffer = not isinstance(held, nn.Parameter | None)
-        made._parameters[name] = nn.Parameter(held, requires_grad=False) if is_buffer else held
-    return made
+        value = getattr(layer, name)
+        is_buffer = not isinstance(value, nn.Parameter | None)
+        result._parameters[name] = nn.Parameter(value, requires_grad=False) if is_buffer else value
+    return result
 
 
 def require_only_reader(node: fx.Node, reader: fx.Node) -> None:
     """Refuse if a node other than `reader` reads more of a value than its shape or dtype."""
-    others = [user for user in node.users if user is not reader]
-    for user in others:
+    for user in node.users.keys() - {reader}:
         method = user.target if user.op == "call_method" else ""
         of_shape = method in ("size", "dim", "numel")
         if user.target is getattr:
@@ -170,12 +169,11 @@ def require_only_reader(node: fx.Node, reader: fx.Node) -> None:
 
 
 def may_keep_odd_strides(layer: fx.Node) -> bool:
-    """Whether the layer lays out an input of length 1 as if channels came last; others do not."""
-    one = isinstance(module_of(layer), nn.Conv1d | nn.ConvTranspose1d)
-    return one and reads_odd_strides(layer)
+    """Return whether a layer lays out an input of length 1 as if its channels came last."""
+    return isinstance(module_of(layer), nn.Conv1d | nn.ConvTranspose1d) and reads_odd_strides(layer)
 
 
 def reads_odd_strides(layer: fx.Node) -> bool:
-    """Whether a layer's input is not contiguous."""
-    given = tensor(arg(layer, 0))
-    return given.stride() != torch.empty(given.shape, device="meta").stride()
+    """Return whether a layer's input is not contiguous."""
+    source = tensor(arg(layer, 0))
+    return source.stride() != torch.empty(source.shape, device="meta").stride()

@@ -48,7 +48,7 @@ class Pattern:
     name: str
 
     def match(self, node: object) -> Captured | None:
-        """The nodes that the pattern names, or None where it does not match."""
+        """Return the nodes that the pattern names, or None where it does not match."""
         if not isinstance(node, fx.Node) or not node.op.startswith("call"):
             return None
         if self.targets and callee(node) not in self.targets:
@@ -63,7 +63,7 @@ class Pattern:
 
 
 def call(*targets: Target, args: tuple[Pattern, ...] = (), name: str) -> Pattern:
-    """A pattern that matches a call of any of `targets`, or any call where there are none.
+    """Return a pattern that matches a call of any of `targets`, or any call where there are none.
 
     A module class matches calls of plain modules of exactly that class: a subclass may
     compute something else, and so may a hook.
@@ -98,9 +98,9 @@ def rewrite(
         name = function.__name__
         if not function.__doc__:
             raise PassError(f"pass {name} has no docstring: state its safety argument.")
-        for given, known in ((numerics, get_args(Numerics)), (phase, PHASES)):
-            if given not in known:
-                raise PassError(f"pass {name}: {given!r} does not exist: use one of {known}.")
+        for option, choices in ((numerics, get_args(Numerics)), (phase, PHASES)):
+            if option not in choices:
+                raise PassError(f"pass {name}: {option!r} does not exist: use one of {choices}.")
         return Pass(name, pattern, function, numerics, phase)
 
     return declared

@@ -26,7 +26,7 @@ _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def insert_function(
     before: fx.Node, target: Callable[..., Any] | str, args: tuple[Any, ...], **kwargs: Any
 ) -> fx.Node:
-    """Call a function, or a method by its name, just before a node, for which it then stands."""
+    """Call a function, or a method by its name, just before a node that it replaces."""
     try:
         args, kwargs = literal((args, kwargs))
     except TypeError as error:
@@ -135,12 +135,12 @@ def insert_call(
 
 
 def _require_takes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    known = signatures(target)
-    for signature in known:
+    choices = signatures(target)
+    for signature in choices:
         with suppress(TypeError):
             signature.bind(*args, **kwargs)
             return
-    if known:
+    if choices:
         name = getattr(target, "__name__", type(target).__name__)
         shown = ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())])
         raise InputError(
@@ -149,39 +149,38 @@ def _require_takes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def signatures(target: Any) -> list[inspect.Signature]:
-    """The ways to call a module or function, as far as they are known."""
+    """Return the ways to call a module or function, as far as they are known."""
     try:
-        called = target.forward if isinstance(target, nn.Module) else target
-        return [inspect.signature(called)]
+        return [inspect.signature(target.forward if isinstance(target, nn.Module) else target)]
     except ValueError:  # a builtin; torch knows its own
-        known: list[inspect.Signature] | None = get_signature_for_torch_op(target)
-        return known or []
+        overloads: list[inspect.Signature] | None = get_signature_for_torch_op(target)
+        return overloads or []
 
 
 def operands(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments without those that are defaults, and without the in-place mark."""
+    """Return a call's arguments without those that are defaults, and without the in-place mark."""
     named = _named(node)
     if named is None:
         return node.args, dict(node.kwargs)
-    default, given = named
-    required = tuple(given.pop(n) for n in [*given] if default[n] is inspect.Parameter.empty)
-    return required, {n: v for n, v in given.items() if n != "inplace" and v != default[n]}
+    default, args = named
+    required = tuple(args.pop(n) for n in [*args] if default[n] is inspect.Parameter.empty)
+    return required, {n: v for n, v in args.items() if n != "inplace" and v != default[n]}
 
 
 def _named(node: fx.Node) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The defaults of a function in Python, and the arguments of a call by their names."""
+    """Return the defaults of a function in Python, and the arguments of a call by their names."""
     try:
         signature = inspect.signature(node.target)  # type: ignore[arg-type]
-        given = signature.bind(*node.args, **node.kwargs).arguments
+        args = signature.bind(*node.args, **node.kwargs).arguments
     except (TypeError, ValueError):  # a module, a method, a builtin
         return None
     if any(parameter.kind in _OPEN for parameter in signature.parameters.values()):
         return None
-    return {name: p.default for name, p in signature.parameters.items()}, dict(given)
+    return {name: p.default for name, p in signature.parameters.items()}, dict(args)
 
 
 def overwrites(node: fx.Node) -> bool:
-    """Whether a call stores its result in the first tensor that it is given."""
+    """Return whether a call stores its result in its first argument."""
     if node.op == "call_module":
         return bool(getattr(module_of(node), "inplace", False))
     if node.op not in ("call_function", "call_method"):
@@ -194,7 +193,7 @@ def overwrites(node: fx.Node) -> bool:
 
 
 def may_write(node: fx.Node) -> bool:
-    """Whether a node may write a tensor that it is given, or that its module holds."""
+    """Return whether a node may write an argument, or a tensor of its module."""
     if not runs_known_code(node) or overwrites(node):
         return True
     layer = module_of(node) if node.op == "call_module" else None

@@ -1,4 +1,4 @@
-"""Running passes over a captured graph: phases, each to a fixed point."""
+"""Run passes over a captured graph in phases, each to a fixed point."""
 
 from __future__ import annotations
 
@@ -114,15 +114,15 @@ class Pipeline:
                 self._rewrite(each, node, captured)
 
     def _candidates(self, pattern: Pattern) -> list[fx.Node]:
-        """The nodes that call what the pattern's root does, in order."""
+        """Return the nodes that call what the pattern's root does, in order."""
         if not pattern.targets:
             return list(self.module.graph.nodes)
         if self._calls is None:
             self._calls = {}
             for place, node in enumerate(self.module.graph.nodes):
                 self._calls.setdefault(callee(node), []).append((place, node))
-        found = [call for target in pattern.targets for call in self._calls.get(target, ())]
-        return [node for _, node in sorted(found, key=itemgetter(0))]
+        calls = [call for target in pattern.targets for call in self._calls.get(target, ())]
+        return [node for _, node in sorted(calls, key=itemgetter(0))]
 
     def _rewrite(self, each: Pass, root: fx.Node, captured: Captured) -> None:
         self._facts.asked.clear()
@@ -146,7 +146,7 @@ class Pipeline:
 
 
 def _sign(replacement: fx.Node, each: Pass, origins: list[fx.Node]) -> None:
-    """Note on all nodes that a rewrite made which pass it was, and of which nodes of the model."""
+    """Record on all nodes that a rewrite made its pass, and the model's nodes they come from."""
     pending = [replacement]
     while pending:
         node = pending.pop()
@@ -177,13 +177,11 @@ def _guard(graph: fx.Graph) -> None:
         guard = _guard_of(node)
         if guard is None:
             continue
-        check, asked = guard  # which ignores what is None
-        earlier = (
-            zip(asked, user.args, strict=False) for user in node.users if user.target is check
-        )
-        if not any(all(each in (None, found) for each, found in pairs) for pairs in earlier):
+        check, args = guard  # which ignores what is None
+        earlier = (zip(args, n.args, strict=False) for n in node.users if n.target is check)
+        if not any(all(new in (None, old) for new, old in pairs) for pairs in earlier):
             with graph.inserting_after(inputs[-1]):
-                graph.call_function(check, asked)
+                graph.call_function(check, args)
 
 
 def _guard_of(node: fx.Node) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
@@ -201,5 +199,5 @@ def _guard_of(node: fx.Node) -> tuple[Callable[..., None], tuple[Any, ...]] | No
         return (expect_given, (node, node.name)) if tested else None
     rank = value.dim() if ("rank", node) in facts.relied else None
     dtype = value.dtype if ("dtype", node) in facts.relied else None
-    asked = rank is not None or dtype is not None or tested
-    return (expect_tensor, (node, rank, dtype, node.name)) if asked else None
+    is_guarded = rank is not None or dtype is not None or tested
+    return (expect_tensor, (node, rank, dtype, node.name)) if is_guarded else None

@@ -21,16 +21,16 @@ from optimizer.rewrite.edit import insert_call, may_write, overwrites, signature
 def record(
     function: Callable[..., Any],
     names: Sequence[str] | None = None,
-    held: Mapping[str, nn.Module] | None = None,
+    modules: Mapping[str, nn.Module] | None = None,
 ) -> fx.GraphModule:
-    """The canonical graph of a function, or of a module, whose tensors it shares.
+    """Return the canonical graph of a function, or of a module, whose tensors it shares.
 
-    The inputs are the parameters `names`, or those that have no default. The modules that a
-    function uses, `held`, get their names in the graph. A CaptureError says why it cannot be.
+    The inputs are the parameters `names`, or those that have no default. The `modules` that a
+    function uses get their names in the graph. A CaptureError says why it cannot be.
     """
     try:
         root = function if isinstance(function, nn.Module) else _as_module(function, names)
-        for name, module in (held or {}).items():
+        for name, module in (modules or {}).items():
             root.add_module(name, module)
         part = fx.GraphModule(root, Tracer().trace(root))
         spell(part)
@@ -45,14 +45,14 @@ def _as_module(function: Callable[..., Any], names: Sequence[str] | None) -> nn.
         return function(*args)
 
     if names is None:
-        known = signatures(function)
-        if not known:
+        overloads = signatures(function)
+        if not overloads:
             raise CaptureError("its parameters are not known, write it as a lambda")
-        takes = known[0].parameters.values()
-        names = [each.name for each in takes if each.default is each.empty]
+        parameters = overloads[0].parameters.values()
+        names = [each.name for each in parameters if each.default is each.empty]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind) for name in ("self", *names)]
-    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in ("self", *names)])
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     root: nn.Module = type("Function", (nn.Module,), {"forward": forward})()
     return root
 
@@ -66,20 +66,19 @@ def _result_of(part: fx.GraphModule) -> Any:
 
 
 def paths_of(part: fx.GraphModule) -> set[str]:
-    """The names of the modules and tensors that a graph uses."""
+    """Return the names of the modules and tensors that a graph uses."""
     return {str(n.target) for n in part.graph.nodes if n.op in ("call_module", "get_attr")}
 
 
 def inline(
     before: fx.Node, part: fx.GraphModule, operands: Sequence[Any], paths: Mapping[str, str]
 ) -> tuple[Any, list[fx.Node]]:
-    """Compute just before a node what `part` computes; returns the result and the new nodes.
+    """Compute just before a node what `part` computes; return the result and the new nodes.
 
     `paths` names the owner's modules and tensors that stand for those of `part`; others are added.
     """
     values: dict[fx.Node, Any] = dict(zip(_inputs_of(part), operands, strict=True))
-    known = dict(paths)
-    added = []
+    names, added = dict(paths), []
     for node in part.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -87,10 +86,10 @@ def inline(
             copied = values[node] = before.graph.node_copy(node, values.__getitem__)
         if node.op in ("call_module", "get_attr"):
             path = str(node.target)
-            if path not in known:
-                known[path] = fresh_name(owner(before), path)
-                hold(owner(before), known[path], attribute(part, path))
-            copied.target = known[path]
+            if path not in names:
+                names[path] = fresh_name(owner(before), path)
+                hold(owner(before), names[path], attribute(part, path))
+            copied.target = names[path]
         copied.meta.update(new=True, source=before.meta.get("source", ""))
         added.append(copied)
     return fx.node.map_arg(_result_of(part), values.__getitem__), added
@@ -106,13 +105,13 @@ class Match:
 
     @classmethod
     def at(cls, root: fx.Node, pattern: fx.GraphModule, bound: Collection[str]) -> Match | None:
-        """The match whose result is `root`, if there is one that may be replaced.
+        """Return the match whose result is `root`, if there is one that may be replaced.
 
         Modules match by class; their settings have to agree too but for those in `bound`.
         """
         match = cls(bound)
-        found = match._same(_result_of(pattern), root) and match._is_closed(root)
-        return match if found else None
+        matches = match._same(_result_of(pattern), root) and match._is_closed(root)
+        return match if matches else None
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -127,8 +126,8 @@ class Match:
             return False
         if not isinstance(expected, slice | dict | list | tuple):
             return bool(key_of(expected) == key_of(actual))
-        one, other = _parts(expected), _parts(actual)
-        return one.keys() == other.keys() and all(self._same(one[key], other[key]) for key in one)
+        left, right = _parts(expected), _parts(actual)
+        return left.keys() == right.keys() and all(self._same(left[k], right[k]) for k in left)
 
     def _same_node(self, expected: fx.Node, actual: Any) -> bool:
         if expected in self.values:
@@ -156,7 +155,7 @@ class Match:
         return callee(expected) is not None and callee(expected) is callee(actual) and alike
 
     def _is_closed(self, root: fx.Node) -> bool:
-        """Whether nobody else reads the inside, and nobody writes while it is computed."""
+        """Return whether no other node reads the inside, or writes while it is computed."""
         nodes = self.nodes
         inside = [node for node in nodes if node is not root and node.op != "get_attr"]
         if any(user not in nodes for node in inside for user in node.users):
@@ -175,8 +174,8 @@ def _parts(tree: Any) -> Mapping[Any, Any]:
 
 
 def _settings(node: fx.Node) -> dict[str, Any]:
-    held = vars(module_of(node)).items()
-    return {key: key_of(value) for key, value in held if key[0] != "_"}
+    attributes = vars(module_of(node)).items()
+    return {name: key_of(value) for name, value in attributes if name[0] != "_"}
 
 
 Build = Callable[[fx.Node, Match], Any]
@@ -201,7 +200,7 @@ def replace_matches(module: fx.GraphModule, pattern: Any, replacement: Any) -> N
 
 
 def _in_mode(pattern: Any, module: fx.GraphModule) -> Any:
-    """A copy in the mode of the module: what depends on it is recorded as the module has it."""
+    """Return a copy of a pattern's module in the mode of `module`, to be recorded in that."""
     if not isinstance(pattern, nn.Module):
         return pattern
     return copy.deepcopy(pattern).train(module.training)
@@ -230,7 +229,7 @@ def _by_graph(wanted: fx.GraphModule, part: fx.GraphModule) -> Build:
 
 
 def _bound(wanted: fx.GraphModule, part: fx.GraphModule) -> set[str]:
-    """The paths of the pattern that the replacement has too."""
+    """Return the paths of the pattern that the replacement has too."""
     for path in sorted(paths_of(wanted)):
         theirs = attribute(wanted, path)
         if path not in paths_of(part):
@@ -249,21 +248,20 @@ def _bound(wanted: fx.GraphModule, part: fx.GraphModule) -> set[str]:
 
 
 def _by_function(module: fx.GraphModule, wanted: fx.GraphModule, function: Any) -> Build:
-    known = {path.replace(".", "_"): path for path in paths_of(wanted)}
+    paths = {path.replace(".", "_"): path for path in paths_of(wanted)}
     names = list(inspect.signature(function).parameters)
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in paths]
     if unknown:
-        raise InputError(f"the pattern has no module '{unknown[0]}': it has {', '.join(known)}.")
+        raise InputError(f"the pattern has no module '{unknown[0]}': it has {', '.join(paths)}.")
 
     def build(node: fx.Node, match: Match) -> Any:
-        held = {name: attribute(module, match.paths[known[name]]) for name in names}
-        made = function(**held)
-        if made is None:
+        layer = function(**{n: attribute(module, match.paths[paths[n]]) for n in names})
+        if layer is None:
             return None
-        if not isinstance(made, nn.Module):
-            raise InputError(f"the replacement made a {type(made).__name__}: return a module.")
+        if not isinstance(layer, nn.Module):
+            raise InputError(f"the replacement made a {type(layer).__name__}: return a module.")
         values = tuple(match.values[each] for each in _inputs_of(wanted))
         with node.graph.inserting_before(node):
-            return insert_call(module, made, values, {})
+            return insert_call(module, layer, values, {})
 
     return build

@@ -139,6 +139,11 @@ class TestARealOne:
 _RESIDUAL = Forward(
     "x.relu() + m.second(m.first(x))", first=nn.Linear(8, 16), second=nn.Linear(16, 8)
 )
+_MASKED = Forward(
+    "keep = x > x.amin(-1, keepdim=True); y = m.first(x)[None];"
+    "return m.last(F.scaled_dot_product_attention(y, y, y, keep))",
+    first=nn.Linear(8, 8), last=nn.Linear(8, 8),
+)  # fmt: skip
 _TRANSPOSED = Then(lambda y: y.transpose(2, 3).exp() + y)
 # A model, whose part between its layers is one region, and an input.
 OF_ALL: dict[str, tuple[nn.Module, torch.Tensor]] = {
@@ -162,6 +167,7 @@ OF_ALL: dict[str, tuple[nn.Module, torch.Tensor]] = {
                 "return one.exp() * other / last.exp()", layer=nn.Linear(8, 24)),
         image(4, 8),
     ),
+    "attention under a mask": (_MASKED, image(8, 8)),
     # Source: `torch._neg_view`, which `.imag` of a conjugate is, too.
     "negated in reading": (between("torch.relu(y)"), torch._neg_view(image())),
     "a value negated in reading": (
@@ -221,13 +227,19 @@ def test_it_gives_the_models_answer(engine: str, model: nn.Module, x: torch.Tens
         assert fast(x).stride() == model(x).stride()
 
 
+def test_a_query_without_a_key_is_answered_by_torch() -> None:
+    fast = lowered(_MASKED, image(8, 8), "openvino", tune_seconds=0)
+
+    torch.testing.assert_close(fast(torch.ones(8, 8)), _MASKED(torch.ones(8, 8)))
+
+
 # What makes NaN of numbers is no part of a region: an engine's ReLU makes 0 of it.
 NO_PART = [
     "y / y.std()", "y / 0", "y / 1e-40", "F.relu(y).mul(1e10)", "y * math.nan", "y.log()",
     "F.layer_norm(y, (8,), eps=0.0)", "y + math.inf", "y.masked_fill(y > 0, -math.inf)",
     "torch.batch_norm(y, None, None, None, None, True, 0.1, 0.0, False)",
     "F.scaled_dot_product_attention(y, y, y, y)", "y.rsqrt()", "y.pow(-1)", "(y + 1e-6).rsqrt()",
-    "F.scaled_dot_product_attention(y, y, y, attn_mask=y > 0)",
+    "F.scaled_dot_product_attention(y, y, y, attn_mask=(y > 0).roll(1, -1))",
     "torch.add(y.pow(2), 1e-6, alpha=-1).sqrt()",
     "y / (y.pow(2).mean(-1, keepdim=True) + 1e-30)", "y / (y.mean(-1, keepdim=True) + 1e-6)",
 ]  # fmt: skip

@@ -29,6 +29,7 @@ Engines: TypeAlias = str | Iterable[str]
 _TELEMETRY, _ABSENT = "openvino_telemetry", object()
 _CORES: list[Any] = []
 _LOCK = threading.Lock()
+_TYPES = {"f32": torch.float32, "boolean": torch.bool}  # by OpenVINO's names
 
 
 class Engine(Protocol):
@@ -68,7 +69,7 @@ class Compiled(nn.Module):
         read = region.graph.find_nodes(op="get_attr")
         read = [node for node in read if any(name_of_call(user) != "index" for user in node.users)]
         weights = list(map(attribute_of, read))
-        if not all(each.is_cpu and each.dtype == torch.float32 for each in (*inputs, *weights)):
+        if not all(each.is_cpu and each.dtype in _TYPES.values() for each in (*inputs, *weights)):
             raise ValueError("it is not in float32 on the CPU")
         if not all(map(_is_moderate, weights)):
             raise ValueError("a constant is not finite, or huge")
@@ -84,6 +85,9 @@ class Compiled(nn.Module):
 
 
 def _is_moderate(tensor: torch.Tensor) -> bool:
+    """Whether values are finite and not huge; of a mask, whether each query has a key."""
+    if tensor.dtype == torch.bool:
+        return bool(tensor.any(-1).all())
     return bool(torch.linalg.vector_norm(tensor).item() <= LARGEST)
 
 
@@ -191,10 +195,10 @@ class OpenVino:
             "INFERENCE_PRECISION_HINT": "f32",
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
+            "SNIPPETS_MODE": "ENABLE" if generates else "DISABLE",
         }
-        settings |= {} if generates else {"SNIPPETS_MODE": "DISABLE"}
         compiled = _core().compile_model(model, "CPU", settings)
-        shapes = [tuple(output.get_shape()) for output in compiled.outputs]
+        types = [(tuple(o.shape), _TYPES[o.element_type.get_type_name()]) for o in compiled.outputs]
         idle: list[Any] = []  # list.append and list.pop need no lock
 
         def shared(tensor: torch.Tensor) -> Any:
@@ -205,7 +209,7 @@ class OpenVino:
                 request = idle.pop()
             except IndexError:
                 request = compiled.create_infer_request()
-            outputs = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
+            outputs = [torch.empty(shape, dtype=dtype) for shape, dtype in types]
             for place, tensor in enumerate(tensors):
                 request.set_input_tensor(place, shared(tensor))
             for place, tensor in enumerate(outputs):
@@ -252,7 +256,7 @@ def _converted(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
     model = front_end.convert(front_end.load(decoder))
     for parameter, tensor in zip(model.get_parameters(), inputs, strict=True):
         parameter.set_partial_shape(openvino.PartialShape(list(tensor.shape)))
-        parameter.set_element_type(openvino.Type.f32)
+        parameter.set_element_type(openvino.Type(tensor.numpy().dtype))
     model.validate_nodes_and_infer_types()
     return model
 

@@ -13,6 +13,7 @@ from operator import getitem
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
@@ -124,6 +125,13 @@ def _is_not_negative(node: fx.Node) -> bool:
     return name_of_call(node) in ("linalg_vector_norm", "pow")
 
 
+def _enters(mask: fx.Node) -> bool:
+    """Whether a mask comes from outside a region: an engine asks there if each query has a key."""
+    source = mask.args[0] if name_of_call(mask) == "expand" else mask
+    is_mask = mask.meta["val"].dtype == torch.bool  # a number that is added may be huge
+    return is_mask and name_of_call(source) not in KNOWN  # type: ignore[arg-type]
+
+
 _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
     "avg_pool2d": lambda args: args["divisor_override"] is None,  # which OpenVINO lacks
     "avg_pool3d": lambda args: args["divisor_override"] is None,
@@ -136,7 +144,7 @@ _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
     "pow": lambda args: args["exponent"] == 2,
     "rsqrt": lambda args: _keeps_from_zero(args["self"]),
     "scaled_dot_product_attention": lambda args: (
-        args["attn_mask"] is None or is_attribute(args["attn_mask"])
+        args["attn_mask"] is None or is_attribute(args["attn_mask"]) or _enters(args["attn_mask"])
     ),
     "sqrt": lambda args: _keeps_from_zero(args["self"]),
 }

@@ -184,9 +184,18 @@ def forward(m, x): return m.child(x.T)
 held = {"child": nn.ReLU()}
 held["child"].register_forward_hook(lambda m, given, y: y * 2)
 def forward(m, x): return m.child(m.linear(x))
-== a child with a hook that changes what its parent read : dynamo : a hook may change what
+== a child with a hook that changes what its parent read : dynamo : a hook or parametrization
 held = {"child": nn.ReLU()}
 held["child"].register_forward_hook(lambda m, given, y: history.append(1))
+def forward(m, x): n = len(history); return m.child(m.linear(x)) * (n + 1)
+== a forward of its own that changes what its parent read : dynamo : a hook or parametrization
+held = {"child": nn.ReLU()}
+held["child"].forward = lambda x: history.append(1) or x * 2
+def forward(m, x): n = len(history); return m.child(m.linear(x)) * (n + 1)
+== a parametrization that changes what its parent read : dynamo : a hook or parametrization
+class Counted(nn.Module):
+    def forward(self, weight): history.append(1); return weight
+held = {"child": nn.utils.parametrize.register_parametrization(nn.Linear(4, 4), "weight", Counted())}
 def forward(m, x): n = len(history); return m.child(m.linear(x)) * (n + 1)
 == a child with a hook that counts : eager : it sets the attribute
 class Shift(nn.Module):

@@ -165,14 +165,15 @@ class Code:
 
     def obstacles(self) -> Iterator[str]:
         """Yield each reason why the model may not be recorded with stand-ins."""
-        hooked = False
+        is_plain_throughout = True
         for module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            hooks = [each for name in HOOKS for each in vars(module)[name].values()]
-            hooks = [each for each in hooks if not is_of_torch(type(each))]
-            hooked |= bool(hooks)
-            yield from self._visit((*hooks,), "a hook")
+            if not is_plain(module):  # it is called as it is
+                is_plain_throughout = False
+                hooks = (each for name in HOOKS for each in vars(module)[name].values())
+                own = (each for each in hooks if not is_of_torch(type(each)))
+                yield from self._visit((*own, vars(module).get("forward")), "a hook")
             if is_of_torch(type(module)) and not isinstance(module, fx.GraphModule):
                 for name in vars(module).keys() - OF_EVERY_MODULE - {"forward"}:
                     yield from self._visit(vars(module)[name], name)
@@ -185,8 +186,10 @@ class Code:
         while self._pending:
             yield from self._follow(self._pending.pop())
         attributes_of_functions = set(map(id, map(vars, self.functions)))
-        if hooked and not attributes_of_functions.issuperset(map(id, self.objects)):
-            yield "a hook may change what its code finds"
+        if not is_plain_throughout and not attributes_of_functions.issuperset(
+            map(id, self.objects)
+        ):
+            yield "a hook or parametrization may change what its code finds"
 
     def asks_for_autocast(self) -> bool:
         """Return whether a function that was looked at names autocast, and may depend on it."""

@@ -23,21 +23,21 @@ from optimizer.rewrite.contract import LEVELS, PHASES, Pass
 
 @cache
 def all_passes() -> tuple[Pass, ...]:
-    """All passes, in the order in which they run."""
+    """Return all passes, in the order in which they run."""
     names = [f"{__name__}.{entry.name}" for entry in pkgutil.iter_modules(__path__)]
     modules = map(importlib.import_module, names)
-    found = [each for module in modules for each in vars(module).values() if isinstance(each, Pass)]
+    passes = [p for module in modules for p in vars(module).values() if isinstance(p, Pass)]
     for entry in entry_points(group="optimizer.passes"):
         try:  # one that cannot be loaded must not cost the user a model
             loaded = entry.load()
         except Exception as error:  # whatever an import may raise
             loaded = error
         if isinstance(loaded, Pass):
-            found.append(loaded)
+            passes.append(loaded)
         else:
             remark = f"'{entry.value}' gives no pass, and is left out: {loaded}"
             warnings.warn(remark, OptimizerWarning, stacklevel=2)
-    return _in_order(found)
+    return _in_order(passes)
 
 
 def _in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
@@ -45,48 +45,48 @@ def _in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
 
 
 def explain(name: str) -> str:
-    """What a pass rewrites, its equation, when it does so, and why that is safe.
+    """Return what a pass rewrites, its equation, when it does so, and why that is safe.
 
     Raises:
         PassError: there is no such pass; the message names the nearest.
     """
-    found = _by_name(name)
-    argument = inspect.cleandoc(found.apply.__doc__ or "")
-    level = min(level for level, numerics in LEVELS.items() if found.numerics in numerics)
-    settings = f"numerics: {found.numerics}   phase: {found.phase}   from level: {level}"
-    return f"{name}\n{'=' * len(name)}\n{argument}\n\n{settings}"
+    match = _by_name(name)
+    text = inspect.cleandoc(match.apply.__doc__ or "")
+    level = min(level for level, numerics in LEVELS.items() if match.numerics in numerics)
+    settings = f"numerics: {match.numerics}   phase: {match.phase}   from level: {level}"
+    return f"{name}\n{'=' * len(name)}\n{text}\n\n{settings}"
 
 
 def select(
     level: int, only: Iterable[str | Pass] | None, disable: Iterable[str]
 ) -> tuple[Pass, ...]:
-    """The passes that a call of `optimize` runs; an InputError or a PassError of what is none."""
+    """Return the passes that `optimize` runs, or raise InputError or PassError of what is none."""
     if type(level) is not int or level not in LEVELS:
         raise InputError(
             f"level {level!r} does not exist: use 0 (the same bits), 1 (up to rounding), 2"
             " (with kernels of the device) or 3 (in a lower precision)."
         )
-    named = _listed("only", [] if only is None else only)
-    given = [each if isinstance(each, Pass) else _by_name(each) for each in named]
-    known = {each.name: each for each in (*all_passes(), *given)}
-    wanted = {each.name for each in (known.values() if only is None else given)}
-    wanted -= {_by_name(name).name for name in _listed("disable", disable)}
-    permitted = (each for each in known.values() if each.numerics in LEVELS[level])
-    return _in_order(each for each in permitted if each.name in wanted)
+    listed = _listed("only", [] if only is None else only)
+    selected = [each if isinstance(each, Pass) else _by_name(each) for each in listed]
+    by_name = {each.name: each for each in (*all_passes(), *selected)}
+    names = set(by_name) if only is None else {each.name for each in selected}
+    names -= {_by_name(name).name for name in _listed("disable", disable)}
+    permitted = (each for each in by_name.values() if each.numerics in LEVELS[level])
+    return _in_order(each for each in permitted if each.name in names)
 
 
-def _listed(argument: str, given: Any) -> list[Any]:
-    """Several names, or one."""
-    if isinstance(given, str | Pass):
-        return [given]
-    if not isinstance(given, Iterable):
-        raise InputError(f"{argument} is {given!r}: pass a list of names of passes.")
-    return list(given)
+def _listed(argument: str, names: Any) -> list[Any]:
+    """Return a list of several names, or of one."""
+    if isinstance(names, str | Pass):
+        return [names]
+    if not isinstance(names, Iterable):
+        raise InputError(f"{argument} is {names!r}: pass a list of names of passes.")
+    return list(names)
 
 
 def _by_name(name: object) -> Pass:
-    known = {each.name: each for each in all_passes()}
-    if not isinstance(name, str) or name not in known:
-        near = difflib.get_close_matches(str(name), known, n=2) or sorted(known)
+    passes = {each.name: each for each in all_passes()}
+    if not isinstance(name, str) or name not in passes:
+        near = difflib.get_close_matches(str(name), passes, n=2) or sorted(passes)
         raise PassError(f"there is no pass named {name!r}: try {' or '.join(near)}.")
-    return known[name]
+    return passes[name]

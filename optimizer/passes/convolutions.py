@@ -67,23 +67,23 @@ def fold_padding(pad: fx.Node, conv: fx.Node) -> fx.Node | None:
     require_only_reader(pad, conv)
     require(is_unchanged(source, pad), "what is padded is written later")
 
-    own = (0,) * len(layer.kernel_size) if layer.padding == "valid" else layer.padding
-    more = (0,) * (len(own) - len(sizes) // 2) + sizes[::-2]
-    padding = tuple(map(sum, zip(own, more, strict=True)))
+    before = (0,) * len(layer.kernel_size) if layer.padding == "valid" else layer.padding
+    more = (0,) * (len(before) - len(sizes) // 2) + sizes[::-2]
+    padding = tuple(map(sum, zip(before, more, strict=True)))
     twice = _reverse_repeat_tuple(padding, 2)  # type: ignore[no-untyped-call]
     padded = layer_like(layer, padding=padding, _reversed_padding_repeated_twice=twice)
     return insert_module(conv, padded, (source,), f"{conv.target}_padded", like=conv)
 
 
 def _zeros(pad: fx.Node) -> tuple[int, ...]:
-    """How many zeros are put before and after each dimension, the last one first; or none."""
+    """Return how many zeros pad each dimension before and after, the last one first; or none."""
     layer = module_of(pad) if pad.op == "call_module" else None
-    given = (None, layer.padding, "constant", layer.value) if layer else pad.args
-    named = dict(zip(("input", "pad", "mode", "value"), given, strict=False)) | pad.kwargs
+    args = (None, layer.padding, "constant", layer.value) if layer else pad.args
+    named = dict(zip(("input", "pad", "mode", "value"), args, strict=False)) | pad.kwargs
     sizes, mode, value = named["pad"], named.get("mode", "constant"), named.get("value") or 0
     blank = isinstance(sizes, list | tuple) and mode == "constant" and value == 0
-    known = blank and all(type(each) is int and each >= 0 for each in sizes)
-    return tuple(sizes) if known else ()
+    constant = blank and all(type(each) is int and each >= 0 for each in sizes)
+    return tuple(sizes) if constant else ()
 
 
 @rewrite(
@@ -109,8 +109,8 @@ def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
     if not pointwise or window is None:
         return None
     stride, averages = window
-    same = len(layer.kernel_size) == dimensions
-    require(same, "it pools other dimensions than the convolution has")
+    alike = len(layer.kernel_size) == dimensions
+    require(alike, "it pools other dimensions than the convolution has")
     autocast = torch.is_autocast_enabled(layer.weight.device.type)
     require(not autocast, "autocast gives the pool another dtype than the convolution")
     require(not any(layer._reversed_padding_repeated_twice), "the convolution pads")
@@ -129,19 +129,19 @@ def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
 
 
 def _window(pool: fx.Node, dimensions: int) -> tuple[float, bool] | None:
-    """How many places there are to one of the result, and whether that is their average."""
-    held = vars(module_of(pool)) if pool.op == "call_module" else {}
-    settings = _ADAPTIVE if callee(pool) in ADAPTIVE else _SETTINGS
-    given = named_arguments(pool, {name: held.get(name, settings[name]) for name in settings})
+    """Return how many places there are to one of the result, and whether it is their average."""
+    attributes = vars(module_of(pool)) if pool.op == "call_module" else {}
+    defaults = _ADAPTIVE if callee(pool) in ADAPTIVE else _SETTINGS
+    settings = named_arguments(pool, {n: attributes.get(n, defaults[n]) for n in defaults})
     if callee(pool) in ADAPTIVE:
-        size = _sizes(given["output_size"], dimensions)
+        size = _sizes(settings["output_size"], dimensions)
         return (math.inf, True) if size == (1,) * dimensions else None  # it may be larger
-    stride = _sizes(given["stride"] or given["kernel_size"], dimensions)
-    zeros = any(_sizes(given["padding"], dimensions)) and given["count_include_pad"]
-    return math.prod(stride), not zeros and given["divisor_override"] is None
+    stride = _sizes(settings["stride"] or settings["kernel_size"], dimensions)
+    zeros = any(_sizes(settings["padding"], dimensions)) and settings["count_include_pad"]
+    return math.prod(stride), not zeros and settings["divisor_override"] is None
 
 
-def _sizes(given: Any, dimensions: int) -> tuple[Any, ...]:
-    """One for each dimension, where one number may stand for all."""
-    sizes = tuple(given) if isinstance(given, list | tuple) else (given,)
+def _sizes(size: Any, dimensions: int) -> tuple[Any, ...]:
+    """Return a size for each dimension; one number stands for all."""
+    sizes = tuple(size) if isinstance(size, list | tuple) else (size,)
     return sizes * dimensions if len(sizes) == 1 else sizes

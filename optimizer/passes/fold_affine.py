@@ -86,11 +86,11 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
 
 
 def _is_one_place(layer: fx.Node) -> bool:
-    """Whether an image of single elements keeps strides that a BatchNorm, but no copy, changes."""
-    known = layer.meta.get("fact")
-    if known is None or known.error or known.value.ndim not in _CHANNELS_LAST:
+    """Return whether an image of one place has strides that a BatchNorm, but no copy, changes."""
+    result = layer.meta.get("fact")
+    if result is None or result.error or result.value.ndim not in _CHANNELS_LAST:
         return False
-    plain = torch.empty(known.value.shape, device="meta")
+    plain = torch.empty(result.value.shape, device="meta")
     single = plain.is_contiguous(memory_format=_CHANNELS_LAST[plain.ndim])
     return single and reads_odd_strides(layer)
 
@@ -123,8 +123,8 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     transform = _affine_over(affine, linear, channels(linear)[1])
     require(not is_written(layer), "the forward writes their tensors")
     require_only_reader(affine, layer)
-    kept = is_unchanged(source, affine)
-    require(kept, "what the layer would keep for gradients is written later")
+    unchanged = is_unchanged(source, affine)
+    require(unchanged, "what the layer would keep for gradients is written later")
     require(dtype(source) == linear.weight.dtype, "dtype or device differ")
     require(_keeps_shape(affine, source), "the constant changes the shape")
     require(_commutes(linear, transform), "the layer pads with zeros, which are not shifted")
@@ -141,7 +141,7 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
 
 
 def _widened(reader: fx.Node, source: fx.Node, axis: int) -> fx.Node:
-    """The values that constants are combined with, one channel repeated as they would repeat it.
+    """Return the values that constants scale or shift, with one channel repeated as they do.
 
     Done ahead of other affine nodes, which then still meet the layer. A layer has as many
     channels in every call; a BatchNorm takes any number of them if there are no elements.
@@ -166,7 +166,7 @@ def _keeps_shape(affine: fx.Node, source: fx.Node) -> bool:
 
 
 def _commutes(layer: Layer, affine: Affine) -> bool:
-    """Whether every output sees every tap on a shifted value."""
+    """Return whether every output sees every tap on a shifted value."""
     if not affine.shift.any() or isinstance(layer, nn.Linear):
         return True
     if isinstance(layer, _ConvTransposeNd):
@@ -175,7 +175,7 @@ def _commutes(layer: Layer, affine: Affine) -> bool:
 
 
 def _operand(node: fx.Node) -> fx.Node | None:
-    """The one value that an affine node maps, or None where it maps two or divides by it."""
+    """Return the value that an affine node maps, or None where it maps two or divides by it."""
     values = [each for each in node.args if isinstance(each, fx.Node) and not _is_constant(each)]
     if node.op == "call_module":
         return values[0] if values else None
@@ -191,7 +191,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _affine_over(node: fx.Node, layer: Layer, channels: int) -> Affine:
-    """What an affine node does to the channels of a layer: dimension `1 - layer.weight.ndim`."""
+    """Return what an affine node does to a layer's channels, dimension `1 - layer.weight.ndim`."""
     if node.op == "call_module":
         return _of_batchnorm(node, layer, channels)
     comes_first = _is_constant(node.args[0])
@@ -212,8 +212,8 @@ def _of_batchnorm(node: fx.Node, layer: Layer, channels: int) -> Affine:
     require(not bn.training, "BatchNorm is in training mode and uses batch statistics")
     tracks = bn.running_mean is not None and bn.running_var is not None
     require(tracks, "BatchNorm tracks no running statistics and uses the batch's")
-    known_rank = _RANK.get(type(bn)) or rank(node.all_input_nodes[0])
-    require(known_rank == layer.weight.ndim, "BatchNorm normalizes another axis than the layer's")
+    dimensions = _RANK.get(type(bn)) or rank(node.all_input_nodes[0])
+    require(dimensions == layer.weight.ndim, "BatchNorm normalizes another axis than the layer's")
     require(channels == bn.num_features, "the number of features differs")
     require(_fits(layer.weight, bn.running_var), "dtype or device differ")
     require(not is_written(node), "the forward writes their tensors")
@@ -224,7 +224,7 @@ def _of_batchnorm(node: fx.Node, layer: Layer, channels: int) -> Affine:
 
 @torch.no_grad()
 def _constant(node: fx.Node, constant: Any, layer: Layer, channels: int) -> torch.Tensor:
-    """What a node combines its operand with, which must be one number, or one a channel."""
+    """Return a node's constant in float64; refuse if it is not one number, or one a channel."""
     if not isinstance(constant, fx.Node):
         require(layer.weight.is_floating_point(), "dtype or device differ")
         return torch.full_like(wide(layer.weight.new_empty(1)), constant)
@@ -245,7 +245,7 @@ def _constant(node: fx.Node, constant: Any, layer: Layer, channels: int) -> torc
 
 
 def _fits(weight: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a value of the weight's dtype and device keeps them, combined with another."""
+    """Return whether a value of the weight's dtype and device keeps them beside another."""
     floating = weight.is_floating_point() and other.is_floating_point()
     same = torch.result_type(weight, other) == weight.dtype
     return floating and same and weight.device == other.device
@@ -259,14 +259,14 @@ def _call_folded(
     transform: Affine,
 ) -> fx.Node:
     """Call `absorb(layer, transform)` before a node; a pair of calls is folded only once."""
-    layer, absorbed = pair  # the latter computes `transform`
-    done: dict[Any, str] = owner(layer).meta.setdefault("folded_pairs", {})
-    mapped = _operand(absorbed)
-    named = ("" if n is mapped else str(getattr(n, "target", n)) for n in absorbed.args)
-    key = (absorb.__name__, layer.target, absorbed.target, *named)
-    if key in done:
-        return call_module(before, done[key], args, like=layer)
+    layer, affine = pair  # the latter computes `transform`
+    paths: dict[Any, str] = owner(layer).meta.setdefault("folded_pairs", {})
+    operand = _operand(affine)
+    constants = ("" if n is operand else str(getattr(n, "target", n)) for n in affine.args)
+    key = (absorb.__name__, layer.target, affine.target, *constants)
+    if key in paths:
+        return call_module(before, paths[key], args, like=layer)
     folded = absorb(module_of(layer), transform)
     node = insert_module(before, folded, args, f"{layer.target}_folded", like=layer)
-    done[key] = str(node.target)
+    paths[key] = str(node.target)
     return node

@@ -77,16 +77,16 @@ def reuse_activations(activation: fx.Node) -> fx.Node | None:
     of the result depends on element i of the input alone, so that the kernel may write where it
     reads. The input is new at each call, and its only reader is the activation.
     """
-    given = _settings(activation)
-    if given.get("inplace"):
+    named = _settings(activation)
+    if named.get("inplace"):
         return None
     require(is_spare(arg(activation, 0)), "its input is needed elsewhere")
     function, settings = callee(activation), dict(activation.kwargs)
-    slope = given.get("negative_slope", 0.0)
-    kept = function not in (F.leaky_relu, nn.LeakyReLU) or (
+    slope = named.get("negative_slope", 0.0)
+    keeps_signs = function not in (F.leaky_relu, nn.LeakyReLU) or (
         isinstance(slope, int | float) and slope >= 0 and is_read_only(activation)
     )
-    require(kept, "a gradient needs the signs, which would not be kept")
+    require(keeps_signs, "a gradient needs the signs, which would not be kept")
 
     if function is nn.GELU:
         settings = {"approximate": module_of(activation).approximate}
@@ -105,7 +105,7 @@ def reuse_activations(activation: fx.Node) -> fx.Node | None:
 
 
 def _settings(activation: fx.Node) -> dict[str, Any]:
-    """The arguments of a function, or the attributes of a module, by name."""
+    """Return the arguments of a function, or the attributes of a module, by name."""
     if activation.op == "call_module":
         return dict(vars(module_of(activation)))
     if callee(activation) is F.gelu:
@@ -130,12 +130,11 @@ def reuse_operands(combination: fx.Node) -> fx.Node | None:
     if not tensors or len(operands) != 2 or combination.kwargs:  # such as alpha
         return None
     first, second = operands
-    size = tensor(first).nbytes
     require(alike(tensor(first), tensor(second)), "the operands differ in dtype, shape or layout")
     require(is_spare(first) or is_spare(second), "its operands are needed elsewhere")
     squared = first is second and OVER[callee(combination)] is mul_over
     require(not squared, "a gradient of a square needs its root")
-    require(size >= WORTHWHILE, "its operands are too small for it to pay")
+    require(tensor(first).nbytes >= WORTHWHILE, "its operands are too small for it to pay")
 
     overwritten = 0 if is_spare(first) else 1
     return insert_function(combination, OVER[callee(combination)], (first, second, overwritten))

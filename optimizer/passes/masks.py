@@ -70,10 +70,10 @@ def lower_masked_assignment(assignment: fx.Node) -> fx.Node | None:
 
 
 def _require_private(target: fx.Node, assignment: fx.Node) -> None:
-    """Refuse unless a new tensor may be made instead, of which later readers and views then are."""
+    """Refuse unless later readers may read a new tensor instead of a value that is written."""
     # A view that was taken before must not be read after.
-    early = [other for other in aliases(target) if other < assignment]
-    read = any(assignment < user for other in early for user in other.users)
+    early = [view for view in aliases(target) if view < assignment]
+    read = any(assignment < user for view in early for user in view.users)
     private = is_fresh(target) and not read
     require(private, "an input, an attribute or a view would see the write")
     facts = facts_of(target.graph)
@@ -82,7 +82,7 @@ def _require_private(target: fx.Node, assignment: fx.Node) -> None:
 
 
 def _operands(assignment: fx.Node) -> tuple[Any, Any, Any]:
-    """What is written, under which mask, with what; no mask where it would accumulate."""
+    """Return what is written, its mask and the value; no mask where it would accumulate."""
     target, index, value, *more = (*assignment.args, *assignment.kwargs.values())
     if isinstance(index, list | tuple) and len(index) == 1:
         index = index[0]
@@ -90,7 +90,7 @@ def _operands(assignment: fx.Node) -> tuple[Any, Any, Any]:
 
 
 def _number(value: Any, kind: torch.dtype) -> Any:
-    """The value as an assignment to a tensor of this dtype casts it; `where` would promote."""
+    """Return the value as an assignment to this dtype casts it; `where` would promote."""
     if isinstance(value, fx.Node):
         require(rank(value) == 0, "the assigned value may have an element for each True")
         require(dtype(value) == kind, "the assigned value has another dtype")
@@ -107,7 +107,7 @@ def _number(value: Any, kind: torch.dtype) -> Any:
 
 
 def _unwritten(target: fx.Node, assignment: fx.Node) -> fx.Node:
-    """What `target` is a copy of, if it was copied only to be written; else `target`."""
+    """Return what `target` is a copy of, if it was copied only to be written; else `target`."""
     source = arg(target, 0)
     alone = len(target.args) == 1 and not target.kwargs  # then a copy in the layout of its source
     copied = alone and callee(target) in ("clone", torch.clone)
@@ -155,12 +155,12 @@ def lower_masked_update(assignment: fx.Node) -> fx.Node | None:
 
 
 def _steps(value: Any, mask: Any) -> list[fx.Node]:
-    """The calls that make `f(v[mask])`, in order, if nobody else reads them; else none."""
+    """Return the calls that make `f(v[mask])`, in order, if no other node reads them."""
     if not isinstance(value, fx.Node) or len(value.users) != 1 or len(value.args) != 2:
         return []
-    inner, other = value.args
+    inner, second = value.args
     if value.target is operator.getitem:
-        return [value] if other is mask else []
-    number = isinstance(other, bool | int | float) and value.target in _ELEMENTWISE
+        return [value] if second is mask else []
+    number = isinstance(second, bool | int | float) and value.target in _ELEMENTWISE
     before = _steps(inner, mask) if number else []
     return [*before, value] if before else []

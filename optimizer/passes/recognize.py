@@ -67,10 +67,10 @@ def recognize_activations(root: fx.Node) -> fx.Node | None:
     +inf.
     """
     for x, inner in _readings(root):
-        found = _native(root, x, inner)
-        if found is None:
+        match = _native(root, x, inner)
+        if match is None:
             continue
-        function, settings = found
+        function, settings = match
         _require_alone(root, inner, (x,))
         require(tensor(x).is_floating_point(), "its input is not floating point")
         result = function(tensor(x), **settings)
@@ -82,7 +82,7 @@ def recognize_activations(root: fx.Node) -> fx.Node | None:
 
 
 def _readings(root: fx.Node) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
-    """Each value that a call computes arithmetic of, with numbers only, and the calls between."""
+    """Yield each value that a call computes of, with numbers only, and the calls between."""
     reached = set[fx.Node]()
     _is_arithmetic(root, None, _FARTHEST, reached)
     sources = {each for node in reached for each in node.all_input_nodes}
@@ -93,7 +93,7 @@ def _readings(root: fx.Node) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
 
 
 def _is_arithmetic(node: fx.Node, x: fx.Node | None, depth: int, inner: set[fx.Node]) -> bool:
-    """Whether a value is one of `x`, not many calls away; the calls are added to `inner`."""
+    """Return whether a value is arithmetic of `x`, few calls away; add the calls to `inner`."""
     if node is x or not depth or callee(node) not in ARITHMETIC:
         return node is x
     inner.add(node)
@@ -104,13 +104,13 @@ def _is_arithmetic(node: fx.Node, x: fx.Node | None, depth: int, inner: set[fx.N
 def _native(
     root: fx.Node, x: fx.Node, inner: set[fx.Node]
 ) -> tuple[Callable[..., torch.Tensor], dict[str, str]] | None:
-    """The operator that makes of `_PLACES` what a run of calls does, if one does."""
+    """Return the operator that makes of `_PLACES` what a run of calls does, if one does."""
     values = {x: _PLACES}
     for node in sorted({root, *inner}):
         # What is written is a copy.
-        given = fx.node.map_arg((node.args, node.kwargs), lambda each: values[each].clone())
+        args = fx.node.map_arg((node.args, node.kwargs), lambda each: values[each].clone())
         module = module_of(node) if node.op == "call_module" else None
-        values[node] = called_on(node, module, *given)
+        values[node] = called_on(node, module, *args)
     if (value := values[root]).dtype != _PLACES.dtype:  # multiplied with a complex number
         return None
     near = torch.isclose(value, _THERE, rtol=1e-12, atol=1e-12).all(1).tolist()
@@ -119,12 +119,10 @@ def _native(
 
 def _require_alone(root: fx.Node, inner: set[fx.Node], read: Sequence[fx.Node]) -> None:
     """Refuse if what `root` is computed of, or its input, is read or written elsewhere."""
-    known = {root, *inner}
+    run = {root, *inner}
     # A call that writes its operand must be its only reader: others read it before.
-    alone = all(known.issuperset(node.users) for node in inner) and all(
-        arg(node, 0) in inner and len(arg(node, 0).users) == 1
-        for node in known
-        if fact(node).writes
+    alone = all(run.issuperset(node.users) for node in inner) and all(
+        arg(node, 0) in inner and len(arg(node, 0).users) == 1 for node in run if fact(node).writes
     )
     require(alone, "what it computes on the way is read elsewhere")
     unwritten = all(is_unchanged(each, min(inner)) for each in read)
@@ -181,7 +179,7 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
 
 
 def _unscaled(node: Any) -> tuple[fx.Node, list[Factor], set[fx.Node]]:
-    """What a value is but for numbers, the numbers, and the calls that bring them in."""
+    """Return a value without the numbers that scale it, the numbers, and the calls that do so."""
     factors, inner = list[Factor](), set[fx.Node]()
     while callee(node) in (operator.mul, operator.truediv):
         value, number = node.args
@@ -196,16 +194,16 @@ def _unscaled(node: Any) -> tuple[fx.Node, list[Factor], set[fx.Node]]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is one number in every call; one that is computed comes from sizes."""
+    """Return whether a value is one number in every call; a computed one comes from sizes."""
     if not isinstance(value, fx.Node):
         return type(value) in (int, float) and value != 0
-    given = (each.meta["fact"].value for each in fact(value).inputs)
-    sized = all(isinstance(each, torch.Tensor) for each in given)
+    inputs = (each.meta["fact"].value for each in fact(value).inputs)
+    sized = all(isinstance(each, torch.Tensor) for each in inputs)
     return sized and type(fact(value).value) in (int, float)
 
 
 def _has_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether torch has a kernel of its own on CPUs that pays; k is transposed."""
+    """Return whether torch has a kernel on CPUs that pays; k is transposed."""
     alike = q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[3] == v.shape[3]
     dense = q.stride(3) == k.stride(2) == v.stride(3) == 1
     scores = q.shape[:3].numel() * k.shape[3]
@@ -237,22 +235,22 @@ def recognize_linear(product: fx.Node) -> fx.Node | None:
     if not (is_attribute(matrix) and (bias is None or is_attribute(bias))):
         return None
     require(not product.kwargs, "its terms are scaled, or the result is written elsewhere")
-    held = attribute_of(matrix)
-    require(held.dim() == 2, "the model's tensor is no matrix")
-    weight = (held if right is matrix else right.target(held, *right.args[1:])).detach().t()
-    if (weight.shape, weight.stride()) == (held.shape, held.stride()):
-        weight = held  # the model's own tensor, where it is the same view
+    param = attribute_of(matrix)
+    require(param.dim() == 2, "the model's tensor is no matrix")
+    weight = (param if right is matrix else right.target(param, *right.args[1:])).detach().t()
+    if (weight.shape, weight.stride()) == (param.shape, param.stride()):
+        weight = param  # the model's tensor, where it is the same view
     row = bias is None or attribute_of(bias).shape == weight.shape[:1]
     require(row, "what is added is no bias, one number for each output")
     require(all(is_read_only(n) for n in (matrix, bias) if n), "the forward may write the matrix")
 
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta").eval()
-    linear.weight = _parameter(weight, held)
+    linear.weight = _parameter(weight, param)
     if bias is not None:
         linear.bias = _parameter(attribute_of(bias), attribute_of(bias))
     return insert_module(product, linear, (source,), f"{matrix.target}_linear", like=product)
 
 
-def _parameter(value: torch.Tensor, held: torch.Tensor) -> nn.Parameter:
-    """A matmul chooses its kernel also by whether the matrix may ask for a gradient."""
-    return value if isinstance(value, nn.Parameter) else nn.Parameter(value, held.requires_grad)
+def _parameter(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
+    """Return a parameter that asks for a gradient if `like` does: kernels are chosen by that."""
+    return value if isinstance(value, nn.Parameter) else nn.Parameter(value, like.requires_grad)

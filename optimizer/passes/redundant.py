@@ -51,7 +51,7 @@ def eliminate_common_subexpressions(again: fx.Node) -> fx.Node | None:
     first = _twin(again)
     if first is None or not is_pure(again):
         return None
-    unchanged = all(is_unchanged(given, first, again) for given in again.all_input_nodes)
+    unchanged = all(is_unchanged(node, first, again) for node in again.all_input_nodes)
     of_constants = again.op != "call_module" or not is_written(again)
     read_only = is_read_only(first) and is_read_only(again)
     require(unchanged and of_constants, "what it reads may be written in between")
@@ -62,7 +62,7 @@ def eliminate_common_subexpressions(again: fx.Node) -> fx.Node | None:
 
 
 def _twin(again: fx.Node) -> fx.Node | None:
-    """An earlier call of the same on the same, whose result is no list that may be filled."""
+    """Return an earlier call of the same on the same, unless its result is a list or dict."""
     facts = facts_of(again.graph)
     if facts is None or not again.all_input_nodes:
         return None
@@ -155,26 +155,26 @@ def fold_constants(last: fx.Node) -> fx.Node | None:
         return None
     _require_foldable(nodes)
     with torch.no_grad():
-        value = value_of(nodes, lambda held: held)
+        value = value_of(nodes, lambda each: each)
     require(value.dtype == tensor(last).dtype, "autocast gives it another dtype")
     return insert_buffer(last, value, f"{last.name}_folded")
 
 
 def _constant(last: fx.Node) -> list[fx.Node]:
-    """The nodes that make a new tensor of nothing but the model's own, if they do."""
+    """Return the nodes that make a new tensor of nothing but the model's own, if they do."""
     nodes = computation(last, _is_constant)
     new = nodes and isinstance(fact(last).value, torch.Tensor) and not is_external(last)
     return nodes if new else []
 
 
 def _is_constant(node: fx.Node) -> bool:
-    known = node.meta.get("fact")
-    made = node.op == "get_attr" or (node.op.startswith("call") and node.all_input_nodes)
-    return bool(made and known and not known.inputs) and is_pure(node)
+    result = node.meta.get("fact")
+    computed = node.op == "get_attr" or (node.op.startswith("call") and node.all_input_nodes)
+    return bool(computed and result and not result.inputs) and is_pure(node)
 
 
 def _is_folded(user: fx.Node) -> bool:
-    """Whether a reader of a constant is about to be folded together with it."""
+    """Return whether a reader of a constant is about to be folded together with it."""
     try:
         return bool(nodes := _constant(user)) and _require_foldable(nodes)
     except Refused:
@@ -183,8 +183,8 @@ def _is_folded(user: fx.Node) -> bool:
 
 def _require_foldable(nodes: list[fx.Node]) -> bool:
     last = nodes[-1]
-    held = [attribute_of(n) for n in nodes if n.op in ("get_attr", "call_module")]
-    tensors = ([each] if isinstance(each, torch.Tensor) else tensors_of(each) for each in held)
+    attributes = [attribute_of(n) for n in nodes if n.op in ("get_attr", "call_module")]
+    tensors = ([a] if isinstance(a, torch.Tensor) else tensors_of(a) for a in attributes)
     read = {id(each): each for several in tensors for each in several}.values()
     written = (not is_read_only(n) or (n.op == "call_module" and is_written(n)) for n in nodes)
     learns = owner(last).training and any(each.requires_grad for each in read)
@@ -202,13 +202,13 @@ def _bytes(value: torch.Tensor) -> int:
 
 
 def _follows_the_model(nodes: list[fx.Node]) -> bool:
-    """Whether `model.double()` and `model.to(device)` do to the result what they do to a buffer."""
+    """Return whether a cast or move of the model does to the result what it does to a buffer."""
     value, facts = tensor(nodes[-1]), facts_of(nodes[-1].graph)
     other = torch.float32 if value.dtype == torch.float64 else torch.float64
 
-    def cast(held: Any) -> Any:
-        moved = copy.deepcopy(facts.to_meta(held)) if facts else held
-        return moved.to(other) if isinstance(held, nn.Module) or held.is_floating_point() else moved
+    def cast(part: Any) -> Any:
+        moved = copy.deepcopy(facts.to_meta(part)) if facts else part
+        return moved.to(other) if isinstance(part, nn.Module) or part.is_floating_point() else moved
 
     try:
         result = value_of(nodes, cast)

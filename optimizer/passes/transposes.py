@@ -54,13 +54,13 @@ def compose_transposes(outer: fx.Node) -> fx.Node | None:
 
 
 def _permuted(node: fx.Node, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """Axes in the order in which a layout change puts them: those of a tensor of such sizes."""
+    """Return axes in the order in which a layout change puts them, read off a shape of them."""
     change: Any = node.target
     return tuple(change(torch.empty(axes, device="meta"), *node.args[1:]).shape)
 
 
 def _swap(node: fx.Node) -> frozenset[int] | None:
-    """The two axes of a transpose as they were written: equal ones cancel at any rank."""
+    """Return the two axes of a transpose as written: equal ones cancel at any rank."""
     return frozenset((arg(node, 1), arg(node, 2))) if node.target is torch.transpose else None
 
 
@@ -119,7 +119,7 @@ def sink_transposes(outer: fx.Node) -> fx.Node | None:
 
 
 def _sandwich(outer: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The elementwise operations before a transpose and the transposes that they all begin with."""
+    """Return the elementwise operations before a transpose, and the transposes before those."""
     between, inners = set[fx.Node](), set[fx.Node]()
     pending = [arg(outer, 0)]
     while pending:

@@ -99,8 +99,8 @@ def _parser() -> ArgumentParser:
         command.add_argument("--json", action="store_true", help="print JSON")
         if name in ("passes", "explain"):
             continue
-        named = "a registered workload (resnet18), or module:callable that returns a module and its"
-        command.add_argument("model", help=f"{named} example inputs")
+        model = "a registered workload (resnet18), or module:callable that returns a module and its"
+        command.add_argument("model", help=f"{model} example inputs")
         levels = "0 same bits, 1 up to rounding, 2 with kernels of the device, 3 in lower precision"
         command.add_argument("--level", type=int, default=2, help=levels)
         command.add_argument("--device", help="cpu, cuda or mps, to move the model there")
@@ -109,10 +109,8 @@ def _parser() -> ArgumentParser:
             continue
         kinds = ("bf16", "fp16", "int8")
         command.add_argument("--precision", choices=kinds, help="at level 3")
-        engines = (
-            "what may run parts of the model on a CPU at level 2: openvino, onnxruntime, none,"
-        )
-        engines += " or auto, the default: OpenVINO where it is installed"
+        engines = "what may run parts of the model on a CPU at level 2: openvino, onnxruntime,"
+        engines += " none, or auto, the default: OpenVINO where it is installed"
         _add_names(command, "--engines", engines)
     commands.choices["explain"].add_argument("name", help="a pass")
     commands.choices["optimize"].add_argument("--html", help="a file to write the report to")
@@ -122,10 +120,10 @@ def _parser() -> ArgumentParser:
 
 
 def _add_names(parser: ArgumentParser, option: str, text: str, **default: Any) -> None:
-    """An option of one word, so that the model may follow it; given twice, its names add up."""
-    shape: Any = {"action": "extend", "metavar": "NAME[,NAME]"} | default
-    shape["type"] = lambda names: [each for each in names.split(",") if each not in ("", "none")]
-    parser.add_argument(option, help=text, **shape)
+    """Add an option of one word, so that the model may follow it; its uses add up."""
+    settings: Any = {"action": "extend", "metavar": "NAME[,NAME]"} | default
+    settings["type"] = lambda names: [name for name in names.split(",") if name not in ("", "none")]
+    parser.add_argument(option, help=text, **settings)
 
 
 def _passes(options: Namespace) -> tuple[str, Any]:
@@ -157,8 +155,8 @@ def _check(options: Namespace) -> tuple[str, Any]:
 def _bisect(options: Namespace) -> tuple[str, Any]:
     model, inputs = _load(options)
     options.tell("bisecting")
-    found = optimizer.bisect(model, inputs, level=options.level, disable=options.disable)
-    return f"{options.model}: {found}", asdict(found)
+    result = optimizer.bisect(model, inputs, level=options.level, disable=options.disable)
+    return f"{options.model}: {result}", asdict(result)
 
 
 def _compare(options: Namespace) -> tuple[str, Any]:
@@ -173,25 +171,25 @@ def _cost(options: Namespace) -> tuple[str, Any]:
     after = roofline(fast, inputs, before.ceilings, workspaces=True)
     peak = optimizer.measure(fast, inputs, repeats=1, warmup=1).peak_memory
     data = {"before": asdict(before), "after": asdict(after), "measured": peak}
-    told = f"{after}\nbefore: {before.totals()}\npeak memory measured: {peak:,} bytes"
-    return told + _not_counted(fast), data | {"remark": _not_counted(fast).strip()}
+    text = f"{after}\nbefore: {before.totals()}\npeak memory measured: {peak:,} bytes"
+    return text + _not_counted(fast), data | {"remark": _not_counted(fast).strip()}
 
 
 def _not_counted(fast: Any) -> str:
-    """What runs parts of calls like the example, which no node of the portable code shows."""
-    others = {each.chosen for each in fast.report.choices} - {AS_IT_IS}
+    """Return a remark on what runs parts of such calls, which no node of the code shows."""
+    programs = {each.chosen for each in fast.report.choices} - {AS_IT_IS}
     head = "these are the nodes of the portable code; in calls like the example parts are run by"
     tail = "instead, whose work and memory of their own are not counted"
-    return f"\n{head} {', '.join(sorted(others))} {tail}" if others else ""
+    return f"\n{head} {', '.join(sorted(programs))} {tail}" if programs else ""
 
 
 def _optimized(options: Namespace, **settings: Any) -> tuple[nn.Module, Any, Any]:
     engines = "auto" if options.engines in (None, ["auto"]) else options.engines
-    tuned = {"level": options.level, "precision": options.precision, "engines": engines}
-    Tuning.of(**tuned)  # raises before any work
+    tuning = {"level": options.level, "precision": options.precision, "engines": engines}
+    Tuning.of(**tuning)  # raises before any work
     model, inputs = _load(options)
     options.tell("optimizing")
-    fast = optimizer.optimize(model, inputs, disable=options.disable, **tuned, **settings)
+    fast = optimizer.optimize(model, inputs, disable=options.disable, **tuning, **settings)
     options.tell("running both, the model and the optimized one")
     return model, fast, inputs
 
@@ -201,11 +199,11 @@ def _load(options: Namespace) -> tuple[nn.Module, Any]:
     try:
         torch.empty(0, device=options.device)
     except (AssertionError, RuntimeError) as error:
-        told = f"--device {options.device} cannot be used here: {error}"
-        raise optimizer.DeviceError(told) from error
+        reason = f"--device {options.device} cannot be used here: {error}"
+        raise optimizer.DeviceError(reason) from error
     options.tell(f"making {options.model}")
     if ":" in options.model:
-        return _built(options.model, options.device)
+        return _from_callable(options.model, options.device)
     try:
         workload = workloads.load(options.model, device=options.device or "cpu")
     except workloads.UnknownWorkloadError as error:
@@ -213,8 +211,8 @@ def _load(options: Namespace) -> tuple[nn.Module, Any]:
     return workload.module, workload.example_inputs
 
 
-def _built(name: str, device: str | None) -> tuple[nn.Module, Any]:
-    """What a function of the user's returns, which may be of any kind."""
+def _from_callable(name: str, device: str | None) -> tuple[nn.Module, Any]:
+    """Return the model and inputs that a function of the user's returns, on a device."""
     path, _, attribute = name.partition(":")
     sys.path.insert(0, "")
     try:

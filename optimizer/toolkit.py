@@ -32,27 +32,26 @@ __all__ = [
 
 
 def find(module: fx.GraphModule, target: Target | tuple[Target, ...]) -> list[fx.Node]:
-    """The calls of a function, of plain modules of a class, or of a method, in order.
+    """Return the calls of a function, of plain modules of a class, or of a method, in order.
 
     Each spelling finds what the capture makes of it: `torch.relu`, `nn.ReLU` and `"relu"` find
     the same. A node has its inputs in `all_input_nodes` and its readers in `users`.
     """
-    named = target if isinstance(target, tuple) else (target,)
-    for each in named:
+    targets = target if isinstance(target, tuple) else (target,)
+    for each in targets:
         if isinstance(each, nn.Module) or not (callable(each) or isinstance(each, str)):
             raise InputError(
                 f"{each!r} cannot be looked for: pass a function, a module's class or the name"
                 " of a method."
             )
-    wanted = {spelled(each) for each in named}
-    return [node for node in require_graph(module).nodes if callee(node) in wanted]
+    spellings = set(map(spelled, targets))
+    return [node for node in require_graph(module).nodes if callee(node) in spellings]
 
 
 def table(nodes: fx.GraphModule | Iterable[fx.Node]) -> str:
-    """Nodes as text: what each calls, what it reads, who reads it, its shape where known."""
-    listed = nodes.graph.nodes if isinstance(nodes, fx.GraphModule) else nodes
+    """Return nodes as text: what each calls and reads, what reads it, its shape where known."""
     rows = [("name", "calls", "reads", "read by", "shape")]
-    for node in listed:
+    for node in nodes.graph.nodes if isinstance(nodes, fx.GraphModule) else nodes:
         reads = " ".join(each.name for each in node.all_input_nodes)
         readers = " ".join(each.name for each in node.users)
         rows.append((node.name, describe(node), reads, readers, shape_text(node)))
@@ -64,8 +63,8 @@ def replace_op(
 ) -> fx.GraphModule:
     """Call something else wherever `target` is called, as `find` finds it.
 
-    A function or method is given the arguments that differ from their defaults; a module, or a
-    new one of a class for each call, is given the values alone. What was done in place still is.
+    A function or method takes the arguments that differ from their defaults; a module, or a new
+    one of a class for each call, takes the values alone. What was done in place still is.
 
     Raises:
         InputError: the replacement does not take the arguments.
@@ -101,13 +100,12 @@ def insert_after(
         raise InputError("nothing comes after the output: insert after the node that it returns.")
     is_input = node.op == "placeholder"
     last = node.graph.find_nodes(op="placeholder")[-1] if is_input else node
-    given = [each for each in (*args, *kwargs.values()) if isinstance(each, fx.Node)]
-    if any(last < each for each in given):
+    if any(isinstance(each, fx.Node) and last < each for each in (*args, *kwargs.values())):
         raise InputError(f"an argument is computed after '{node.name}': insert after that one.")
-    reading = list(node.users if readers is None else readers)
+    users = list(node.users if readers is None else readers)
     with node.graph.inserting_after(last):
         added = insert_call(owner(node), target, (node, *args), kwargs)
-    for reader in reading:
+    for reader in users:
         reader.replace_input_with(node, added)
     _tidy(owner(node))
     return added
@@ -139,25 +137,25 @@ def decompose(module: fx.GraphModule, rules: Mapping[Target, Callable[..., Any]]
     """Replace operations by what rules compute, until none is left that has a rule.
 
     A rule is Python code on the values and on the arguments that differ from their defaults:
-    `{torch.relu: lambda x: (x > 0) * x}`. The rule of a module's class is given the module
-    first. What a rule calls may have a rule itself.
+    `{torch.relu: lambda x: (x > 0) * x}`. The rule of a module's class takes the module first.
+    What a rule calls may have a rule itself.
 
     Raises:
         CaptureError: a rule cannot be recorded.
         InputError: a rule leads back to itself, or returns no single value.
     """
     edited = _copy(module)
-    named = {spelled(target): rule for target, rule in rules.items()}
+    rule_of = {spelled(target): rule for target, rule in rules.items()}
     inside: tuple[Any, ...] = ()  # the operations whose rules a node comes from
     pending = [(node, inside) for node in edited.graph.nodes]
     while pending:
         node, inside = pending.pop()
         operation = callee(node)
-        if operation not in named:
+        if operation not in rule_of:
             continue
         if operation in inside:
             raise InputError(f"the rules never end: what replaces '{describe(node)}' calls it.")
-        pending += [(each, (*inside, operation)) for each in _expand(node, named[operation])]
+        pending += [(each, (*inside, operation)) for each in _expand(node, rule_of[operation])]
     return _rebuilt(edited)
 
 
@@ -194,7 +192,7 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _rebuilt(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with only the modules that it calls."""
+    """Return the same graph with only the modules that it calls."""
     module.graph.lint()
     return fx.GraphModule(module, module.graph, type(module).__name__)
 
@@ -209,18 +207,16 @@ def _tidy(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _expand(node: fx.Node, rule: Callable[..., Any]) -> list[fx.Node]:
-    """Put what a rule computes in the place of a node; returns the new nodes."""
-    args, kwargs = operands(node)
-    read = node.all_input_nodes
-    held = {"layer": module_of(node)} if node.op == "call_module" else {}
+    """Put what a rule computes in the place of a node; return the new nodes."""
+    read, call = node.all_input_nodes, operands(node)
+    modules = {"layer": module_of(node)} if node.op == "call_module" else {}
 
     def traced(*values: Any) -> Any:
-        given = dict(zip(read, values, strict=True))
-        filled = fx.node.map_arg((args, kwargs), given.__getitem__)
-        return rule(*held.values(), *filled[0], **filled[1])
+        args, kwargs = fx.node.map_arg(call, dict(zip(read, values, strict=True)).__getitem__)
+        return rule(*modules.values(), *args, **kwargs)
 
     traced.__name__ = f"the rule for {describe(node)}"
-    part = record(traced, [f"operand_{index}" for index in range(len(read))], held)
+    part = record(traced, [f"operand_{index}" for index in range(len(read))], modules)
     inner = [path for path in paths_of(part) if path.partition(".")[0] == "layer"]
     paths = {path: f"{node.target}{path.removeprefix('layer')}" for path in inner}
     value, added = inline(node, part, read, paths)

@@ -238,7 +238,7 @@ def test_a_mistake_is_one_line_on_stderr(
     if command in BEFORE_ANY_WORK:
         build = fails(AssertionError("a model was built"))
         monkeypatch.setattr("optimizer.workloads.load", build)
-        monkeypatch.setattr("optimizer.__main__._built", build)
+        monkeypatch.setattr("optimizer.__main__._from_callable", build)
 
     code, out, err = run(command)
 

@@ -64,7 +64,7 @@ def ceilings() -> Ceilings:
 
 
 def observed(model: nn.Module, example_inputs: ExampleInputs) -> tuple[fx.GraphModule, Call]:
-    """The graph that a model runs, or an optimized module holds, with facts, and its arguments."""
+    """Return the graph of a model, or of an optimized module, with facts, and its call."""
     call = as_call(example_inputs)
     try:
         module = capture_call(require_module(model), call)
@@ -92,16 +92,16 @@ class Operators(Effects):  # type: ignore[no-untyped-call]
         return result
 
 
-def _runs_a_kernel(func: Any, given: Any, result: Any) -> bool:
-    """A view takes none, nor does a tensor without content, a number, or a change of shape."""
+def _runs_a_kernel(func: Any, args: Any, result: Any) -> bool:
+    """Return whether it does: no view, tensor without content, number or change of shape does."""
     without_content = "empty" in str(func) or func is torch.ops.aten.scalar_tensor.default
     if torch.Tag.inplace_view in func.tags or without_content:
         return False
-    return func._schema.is_mutable or not storages_in(result) <= storages_in(given)
+    return func._schema.is_mutable or not storages_in(result) <= storages_in(args)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """The bytes of the elements of a tensor; those that it repeats lie in memory once."""
+    """Return the bytes of a tensor's elements; those that it repeats lie in memory once."""
     sizes = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(sizes) * tensor.itemsize if tensor.numel() else 0
 
@@ -160,17 +160,17 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """The sum over all nodes, one after the other."""
+        """Return the sum over all nodes, one after the other."""
         return sum(row.seconds(self.ceilings) for row in self.rows)
 
     @property
     def peak(self) -> int:
-        """The least memory that a call in this order takes above its weights and inputs."""
+        """Return the least memory that a call in this order takes above its weights and inputs."""
         return max(row.live for row in self.rows)
 
     @property
     def highest(self) -> Cost:
-        """The first node at which most memory is taken, workspaces included."""
+        """Return the first node at which most memory is taken, workspaces included."""
         return max(self.rows, key=lambda row: row.live + row.workspace)
 
     def __str__(self) -> str:
@@ -237,7 +237,7 @@ def roofline(
 
 
 def measured(model: nn.Module, fast: Any, example_inputs: ExampleInputs) -> Report:
-    """The report of an optimized module, with what is counted and timed before and after.
+    """Return the report of an optimized module with what was counted and timed.
 
     Kernels, FLOPs and bytes are those of the portable code; what cannot be recorded has none.
 
@@ -274,7 +274,7 @@ def _peaks(module: fx.GraphModule, call: Call) -> list[int]:
 
 
 def _lifetimes(nodes: list[fx.Node], external: set[int]) -> list[tuple[int, int, int]]:
-    """The bytes of each storage that a call makes, and the places of its first and last node."""
+    """Return the bytes of each storage that a call makes, and its first and last node's place."""
     place = {node: index for index, node in enumerate(nodes)}
     lives: dict[int, tuple[int, int, int]] = {}
     for node, index in place.items():

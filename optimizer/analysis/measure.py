@@ -42,7 +42,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """The spread of at least one sample."""
+        """Return the spread of at least one sample."""
         ordered, count = sorted(samples), len(samples)
         # The median is below the k + 1st of `count` samples as often as at most k of so many tossed
         # coins show heads: in at most 1 of 40 cases, then, and as often above.
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """'faster' or 'slower' if the interval of the speed-up says so, else 'no difference'."""
+        """Return 'faster' or 'slower' if the speed-up's interval says so, else 'no difference'."""
         if self.speedup.low > 1:
             return "faster"
         return "slower" if self.speedup.high < 1 else "no difference"
@@ -150,7 +150,7 @@ def require_at_least(fewest: int, **counts: int) -> None:
 def _rounds(
     modules: list[nn.Module], inputs: ExampleInputs, order: list[int], rounds: int, warmup: int
 ) -> tuple[list[list[float]], list[Measurement]]:
-    """The seconds of the calls in each round, in this order of modules; and of each module, all."""
+    """Return the seconds of the calls of each round, in this order, and what each module took."""
     weights = [each for module in modules for each in require_module(module).parameters()]
     call = as_call(inputs)
     device = device_of([*tensors_in(call), *weights])
@@ -172,22 +172,22 @@ def _rounds(
             args, kwargs = call.copied()
             with undisturbed():  # so that nothing older is freed meanwhile
                 peak = device.peak_memory(partial(module, *args, **kwargs))
-            own = [row[i] for row in times for i, which in enumerate(order) if which == number]
-            measurements.append(Measurement(Spread.of(own), peak, device.name))
+            samples = [row[i] for row in times for i, which in enumerate(order) if which == number]
+            measurements.append(Measurement(Spread.of(samples), peak, device.name))
         return times, measurements
 
 
 @contextlib.contextmanager
 def _as_before(*modules: nn.Module) -> Iterator[None]:
-    """Without gradients inside; modes, buffers and random state outside as they were."""
+    """Run without gradients; restore modes, buffers and the random state after."""
     parts = [part for module in modules for part in module.modules()]
-    kept = [(part, part.training, dict(part._buffers)) for part in parts]
+    states = [(part, part.training, dict(part._buffers)) for part in parts]
     values = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
     with own_random_numbers(), torch.no_grad():
         try:
             yield
         finally:
-            for part, training, buffers in kept:
+            for part, training, buffers in states:
                 part.training = training
                 for name, buffer in buffers.items():  # TorchScript's table has no update
                     part._buffers[name] = buffer

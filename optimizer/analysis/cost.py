@@ -39,7 +39,7 @@ from optimizer.verify.check import NodeByNode
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a machine can do at best, in floating-point operations and bytes per second."""
+    """The most floating-point operations and bytes per second of a machine."""
 
     flops: float
     bytes: float

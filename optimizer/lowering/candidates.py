@@ -56,9 +56,9 @@ def in_channels_last(
 
 
 class LaidOut(nn.Module):
-    """What runs a region, with outputs that lie as the region's own.
+    """Run a region by a program, with outputs laid out as the region's own.
 
-    What reads them was recorded so: a view of them may not be had, or lie elsewhere.
+    What reads them was recorded so: another layout may not have a view, or have it elsewhere.
     """
 
     def __init__(self, program: nn.Module, region: fx.GraphModule) -> None:
@@ -85,7 +85,7 @@ class CudaGraph(nn.Module):
     """A program as one CUDA graph: all of its kernels in one launch, on memory of their own.
 
     A graph reads and writes the same memory in every replay. So the inputs of a call, which have
-    the sizes, strides and dtypes of the given ones, are copied to where it reads them, and its
+    the sizes, strides and dtypes of `inputs`, are copied to where it reads them, and its
     outputs from where it writes them. Calls take turns, also those of several threads or streams.
 
     It holds the program, what one forward needs at its peak, its inputs and outputs.
@@ -129,15 +129,15 @@ CANDIDATES: dict[str, Maker] = {
 
 
 class Policy(NamedTuple):
-    """What is known of a kind of device; by default, that nothing helps but fewer calls.
+    """The candidates for a kind of device; by default none, so that level 2 only saves calls.
 
     Attributes:
-        offered: what may run a region, the most promising first.
-        pays: whether the first of it is known to be faster, so that it runs without timing.
-        settings: what, besides the call, kernels are chosen by; False while no plan may run.
-        hardware: what decisions are made for.
+        offered: the candidates for a region, the most promising first.
+        pays: whether the first of them is faster for certain, so that it runs without timing.
+        settings: the settings that kernels are chosen by; False while no plan may run.
+        hardware: the name of the hardware that a decision is for.
         takes_engines: whether there are engines for it.
-        for_calls: what may run a whole call, once each of its regions is chosen.
+        for_calls: the candidates for a whole call, once each of its regions is chosen.
     """
 
     offered: Callable[[fx.GraphModule, Sequence[torch.Tensor]], list[str]] = lambda *_: []
@@ -197,7 +197,7 @@ POLICIES = {
 
 
 def policy_of(tensors: Iterable[torch.Tensor]) -> Policy:
-    """Return what is known of the device that work on `tensors` is done on."""
+    """Return the policy for the device that work on `tensors` is done on."""
     kinds = (tensor.device.type for tensor in tensors)
     return POLICIES.get(next((kind for kind in kinds if kind != "cpu"), "cpu"), _UNKNOWN)
 

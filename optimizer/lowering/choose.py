@@ -39,10 +39,10 @@ Runs = Mapping[str, Callable[..., Any]]  # what is timed, by name
 
 
 class Times:
-    """What calls with some inputs took, by the name of the program.
+    """The seconds of calls with some inputs, by the name of the program.
 
-    Level 2 takes time nowhere else: a test puts another `race`, or `call`, in the place of these.
-    What disturbs the machine lasts longer than a moment: before `enough` seconds, nothing is clear.
+    Level 2 takes time nowhere else: a test replaces `race` or `call`. What disturbs the machine
+    lasts longer than a moment: before `enough` seconds, nothing is clear.
     """
 
     def __init__(self, inputs: Sequence[Any], enough: float = SHORT) -> None:
@@ -122,10 +122,10 @@ def _geometry(tensor: torch.Tensor) -> str:
 
 
 class Tuning(NamedTuple):
-    """What a caller allows level 2 to do.
+    """The options of a caller for level 2.
 
     Attributes:
-        seconds: how long they are timed; 0 times none.
+        seconds: how long candidates are timed; 0 times none.
         precision: of matrix products and convolutions, where it is not to be the model's own.
         cuda_graph: whether a whole call may be one.
         engines: the names of those that may run a region on the CPU.

@@ -142,7 +142,7 @@ def _ungrouped(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], Any]:
 
 
 class OnnxRuntime:
-    """Takes 3 to 15 seconds to prepare, nearly all of it in the exporter.
+    """ONNX Runtime, which takes 3 to 15 seconds to prepare, nearly all of it in the exporter.
 
     Source: https://onnxruntime.ai/docs/api/python, `InferenceSession`.
     """
@@ -174,7 +174,7 @@ class OnnxRuntime:
 
 
 class OpenVino:
-    """Compiles in a second, and shares memory with torch both ways.
+    """OpenVINO, which compiles in a second, and shares memory with torch both ways.
 
     Source: https://docs.openvino.ai, "Python API", `FrontEndManager` and `compile_model`.
     """

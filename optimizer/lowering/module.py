@@ -83,8 +83,8 @@ class LoweredModule(Constants, OptimizedModule):
     ) -> Plan:
         """Make a plan for calls like this one, in which there is no obstacle, or raise InputError.
 
-        `judge` says what is wrong with its answer. The plan goes to `plans`, those of the weights
-        that it is made of: other ones may come meanwhile.
+        `judge` says what is wrong with its answer. The plan is put into `plans`, those of the
+        weights that it packs: others may be loaded meanwhile.
         """
         signature, plans = Signature.of(*call), self._plans if plans is None else plans
         if signature is None:
@@ -109,7 +109,7 @@ class LoweredModule(Constants, OptimizedModule):
     def _require_right_and_fast(
         self, plan: Plan, call: Call, chooser: Chooser, judge: Judge
     ) -> None:
-        """Compare a copy of the call, which it may write, and take the time of more such calls."""
+        """Compare a copy of the call, which it may write, and time more such calls."""
         functions = {"plan": self.forward, "portable": self.run_portable}
         runs = {name: lambda c, f=f: f(*c.args, **c.kwargs) for name, f in functions.items()}
         times = Times((call,))

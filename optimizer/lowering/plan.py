@@ -1,7 +1,4 @@
-"""A call that was lowered: for inputs of the sizes, strides and dtypes of one example only.
-
-Which plan a call may run: that of its sizes, strides, dtypes, devices and settings, if any.
-"""
+"""A call that was lowered, for the sizes, strides, dtypes, devices and settings of one example."""
 
 from __future__ import annotations
 
@@ -20,14 +17,12 @@ from optimizer.lowering.candidates import AS_IT_IS, policy_of
 from optimizer.lowering.choose import ByRegion, Chooser, Runs, Times, key_of, varied
 from optimizer.lowering.partition import as_function
 from optimizer.lowering.precision import Precision, in_precision
-from optimizer.lowering.trace import StraightLine, exact_copy
+from optimizer.lowering.trace import LITERALS, StraightLine, exact_copy
 from optimizer.verify.equivalence import Answer, compare_answers, relative_error
-
-_NUMBERS = (bool, int, float, str, type(None))
 
 
 class Key(NamedTuple):
-    """What a plan is made for.
+    """The properties of a call that a plan is for.
 
     Attributes:
         what: the structure of the arguments, and the geometry of each tensor.
@@ -41,7 +36,7 @@ class Key(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What a plan is made for, and the tensors of a call that has it."""
+    """The key of a call's plan, and the call's tensors."""
 
     key: Key
     tensors: list[torch.Tensor]
@@ -57,7 +52,7 @@ class Signature(NamedTuple):
             leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
             spec = str(tree)
         tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
-        if not all(type(leaf) is torch.Tensor or type(leaf) in _NUMBERS for leaf in leaves):
+        if not all(type(leaf) is torch.Tensor or type(leaf) in LITERALS for leaf in leaves):
             return None
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return None
@@ -84,10 +79,10 @@ _CLEARLY = 0.1  # of a call's time, at least
 
 
 class Plan:
-    """What runs instead of a module's own code for calls of one signature.
+    """A program that runs instead of a module's code for calls of one signature.
 
     Attributes:
-        choices: which program runs each region.
+        choices: the program that runs each region.
         precision: that of its products, where it is not the module's own.
         error: the largest that was seen, relative to the largest value of an output.
     """
@@ -97,10 +92,10 @@ class Plan:
     ) -> None:
         self.rebuild, self.precision, self.error = line.rebuild, precision, 0.0
         self.is_open, module, start = line.is_open, line.module, len(chooser.choices)
-        inputs, others = list(map(exact_copy, line.inputs)), list(map(varied, line.inputs))
+        inputs, variants = list(map(exact_copy, line.inputs)), list(map(varied, line.inputs))
         if precision:
             require(not line.binds, "it writes what has other names")
-            module = in_precision(module, (inputs, others), precision.dtype)
+            module = in_precision(module, (inputs, variants), precision.dtype)
         with torch.no_grad():
             regions = ByRegion(module, chooser)
             outputs = tuple(regions.run(*inputs))
@@ -113,8 +108,8 @@ class Plan:
             expected = Answer(line.outputs, (line.after, {}))
             self._require_same(line, line.inputs, expected, Answer(outputs, (tuple(inputs), {})))
             if precision:
-                before, after = (Answer(run(*others), ()) for run in (line.module, self.program))
-                self._require_same(line, others, before, after)
+                before, after = (Answer(run(*variants), ()) for run in (line.module, self.program))
+                self._require_same(line, variants, before, after)
         self.choices = tuple(chooser.choices[start:])
 
     def _require_same(

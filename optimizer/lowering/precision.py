@@ -108,7 +108,7 @@ class _Ranges(fx.Interpreter):
 
 
 class _Writer:
-    """Writes each node in the precision that it is to have, with the casts that it needs."""
+    """Write each node in the precision that it is to have, with the casts that it needs."""
 
     def __init__(self, line: fx.GraphModule, ranges: _Ranges, low: torch.dtype) -> None:
         self.line, self.ranges, self.low_dtype = line, ranges, low

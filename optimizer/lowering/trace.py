@@ -33,12 +33,13 @@ from optimizer.lowering.partition import KNOWN, arguments_of
 
 _WHOLE = KNOWN | {"gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
 _LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
+LITERALS = frozenset((bool, int, float, str, type(None)))  # leaves of a call but tensors
 _SAME = frozenset(("alias", "detach", "lift_fresh"))  # as their argument
 
 
 @dataclass(frozen=True)
 class StraightLine:
-    """What one call did.
+    """A recorded call.
 
     Attributes:
         module: takes the call's tensors in order, returns such outputs as a tuple.
@@ -95,7 +96,7 @@ def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
     places = {id(each): place for place, each in enumerate(_distinct(output))}
     sources = [(places.get(id(leaf)), None if id(leaf) in places else leaf) for leaf in leaves]
     kinds = {type(leaf) for _, leaf in sources}
-    require(kinds <= {bool, int, float, str, type(None)}, "it returns an object of its own")
+    require(kinds <= LITERALS, "it returns an object of its own")
 
     def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
         leaves = [leaf if place is None else tensors[place] for place, leaf in sources]
@@ -105,7 +106,7 @@ def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
 
 
 class _Reads(TorchFunctionMode):
-    """Refuse what hands data to Python; a layer that sees a mode takes no fast path of its own."""
+    """Refuse what hands data to Python; below a mode, layers take no fast path of their own."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -116,7 +117,7 @@ class _Reads(TorchFunctionMode):
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Write down, as a graph, what is computed of some inputs while this mode is on.
+    """Record, as a graph, what is computed of some inputs while this mode is on.
 
     Args:
         inputs: the placeholders of the graph, in order.

@@ -55,7 +55,7 @@ class Pipeline:
 
     @property
     def refused(self) -> list[Refusal]:
-        """What the last sweep of each pass refused."""
+        """Return the refusals of the last sweep of each pass."""
         return [refusal for refusals in self._refused.values() for refusal in refusals]
 
     def run(self, passes: Sequence[Pass]) -> None:

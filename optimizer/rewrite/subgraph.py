@@ -115,7 +115,7 @@ class Match:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """What the match replaces, in the order in which it runs."""
+        """Return the nodes that the match replaces, in the order in which they run."""
         matched = {value for key, value in self.values.items() if key.op != "placeholder"}
         return sorted(matched)
 

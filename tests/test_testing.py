@@ -35,7 +35,7 @@ from optimizer.testing import (
     smallest,
 )
 from optimizer.testing._observe import observe
-from optimizer.testing._strategies import swarm
+from optimizer.testing._strategies import NOT_RECORDED, swarm
 
 Tokens = tuple[str, ...]
 PACKAGE = Path(optimizer.testing.__file__).parents[1]
@@ -130,7 +130,7 @@ class TestGeneration:
     def test_no_example_is_rejected(self, focus: str | None) -> None:
         ran = 0
 
-        @settings(max_examples=40)
+        @settings(max_examples=20)
         @given(models(focus=focus))
         def runs(spec: Spec) -> None:
             nonlocal ran
@@ -140,10 +140,13 @@ class TestGeneration:
 
         runs()
 
-        assert ran == 40
+        assert ran == 20
 
-    # One of each family: all are one choice among the others.
-    @pytest.mark.parametrize("token", [list(family)[-1] for family in FAMILIES.values()])
+    # One of each family, of those that are not drawn seldom: all are one choice among the others.
+    @pytest.mark.parametrize(
+        "token",
+        [[each for each in family if each not in NOT_RECORDED][-1] for family in FAMILIES.values()],
+    )
     def test_a_token_is_found_and_stands_alone(self, token: str) -> None:
         assert smallest_of(lambda tokens: token in tokens) == Spec((token,), SHAPES[0])
 
@@ -155,9 +158,9 @@ class TestGeneration:
         assert {f"{first} {word} {' '.join(rest)}" for word in ("dup", "out", "again")} <= programs
 
     @pytest.mark.parametrize("name", MOTIFS)
-    def test_every_near_miss_runs_on_every_shape(self, name: str) -> None:
+    def test_every_near_miss_runs_on_every_rank(self, name: str) -> None:
         for program in MOTIFS[name].near:
-            for shape in SHAPES:
+            for shape in FEW:
                 spec = Spec(tuple(program.split()), shape)
 
                 assert observe(spec.build(), spec.inputs()).values

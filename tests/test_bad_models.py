@@ -25,7 +25,7 @@ from optimizer import EquivalenceError, InputError
 from optimizer.core.inputs import Call
 from optimizer.frontend.symbolic import capture_call
 from optimizer.rewrite.pipeline import Pipeline
-from tests.single_pass import function_of, rows
+from tests.single_pass import every_other, function_of, rows
 
 X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
 ANOTHER = torch.ones(2, 4, 4, 4)
@@ -193,11 +193,10 @@ def state_of(model: nn.Module) -> list[object]:
     ]
 
 
-CHECKS = pytest.mark.parametrize("check", ["final", "each", None])
+CHECKS = ("final", "each", None)
 
 
-@CHECKS
-@pytest.mark.parametrize("what", LEFT_AS_IT_IS)
+@pytest.mark.parametrize(("what", "check"), every_other(LEFT_AS_IT_IS, CHECKS))
 def test_a_model_runs_unchanged_with_a_remark_if_it(what: str, check: Any) -> None:
     make, words = LEFT_AS_IT_IS[what]
     model = make()
@@ -224,8 +223,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("what", LEFT_AS_IT_IS)
+@pytest.mark.parametrize(("what", "change"), every_other(LEFT_AS_IT_IS, CHANGES))
 def test_a_change_of_the_result_does_not_reach_the_model(what: str, change: str) -> None:
     model = LEFT_AS_IT_IS[what][0]()
     before, expected = state_of(model), answers(model)
@@ -239,8 +237,7 @@ def test_a_change_of_the_result_does_not_reach_the_model(what: str, change: str)
     assert all(map(torch.equal, answers(model), expected))
 
 
-@CHECKS
-@pytest.mark.parametrize("what", FOLDED)
+@pytest.mark.parametrize(("what", "check"), every_other(FOLDED, CHECKS))
 def test_the_rest_is_optimized_around(what: str, check: Any) -> None:
     model = FOLDED[what]()
     before = state_of(model)

@@ -305,8 +305,9 @@ def test_buffers_are_written_as_in_eager(training: bool) -> None:
     assert_same(eager.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize(("level", "folded"), [(0, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("mode", "level", "folded"), [(torch.no_grad, 0, 0), (torch.inference_mode, 1, 1)]
+)
 def test_any_batch(mode: Any, level: int, folded: int, folds: Any) -> None:
     model = Block()
     fast = compiled(model, level=level)

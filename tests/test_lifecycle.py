@@ -28,7 +28,7 @@ import optimizer
 from optimizer import InputError
 from tests.conftest import address
 from tests.repository import table
-from tests.single_pass import Forward
+from tests.single_pass import Forward, every_other
 
 X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
 
@@ -63,8 +63,7 @@ THINGS_TO_DO: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("thing", THINGS_TO_DO)
-@pytest.mark.parametrize("check", ["final", "each", None])
+@pytest.mark.parametrize(("thing", "check"), every_other(THINGS_TO_DO, ("final", "each", None)))
 def test_the_callers_model_is_not_touched(thing: str, check: Any) -> None:
     model = small()
     before, random_state = state_of(model), torch.get_rng_state()
@@ -349,7 +348,9 @@ ELSEWHERE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", ELSEWHERE)
+@pytest.mark.parametrize(
+    ("optimized", "where"), every_other(NETS, ELSEWHERE), indirect=["optimized"]
+)
 def test_the_result_gives_the_same_answers_through(where: str, optimized: Any) -> None:
     model, fast, inputs = optimized
 

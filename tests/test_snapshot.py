@@ -10,6 +10,7 @@ import dataclasses
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import optimizer
 from optimizer import InputError
+from tests.single_pass import every_other
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 
@@ -80,9 +82,9 @@ def call(model: nn.Module, inputs: Any = X) -> Any:
         return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("kind", [Net, Branching])
+@pytest.mark.parametrize(
+    ("kind", "write", "level"), every_other((Net, Branching), WRITES, (0, 1, 2))
+)
 def test_no_later_write_is_seen(kind: type[Net], write: str, level: int) -> None:
     model = kind()
     fast = optimizer.optimize(model, X, level=level, tune_seconds=0)
@@ -231,7 +233,7 @@ AGAIN: dict[str, Callable[[Any, Any], Any]] = {
     "itself": lambda fast, inputs: fast,
     "a deepcopy": lambda fast, inputs: copy.deepcopy(fast),
     "a pickled one": lambda fast, inputs: COPIES["pickle"](fast),
-    "optimized twice": optimizer.optimize,
+    "optimized twice": partial(optimizer.optimize, tune_seconds=0, engines=()),
 }
 
 

@@ -88,6 +88,6 @@ def calls(model: nn.Module) -> int:
 def test_four_times_the_nodes_are_four_times_the_work(name: str) -> None:
     calls(MODELS[name](1).eval())  # what is made ready once
 
-    few, many = (calls(MODELS[name](times).eval()) for times in (60, 240))
+    few, many = (calls(MODELS[name](times).eval()) for times in (40, 160))
 
-    assert many < 4.4 * few
+    assert many < 4.2 * few  # counted, it is at most 3.98

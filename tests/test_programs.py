@@ -195,7 +195,8 @@ def forward(m, x): n = len(history); return m.child(m.linear(x)) * (n + 1)
 == a parametrization that changes what its parent read : dynamo : a hook or parametrization
 class Counted(nn.Module):
     def forward(self, weight): history.append(1); return weight
-held = {"child": nn.utils.parametrize.register_parametrization(nn.Linear(4, 4), "weight", Counted())}
+held, parametrized = {"child": nn.Linear(4, 4)}, nn.utils.parametrize.register_parametrization
+parametrized(held["child"], "weight", Counted())
 def forward(m, x): n = len(history); return m.child(m.linear(x)) * (n + 1)
 == a child with a hook that counts : eager : it sets the attribute
 class Shift(nn.Module):

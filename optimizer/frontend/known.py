@@ -165,15 +165,9 @@ class Code:
 
     def obstacles(self) -> Iterator[str]:
         """Yield each reason why the model may not be recorded with stand-ins."""
-        is_plain_throughout = True
-        for module in self.modules:
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            if not is_plain(module):  # it is called as it is
-                is_plain_throughout = False
-                hooks = (each for name in HOOKS for each in vars(module)[name].values())
-                own = (each for each in hooks if not is_of_torch(type(each)))
-                yield from self._visit((*own, vars(module).get("forward")), "a hook")
+        modules = [m for m in self.modules if not isinstance(m, torch.jit.ScriptModule)]
+        for module in modules:
+            yield from self._visit_own_code(module)
             if is_of_torch(type(module)) and not isinstance(module, fx.GraphModule):
                 for name in vars(module).keys() - OF_EVERY_MODULE - {"forward"}:
                     yield from self._visit(vars(module)[name], name)
@@ -186,10 +180,15 @@ class Code:
         while self._pending:
             yield from self._follow(self._pending.pop())
         attributes_of_functions = set(map(id, map(vars, self.functions)))
-        if not is_plain_throughout and not attributes_of_functions.issuperset(
-            map(id, self.objects)
-        ):
+        reached = not attributes_of_functions.issuperset(map(id, self.objects))
+        if reached and not all(map(is_plain, modules)):
             yield "a hook or parametrization may change what its code finds"
+
+    def _visit_own_code(self, module: nn.Module) -> Iterator[str]:
+        """Look at what a module calls besides the forward of its class, but for torch's hooks."""
+        hooks = (each for name in HOOKS for each in vars(module)[name].values())
+        own = (each for each in hooks if not is_of_torch(type(each)))
+        yield from self._visit((*own, vars(module).get("forward")), "a hook")
 
     def asks_for_autocast(self) -> bool:
         """Return whether a function that was looked at names autocast, and may depend on it."""

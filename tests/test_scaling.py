@@ -90,4 +90,4 @@ def test_four_times_the_nodes_are_four_times_the_work(name: str) -> None:
 
     few, many = (calls(MODELS[name](times).eval()) for times in (40, 160))
 
-    assert many < 4.2 * few  # counted, it is at most 3.98
+    assert many < 4.15 * few  # counted, it is at most 3.98

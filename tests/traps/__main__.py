@@ -24,21 +24,22 @@ eager does, call by call, with and without example inputs.
 
 def table() -> str:
     """The page."""
-    rows = [*_models(), *_others()]
-    lines = [f"| {number} | {what} | {outcome} |" for number, what, outcome in sorted(rows)]
-    return "\n".join([HEAD, *lines])
+    models = ((trap.number, trap.what, outcome(optimized(trap))) for trap in TRAPS)
+    return "\n".join([HEAD, *map(line, sorted([*models, *others()]))])
 
 
-def _models() -> Iterator[tuple[int, str, str]]:
-    for trap in TRAPS:
-        yield trap.number, trap.what, outcome(trap)
+def line(row: tuple[int, str, str]) -> str:
+    return "| {} | {} | {} |".format(*row)
 
 
-def outcome(trap: Trap) -> str:
-    """What the optimizer does with the model of a trap, and if nothing, why."""
+def optimized(trap: Trap) -> optimizer.Report:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = optimizer.optimize(trap.build(), copy.deepcopy(trap.calls[0]), level=1).report
+        return optimizer.optimize(trap.build(), copy.deepcopy(trap.calls[0]), level=1).report
+
+
+def outcome(report: optimizer.Report) -> str:
+    """What the optimizer did, and if nothing, why."""
     if report.fired:
         return "rewritten by " + ", ".join(f"`{name}`" for name in sorted(report.counts()))
     reasons = [refusal.reason for refusal in report.refused] + list(report.remarks)
@@ -47,7 +48,7 @@ def outcome(trap: Trap) -> str:
     )
 
 
-def _others() -> Iterator[tuple[int, str, str]]:
+def others() -> Iterator[tuple[int, str, str]]:
     for number, (what, test) in TESTED.items():
         yield number, what, f"tested by `{test}`"
     for number, (what, reason) in NOT_HERE.items():

@@ -394,9 +394,10 @@ def test_a_model_is_not_made_slower_by_its_graphs(
     assert guarded(MASKED)  # untimed
 
 
-def test_a_race_with_what_touches_weights_makes_no_graph_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def raced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are raced, and win."""
+
     def race(self: Times, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
         for name in ("plan", "portable") * 3:
             runs[name](*self.inputs)
@@ -405,10 +406,25 @@ def test_a_race_with_what_touches_weights_makes_no_graph_anew(
     monkeypatch.setattr("optimizer._optimize.Times", Times)
     monkeypatch.setattr(Times, "race", race)
 
+
+@pytest.mark.usefixtures("raced")
+def test_a_race_with_what_touches_weights_makes_no_graph_anew() -> None:
     fast = optimizer.optimize(running(NORMED), ROWS, level=1)
 
     assert isinstance(fast, GuardedModule)
     assert recordings(fast) == 1
+
+
+@pytest.mark.usefixtures("raced")
+def test_a_race_leaves_what_a_model_counts_as_it_was() -> None:
+    count = [0]
+
+    def counting(m: Any, x: Tensor) -> Tensor:
+        count[0] += 1
+        return x.relu()
+
+    assert isinstance(optimizer.optimize(running(counting), ROWS, level=1), GuardedModule)
+    assert count == [0]
 
 
 @torch.no_grad()

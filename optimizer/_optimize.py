@@ -243,8 +243,8 @@ class Run:
         if isinstance(optimized, LoweredModule):
             remark = lower(optimized, self.call, reason, self.tuning, self._output_difference)
             seconds = time.perf_counter() - self.started
-            more = (*optimized.report.remarks, *filter(None, [remark]))
-            optimized.meta["report"] = replace(optimized.report, remarks=more, seconds=seconds)
+            remarks = tuple(filter(None, (*optimized.report.remarks, remark)))
+            optimized.meta["report"] = replace(optimized.report, remarks=remarks, seconds=seconds)
         return optimized
 
     def _options(self) -> dict[str, Any]:

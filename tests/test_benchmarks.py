@@ -19,6 +19,7 @@ import warnings
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -292,6 +293,14 @@ def test_what_an_old_commit_lacks_is_not_available(
     else:
         monkeypatch.delattr(f"optimizer.{lacks}")
     assert (one(name, SMALL, params, cache=tmp_path) is not None) is is_measured
+
+
+def test_an_old_commit_counts_live_bytes_apart(monkeypatch, tmp_path):
+    work, live = SimpleNamespace(flops=1, bytes=2, launches=3), SimpleNamespace(peak=4)
+    monkeypatch.setattr("optimizer.analysis.roofline", lambda *_: work)
+    monkeypatch.setattr("optimizer.analysis.memory", lambda *_: live, raising=False)
+
+    assert one("graph.Work.track_live_bytes", SMALL, "eager", cache=tmp_path) == 4
 
 
 def test_where_fuse_fails_it_is_not_available():

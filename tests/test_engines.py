@@ -168,6 +168,11 @@ OF_ALL: dict[str, tuple[nn.Module, torch.Tensor]] = {
         image(4, 8),
     ),
     "attention under a mask": (_MASKED, image(8, 8)),
+    "a mask that is read outside the region": (
+        Forward("keep = x > x.amin(-1, keepdim=True); y = m.layer(x)[None];"
+                "wide = keep.expand(1, 8, 8); z = F.scaled_dot_product_attention(y, y, y, wide);"
+                "return torch.where(wide, z, 0.0)", layer=nn.Linear(8, 8)), image(8, 8),
+    ),
     # Source: `torch._neg_view`, which `.imag` of a conjugate is, too.
     "negated in reading": (between("torch.relu(y)"), torch._neg_view(image())),
     "a value negated in reading": (
@@ -378,6 +383,29 @@ def test_a_decision_without_an_engine_does_not_bind_one_with_it() -> None:
 
     assert with_it.key != without.key
     assert without.chosen != with_it.chosen == title()
+
+
+@pytest.mark.parametrize(
+    ("version", "norm", "mode"),
+    [("2025.4.1", 0, "ENABLE"), ("2025.4.1", 1, "DISABLE"), ("2026.4.1", 0, "DISABLE")],
+)
+def test_no_code_is_generated_that_would_end_the_process(
+    version: str, norm: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []  # and refused: torch runs the region
+
+    class Core:
+        def compile_model(self, model: Any, device: str, settings: dict[str, Any]) -> None:
+            asked.append(settings)
+            raise RuntimeError
+
+    monkeypatch.setattr("openvino.__version__", version)
+    monkeypatch.setattr(engines, "_core", Core)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4) if norm else nn.ReLU())
+
+    optimizer.optimize(model.eval(), image(), engines="openvino", tune_seconds=0)
+
+    assert [settings["SNIPPETS_MODE"] for settings in asked] == [mode]
 
 
 class TestWhichAreOffered:

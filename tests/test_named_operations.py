@@ -9,7 +9,6 @@ import importlib
 import pkgutil
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ import optimizer
 from optimizer import passes
 from optimizer.rewrite.contract import Pattern
 from optimizer.testing import SHAPES, TOKENS, Spec
+from tests.test_fuzz import batched
 
 # ATen overloads are in no list: they stand for functions that are, in exported programs.
 TABLES = (
@@ -99,13 +99,7 @@ def produced(words: Iterable[str]) -> set[str]:
 @cache
 def of_all() -> dict[tuple[str, ...], set[str]]:
     """The same for all words, a few at a time."""
-    return {words: produced(words) for words in batched(TOKENS)}
-
-
-def batched(words: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    rest = iter(words)
-    while few := tuple(islice(rest, 16)):
-        yield few
+    return {words: produced(words) for words in map(tuple, batched([*TOKENS], 16))}
 
 
 def test_a_word_produces_each_operation_that_is_named() -> None:

@@ -185,11 +185,12 @@ def _not_counted(fast: Any) -> str:
 
 def _optimized(options: Namespace, **settings: Any) -> tuple[nn.Module, Any, Any]:
     engines = "auto" if options.engines in (None, ["auto"]) else options.engines
-    tuning = {"level": options.level, "precision": options.precision, "engines": engines}
-    Tuning.of(**tuning)  # raises before any work
+    tuning = {"precision": options.precision, "engines": engines}
+    Tuning(**tuning).at(options.level)  # raises before any work
     model, inputs = _load(options)
     options.tell("optimizing")
-    fast = optimizer.optimize(model, inputs, disable=options.disable, **tuning, **settings)
+    settings |= tuning | {"level": options.level, "disable": options.disable}
+    fast = optimizer.optimize(model, inputs, **settings)
     options.tell("running both, the model and the optimized one")
     return model, fast, inputs
 

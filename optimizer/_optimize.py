@@ -99,7 +99,7 @@ def optimize(
     passes = select(level, only, disable)
     if check not in ("final", "each", None):
         raise InputError(f"check={check!r} does not exist: use 'final', 'each' or None.")
-    tuning = Tuning.of(level, tune_seconds, precision, error_budget, cuda_graph, engines)
+    tuning = Tuning(tune_seconds, precision, error_budget, cuda_graph, engines).at(level)
     call = None if example_inputs is None else as_call(example_inputs)
     if isinstance(model, GuardedModule):
         model = model.model
@@ -122,7 +122,7 @@ def optimize_graph(
     **options: Any,
 ) -> OptimizedModule | GuardedModule | Unchanged:
     """Return a graph that Dynamo recorded, optimized with the options of `optimize`."""
-    passes, tuning = select(level, only, ()), Tuning.of(level, **options)
+    passes, tuning = select(level, only, ()), Tuning(**options).at(level)
     with undisturbed():
         return Run(graph, call, DYNAMO, level, check, passes, tuning).result()
 
@@ -179,7 +179,7 @@ class Run:
         if not (self.call and self.is_snapshot and self.expected and self.front_end == SYMBOLIC):
             return reason
         copied, _ = snapshot(self.model)
-        options = self._options() | {"check": self.check, "seconds": self.tuning.seconds}
+        options = self._options() | {"check": self.check}
         remarks = (*self.remarks, f"recorded by Dynamo: {reason}")
         about = replace(self._report(), remarks=remarks, front_end=DYNAMO)
         guarded = GuardedModule(copied, partial(optimize_graph, **options), about)
@@ -202,13 +202,13 @@ class Run:
             return f"its graphs give another answer ({part})"
         if not (guarded.report.fired or guarded.report.choices):
             return "nothing can be rewritten in its graphs"
-        if not self.tuning.seconds:
+        if not (seconds := self.tuning.tune_seconds):
             return ""
         # Not its own model: for what kernels touch as if to write it, graphs are made anew.
         both = {"portable": snapshot(self.model)[0], "plan": guarded}
         runs = {name: lambda c, m=m: m(*c.args, **c.kwargs) for name, m in both.items()}
         with own_random_numbers():
-            slower = Times((call.copied(),)).slower(runs, time.perf_counter() + self.tuning.seconds)
+            slower = Times((call.copied(),)).slower(runs, time.perf_counter() + seconds)
         return f"it is not faster in graphs: {slower}" if slower else ""
 
     def _attempt(self) -> OptimizedModule:
@@ -251,7 +251,7 @@ class Run:
         """Return the options of `optimize` to do the same again."""
         ours = all_passes()
         names = tuple(each.name if each in ours else each for each in self.passes)
-        return {"level": self.level, "only": names} | self.tuning.options()
+        return {"level": self.level, "only": names} | self.tuning._asdict()
 
     def _output_difference(self, actual: Answer) -> Difference | None:
         if self.check is None or self.expected is None or self.call is None:

@@ -278,10 +278,10 @@ def test_a_model_of_ones_own_is_moved_to_the_device(monkeypatch: pytest.MonkeyPa
 def test_engines_are_named_as_optimize_takes_them(
     options: str, given: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def of(**tuned: object) -> None:
-        raise optimizer.InputError(str(tuned["engines"]))
+    def tuning(**options: object) -> None:
+        raise optimizer.InputError(str(options["engines"]))
 
-    monkeypatch.setattr("optimizer.__main__.Tuning.of", of)
+    monkeypatch.setattr("optimizer.__main__.Tuning", tuning)
 
     assert run(f"check {options} toy_model")[2] == f"error: {given}\n"
 

@@ -427,7 +427,7 @@ class TestMoving:
 
         plan_of(_pickled(fast), image())
         again = fast.meta["lowered"][Signature.of((image(),), {}).key]  # type: ignore[union-attr]
-        assert [args[:2] for args in made] == [(1.0, {}), (0, again)]
+        assert [(tuning.tune_seconds, *rest) for tuning, *rest in made] == [(1, {}), (0, again)]
 
     def test_where_it_cannot_be_the_report_says_why(
         self, fast: LoweredModule, monkeypatch: pytest.MonkeyPatch
@@ -657,6 +657,9 @@ class TestWithoutTuning:
         monkeypatch.setattr(_choose.Times, "race", None)
         fast = lowered(net(), image(), tune_seconds=0)
 
+        assert chosen(fast) == [best()]
+        assert not fast.report.choices[0].seconds
+        fast.refit(net().state_dict())
         assert chosen(fast) == [best()]
         assert not fast.report.choices[0].seconds
 

@@ -299,7 +299,7 @@ def test_one_region_of_several_may_be_raced_briefly(monkeypatch: pytest.MonkeyPa
     enough: list[float] = []
 
     def race(self: Times, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
-        enough.append(self.enough)
+        enough.append(self.least)
         return {name: 1.0 / place for place, name in enumerate(reversed(list(runs)), 1)}
 
     monkeypatch.setattr(Times, "race", race)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import optimizer
 from optimizer.core.device import Device
+from optimizer.core.errors import Refused
 from optimizer.core.inputs import Call
 from optimizer.lowering import choose as _choose
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, POLICIES, Policy, require_one_device
@@ -126,7 +126,7 @@ def test_on_an_unknown_device_nothing_is_lowered(monkeypatch: pytest.MonkeyPatch
 
     assert plan_of(fast, x) is None
     assert any("not lowered" in remark for remark in fast.report.remarks)
-    with pytest.raises(optimizer.InputError, match="nothing is known of its device"):
+    with pytest.raises(Refused, match="nothing is known of its device"):
         require_one_device([x])
 
 
@@ -134,7 +134,7 @@ def test_tensors_on_several_devices_are_not_lowered(monkeypatch: pytest.MonkeyPa
     x, elsewhere = torch.ones(2), torch.ones(2, device="meta")
 
     require_one_device([x, torch.ones(3)])
-    with pytest.raises(optimizer.InputError, match="several devices"):
+    with pytest.raises(Refused, match="several devices"):
         require_one_device([x, elsewhere])
 
     monkeypatch.setitem(POLICIES, "meta", Policy())

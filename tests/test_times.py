@@ -80,7 +80,7 @@ def test_a_race_takes_its_fewest_rounds_though_time_is_up(
 def test_a_race_takes_enough_time_though_it_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Slept(monkeypatch)
     runs = {"one": clock.program("one", 0.01), "other": clock.program("other", 0.0095)}
-    Times((), enough=0.05).race(runs, 0)
+    Times((), least=0.05).race(runs, 0)
 
     assert len(clock.runs) == 2 * 3
 
@@ -136,7 +136,7 @@ def test_a_candidate_is_timed_while_it_is_verified(monkeypatch: pytest.MonkeyPat
     x = torch.randn(2, 3, 4, 4)
     region, inputs = straight_line(Tupled(), [], Call((x,), {})).module, [x]
     make = CANDIDATES["channels_last"]
-    _times._verified("channels_last", make, region, Times(inputs), settled=False)
+    _times._verified("channels_last", make, region, Times(inputs), timed=True)
 
     assert calls == [AS_IT_IS, "channels_last"] * 2
 

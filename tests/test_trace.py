@@ -13,7 +13,7 @@ import optimizer
 from optimizer import Refused
 from optimizer.core.inputs import Call, tensors_in
 from optimizer.core.node import name_of_call
-from optimizer.lowering.choose import Chooser
+from optimizer.lowering.choose import Chooser, Tuning
 from optimizer.lowering.plan import Plan
 from optimizer.lowering.precision import Precision
 from optimizer.lowering.trace import StraightLine, straight_line
@@ -197,9 +197,9 @@ def test_a_call_that_writes_is_one_of_operators_in_its_own_precision(
     """Casts, and a CUDA graph, which has memory of its own, would write copies."""
     line = recorded("x.add_(1)")
     monkeypatch.setattr(Chooser, "for_call", None)  # a graph is not offered it
-    Plan(line, Chooser(0, {}))
+    Plan(line, Chooser(Tuning(0)))
     with pytest.raises(Refused, match="other names"):
-        Plan(line, Chooser(0, {}), Precision.of("bf16", None))
+        Plan(line, Chooser(Tuning(0)), Precision.of("bf16", None))
 
 
 def images(seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.backends.cpu import get_cpu_capability
 
 from optimizer.core.device import Cuda, device_of
-from optimizer.core.errors import InputError
+from optimizer.core.errors import require
 from optimizer.core.node import name_of_call
 from optimizer.lowering import packed as _packed
 from optimizer.lowering.packed import packable_in, with_packed_weights
@@ -203,9 +203,8 @@ def policy_of(tensors: Iterable[torch.Tensor]) -> Policy:
 
 
 def require_one_device(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise an InputError unless all tensors, but single numbers, are on one known device."""
+    """Require that all tensors, but single numbers, are on one known device."""
     devices = {tensor.device for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"}
-    if len(devices) > 1:
-        raise InputError("such a call is not lowered: its tensors are on several devices.")
-    if not POLICIES.keys() >= {device.type for device in devices}:
-        raise InputError("such a call is not lowered: nothing is known of its device.")
+    require(len(devices) <= 1, "its tensors are on several devices")
+    known = POLICIES.keys() >= {device.type for device in devices}
+    require(known, "nothing is known of its device")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -42,14 +43,14 @@ class Times:
     """The seconds of calls with some inputs, by the name of the program.
 
     Level 2 takes time nowhere else: a test replaces `race` or `call`. What disturbs the machine
-    lasts longer than a moment: before `enough` seconds, nothing is clear.
+    lasts longer than a moment: before `least` seconds were timed, nothing is clear.
     """
 
-    def __init__(self, inputs: Sequence[Any], enough: float = SHORT) -> None:
-        self.inputs, self.enough, self.spent = inputs, enough, 0.0
+    def __init__(self, inputs: Sequence[Any], least: float = SHORT) -> None:
+        self.inputs, self.least, self.spent = inputs, least, 0.0
         self.wait = device_of(tensors_in(inputs)).synchronize
         self.seconds = defaultdict[str, list[float]](list)
-        self.first: dict[str, Any] = {}  # what the first call of each returned
+        self.results: dict[str, Any] = {}  # of the first call of each
 
     def call(
         self, name: str, program: Callable[..., Any], inputs: Sequence[Any], fill: bool = False
@@ -65,15 +66,15 @@ class Times:
         if elapsed >= _MOMENT:
             self.seconds[name].append(elapsed / calls)
             self.spent += elapsed
-        self.first.setdefault(name, result)
+        self.results.setdefault(name, result)
         return result
 
     def race(self, runs: Runs, deadline: float, fewest: int = _FEWEST_ROUNDS) -> dict[str, float]:
         """Return the median time of each: they take turns until one clearly wins, or time is up."""
-        deadline = max(deadline, time.perf_counter() + self.enough)
+        deadline = max(deadline, time.perf_counter() + self.least)
         while (done := min(len(self.seconds[name]) for name in runs)) < _MOST_ROUNDS:
             clear = any(self.is_clearly_faster(name, runs) for name in runs)
-            over = (clear and self.spent >= self.enough) or time.perf_counter() > deadline
+            over = (clear and self.spent >= self.least) or time.perf_counter() > deadline
             if over and done >= fewest:
                 break
             for name, program in runs.items():
@@ -122,49 +123,29 @@ def _geometry(tensor: torch.Tensor) -> str:
 
 
 class Tuning(NamedTuple):
-    """The options of a caller for level 2.
+    """The options of `optimize` for levels 2 and 3, by their names there."""
 
-    Attributes:
-        seconds: how long candidates are timed; 0 times none.
-        precision: of matrix products and convolutions, where it is not to be the model's own.
-        cuda_graph: whether a whole call may be one.
-        engines: the names of those that may run a region on the CPU.
-    """
-
-    seconds: float = 1.0
-    precision: Precision | None = None
+    tune_seconds: float = 1.0
+    precision: str | None = None
+    error_budget: float | None = None
     cuda_graph: bool = True
-    engines: tuple[str, ...] = ()
+    engines: Engines = "auto"
 
-    @classmethod
-    def of(
-        cls,
-        level: int,
-        seconds: float = 1.0,
-        precision: str | None = None,
-        error_budget: float | None = None,
-        cuda_graph: bool = True,
-        engines: Engines = "auto",
-    ) -> Tuning:
-        """Return what a caller asks for, or raise an InputError."""
-        require_flags(cuda_graph=cuda_graph)
-        reduced = Precision.of(precision, error_budget)
-        if (reduced is None) is (level == REDUCED):
+    def at(self, level: int) -> Tuning:
+        """Return the same with the names of engines; raise an InputError for what is wrong."""
+        require_seconds(self.tune_seconds)
+        require_flags(cuda_graph=self.cuda_graph)
+        if (self.reduced is None) is (level == REDUCED):
             raise InputError(
                 "level=3 goes with precision='bf16', 'fp16' or 'int8', and each of these with"
                 " level=3."
             )
-        names = engines_named(engines) * (level >= LOWERED)
-        return cls(require_seconds(seconds), reduced, cuda_graph, names)
+        return self._replace(engines=engines_named(self.engines) * (level >= LOWERED))
 
-    def options(self) -> dict[str, Any]:
-        """Return the options with which `optimize` makes the same of other weights."""
-        return {
-            "precision": self.precision and self.precision.name,
-            "error_budget": self.precision and self.precision.budget,
-            "cuda_graph": self.cuda_graph,
-            "engines": self.engines,
-        }
+    @property
+    def reduced(self) -> Precision | None:
+        """The precision of products, where it is not the model's own."""
+        return Precision.of(self.precision, self.error_budget)
 
 
 Candidate = TypeVar("Candidate", bound=Callable[..., Any])
@@ -174,21 +155,18 @@ class Chooser:
     """Choose for one region after another, within a budget of time.
 
     Args:
-        seconds: how long the timing of all regions may take; every candidate gets two rounds in
-            any case. With 0 nothing is timed, and only regions that convolve are lowered.
+        tuning: how long the timing of all regions may take, though every candidate gets two
+            rounds; with 0 seconds nothing is timed, and only regions that convolve are lowered.
         decisions: what to choose, by the key of a region; regions not in it are timed.
-        engines: the names of those that may run a region on the CPU.
     """
 
-    def __init__(
-        self, seconds: float, decisions: Mapping[str, str], engines: Iterable[str] = ()
-    ) -> None:
-        self.tunes = require_seconds(seconds) > 0
-        self.deadline = time.perf_counter() + seconds
+    def __init__(self, tuning: Tuning, decisions: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.tuning = tuning
+        self.deadline = time.perf_counter() + tuning.tune_seconds
         self.decisions = dict(decisions)
         self.choices: list[Choice] = []
-        self.engines = {n: partial(Compiled, each) for n, each in engines_here(engines).items()}
-        self.in_graphs = True  # on a device that has them
+        engines = engines_here(tuning.engines)
+        self.engines = {name: partial(Compiled, each) for name, each in engines.items()}
 
     def choose(
         self,
@@ -196,28 +174,25 @@ class Chooser:
         key: str,
         makers: Mapping[str, Callable[[bool], Candidate]],
         offered: Sequence[str],
-        untimed: Sequence[str],
+        defaults: Sequence[str],
         times: Times,
     ) -> Candidate:
-        """Return the fastest of what is offered and can be made; record the choice for `what`.
+        """Return the fastest candidate of those offered that can be made; record the choice.
 
-        Settled, and not timed, is what was decided for the key before, and where nothing is timed,
-        what is `untimed`: the first of it that can be made. A decision for what has no maker, of
-        another version maybe, is ignored. A maker takes whether its candidate is settled, and
-        raises what is wrong. After an engine that is faster by far, nothing but engines is tried.
+        Not timed is what was decided for the key before and, where nothing is timed, the first of
+        `defaults` that can be made. A decision for what has no maker, of another version maybe, is
+        ignored. A maker takes whether its candidate is timed, and raises what is wrong with it.
         """
         decided = [self.decisions[key]] if self.decisions.get(key) in makers else []
-        settled = bool(decided) or not self.tunes
-        names = [*decided, *untimed, AS_IT_IS] if settled else [AS_IT_IS, *offered]
+        timed = bool(self.tuning.tune_seconds) and not decided
+        names = [AS_IT_IS, *offered] if timed else [*decided, *defaults, AS_IT_IS]
         good, rejected, spent = dict[str, Candidate](), dict[str, str](), dict[str, float]()
         for name in dict.fromkeys(names):
-            far = [n for n in good if times.is_clearly_faster(n, [AS_IT_IS], _BY_FAR)]
-            fast = self.engines.keys() & far
-            if (good and settled) or (fast and name not in self.engines):
+            if (good and not timed) or self._is_needless(name, good, times):
                 break
             start = time.perf_counter()
             try:
-                good[name] = makers[name](settled)
+                good[name] = makers[name](timed)
             except Exception as error:  # whatever a backend raises
                 if name == AS_IT_IS:
                     raise
@@ -231,6 +206,11 @@ class Chooser:
         self.choices.append(Choice(what, key, best, seconds, rejected, spent))
         return good[best]
 
+    def _is_needless(self, name: str, good: Iterable[str], times: Times) -> bool:
+        """Return whether an engine is so much faster that only engines are worth a try."""
+        fast = (each for each in good if times.is_clearly_faster(each, [AS_IT_IS], _BY_FAR))
+        return name not in self.engines and not self.engines.keys().isdisjoint(fast)
+
     def for_region(
         self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]
     ) -> tuple[Program, Sequence[torch.Tensor]]:
@@ -238,22 +218,22 @@ class Chooser:
         policy, times = policy_of(inputs), Times(inputs, BRIEF)
         engines = self.engines if policy.takes_engines else {}
         kernels = policy.offered(region, inputs)
-        untimed = [*engines, *kernels[: policy.pays(region, inputs)]]
+        defaults = [*engines, *kernels[: policy.pays(region, inputs)]]
         counts = Counter(name for n in region.graph.nodes if (name := name_of_call(n)) in WEIGHTED)
         what = ", ".join(f"{count} x {name}" for name, count in counts.items()) or "attention"
         key, makers = key_of(region, inputs, engines), self._makers(region, times)
-        program = self.choose(what, key, makers, [*engines, *kernels], untimed, times)
+        program = self.choose(what, key, makers, [*engines, *kernels], defaults, times)
         if program is not region:
             size = sum(each.numel() * each.element_size() for each in tensors_of(region))
             self.choices[-1] = replace(self.choices[-1], held=size)
-        outputs = times.first.get(self.decisions[key])
+        outputs = times.results.get(self.decisions[key])
         return program, program(*inputs) if outputs is None else outputs
 
     def for_call(
         self, program: Program, line: fx.GraphModule, inputs: Sequence[torch.Tensor]
     ) -> Program:
         """Return what runs a whole call of `line`, whose regions `program` runs as was chosen."""
-        offered = policy_of(inputs).for_calls if self.in_graphs else ()
+        offered = policy_of(inputs).for_calls if self.tuning.cuda_graph else ()
         if not offered:
             return program
         key, times = f"call {key_of(line, inputs)}", Times(inputs)
@@ -265,10 +245,10 @@ class Chooser:
         return {name: partial(_verified, name, makers[name], program, times) for name in makers}
 
 
-def _verified(name: str, make: Maker, region: Program, times: Times, settled: bool) -> Program:
+def _verified(name: str, make: Maker, region: Program, times: Times, timed: bool) -> Program:
     """Return a candidate; require the region's answers to two inputs, which it must not write.
 
-    One that is settled only has to run: the answer of the whole call is compared.
+    One that is not timed only has to run: the answer of the whole call is compared.
     """
     program = make(region, list(map(exact_copy, times.inputs)))
     if program is region:
@@ -276,7 +256,7 @@ def _verified(name: str, make: Maker, region: Program, times: Times, settled: bo
     if isinstance(region, fx.GraphModule):
         program = LaidOut(program, region)
     inputs = list(map(exact_copy, times.inputs))
-    if settled:
+    if not timed:
         times.call(name, program, inputs)
     else:
         calls = [Call(tuple(tensors), {}) for tensors in (inputs, map(varied, inputs))]

@@ -18,7 +18,7 @@ import torch
 
 from optimizer.core.context import undisturbed
 from optimizer.core.errors import CaptureError, InputError, Refused, require
-from optimizer.core.inputs import Call, ExampleInputs, as_call
+from optimizer.core.inputs import Call, ExampleInputs, as_call, require_seconds
 from optimizer.core.node import tensors_of
 from optimizer.core.report import Choice
 from optimizer.facts.facts import obstacle
@@ -68,11 +68,11 @@ class LoweredModule(Constants, OptimizedModule):
             reason = str(error)
         if reason:
             raise InputError(f"such a call is not lowered: {reason}.")
-        return self.prepare(call, Chooser(tune_seconds, {}, self._tuning.engines)).choices
+        return self.prepare(call, Chooser(self._tuned_for(tune_seconds))).choices
 
-    @property
-    def _tuning(self) -> Tuning:
-        return self.meta["tuning"]  # type: ignore[no-any-return]
+    def _tuned_for(self, seconds: float) -> Tuning:
+        tuning: Tuning = self.meta["tuning"]
+        return tuning._replace(tune_seconds=require_seconds(seconds))
 
     def prepare(
         self,
@@ -89,20 +89,21 @@ class LoweredModule(Constants, OptimizedModule):
         signature, plans = Signature.of(*call), self._plans if plans is None else plans
         if signature is None:
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
-        require_one_device([*signature.tensors, *tensors_of(self)])
-        chooser.in_graphs = self._tuning.cuda_graph
+        key, lowered = signature.key, self.meta.get("lowered", {})
         try:
+            require_one_device([*signature.tensors, *tensors_of(self)])
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 line = straight_line(self.run_portable, tensors_of(self), call)
-                plan = make_plan(line, chooser, self._tuning.precision)
-                lowered = self.meta.get("lowered", {})
-                plans[signature.key] = plan
+                plan = make_plan(line, chooser)
+                plans[key] = plan
                 decisions = {choice.key: choice.chosen for choice in plan.choices}
-                self.meta["lowered"] = {**lowered, signature.key: decisions}
-                if lowered.get(signature.key) is None:
+                self.meta["lowered"] = {**self.meta.get("lowered", {}), key: decisions}
+                if lowered.get(key) is None:
                     self._require_right_and_fast(plan, call.copied(), chooser, judge)
         except Refused as error:
-            self.forget(call)
+            plans.pop(key, None)
+            lowered = self.meta.get("lowered", {})
+            self.meta["lowered"] = {each: lowered[each] for each in lowered if each != key}
             raise InputError(f"such a call is not lowered: {error}.") from error
         return plan
 
@@ -143,11 +144,10 @@ class LoweredModule(Constants, OptimizedModule):
         plans = self._plans
         if not plans.lock.acquire(blocking=False):
             return None  # another thread does
-        decisions, tuning = self.meta["lowered"].get(key), self._tuning
-        seconds = tuning.seconds if decisions is None else 0
+        decisions = self.meta["lowered"].get(key)
+        tuning = self.meta["tuning"] if decisions is None else self._tuned_for(0)
         try:
-            chooser = Chooser(seconds, decisions or {}, tuning.engines)
-            return self.prepare(call, chooser, plans=plans)
+            return self.prepare(call, Chooser(tuning, decisions or {}), plans=plans)
         except InputError as error:
             self.meta["lowered"] = {**self.meta["lowered"], key: None}
             remarks = (*self.report.remarks, f"on {key.devices[0]}: {str(error).rstrip('.')}")
@@ -156,20 +156,12 @@ class LoweredModule(Constants, OptimizedModule):
         finally:
             plans.lock.release()
 
-    def forget(self, call: Call) -> None:
-        """Run the portable code again for calls like this one."""
-        if signature := Signature.of(*call):
-            self._plans.pop(signature.key, None)
-            self.meta["lowered"] = {**self.meta.get("lowered", {})}
-            self.meta["lowered"].pop(signature.key, None)
-
     def refit(
         self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
     ) -> Self:
         """Take a checkpoint of the original model, by optimizing it again; return this module."""
-        super().refit(state_dict, example_inputs)
-        self._forget()
-        return self
+        with self._preparing_anew():
+            return super().refit(state_dict, example_inputs)
 
     def _forget(self) -> None:
         self.__dict__.pop("_prepared_plans", None)
@@ -218,7 +210,7 @@ def lower(
         return "not lowered: there are no example inputs"
     if obstacle:
         return f"such a call is not lowered: {obstacle}"
-    chooser = Chooser(tuning.seconds, {}, tuning.engines)
+    chooser = Chooser(tuning)
     try:
         plan = module.prepare(call, chooser, judge)
     except InputError as error:

@@ -55,10 +55,8 @@ def with_packed_weights(
     module = fx.GraphModule(region, copy.deepcopy(region.graph))
     products = set[fx.Node]()
     for node in packable_in(module):
-        if name_of_call(node) == "linear":
-            products.add(_replace(node, *_linear(module, node)))
-        elif convolutions:
-            products.add(_replace(node, *_convolution(module, node)))
+        if convolutions or name_of_call(node) == "linear":
+            products.add(_replace(node, *_product(module, node)))
     for node in module.graph.nodes:
         product = node.args[0] if name_of_call(node) in _ACTIVATIONS and node.args else None
         if product in products and len(product.users) == 1:
@@ -77,20 +75,18 @@ def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
     return call
 
 
-def _linear(module: fx.GraphModule, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    value, read, bias = arguments_of(node).values()
-    packed = _packed(module, read, torch.ops.mkldnn._reorder_linear_weight)
-    return torch.ops.mkldnn._linear_pointwise.default, (value, packed, bias, *_NOTHING)
-
-
-def _convolution(module: fx.GraphModule, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    value, read, bias, stride, padding, dilation, groups = arguments_of(node).values()
-    geometry = (padding, stride, dilation)
+def _product(module: fx.GraphModule, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the operator that computes a layer on packed weights, and its arguments."""
+    mkldnn = torch.ops.mkldnn
+    value, read, bias, *geometry = arguments_of(node).values()
+    if not geometry:
+        packed = _packed(module, read, mkldnn._reorder_linear_weight)
+        return mkldnn._linear_pointwise.default, (value, packed, bias, *_NOTHING)
+    stride, padding, dilation, groups = geometry
+    geometry = [padding, stride, dilation, groups]  # in the order of these operators
     size = list(value.meta["val"].shape)
-    reorder = torch.ops.mkldnn._reorder_convolution_weight
-    packed = _packed(module, read, reorder, *geometry, groups, size)
-    args = (value, packed, bias, *geometry, groups, *_NOTHING)
-    return torch.ops.mkldnn._convolution_pointwise.default, args
+    packed = _packed(module, read, mkldnn._reorder_convolution_weight, *geometry, size)
+    return mkldnn._convolution_pointwise.default, (value, packed, bias, *geometry, *_NOTHING)
 
 
 def _packed(module: fx.GraphModule, read: fx.Node, reorder: Any, *geometry: Any) -> fx.Node:

@@ -130,7 +130,7 @@ class Plan:
         `runs` makes a call by the "plan", with what it takes to find it, and by "portable" code.
         `times` has one call by the plan: where its regions saved far more, that is enough.
         """
-        if not chooser.tunes:
+        if not chooser.tuning.tune_seconds:
             lowered = any(choice.chosen != AS_IT_IS for choice in self.choices)
             return require(lowered, "no region of it can be")
         # A region that is like another was timed with it.
@@ -154,9 +154,9 @@ class Plan:
         return self.rebuild(self.run(*tensors))
 
 
-def make_plan(line: StraightLine, chooser: Chooser, precision: Precision | None) -> Plan:
-    """Return the plan for calls like one that was recorded, in a precision if that pays."""
-    if precision is None:
+def make_plan(line: StraightLine, chooser: Chooser) -> Plan:
+    """Return the plan for calls like one that was recorded, in a lower precision if that pays."""
+    if (precision := chooser.tuning.reduced) is None:
         return Plan(line, chooser)
     key, names = f"{precision.name} {key_of(line.module, line.inputs)}", [precision.name]
     makers: dict[str, Callable[[bool], Plan]] = {

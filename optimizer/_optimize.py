@@ -144,8 +144,8 @@ class Run:
         self.model, self.is_snapshot = snapshot(self.original)
         self.remarks = list(_remarks(self.original, self.call))
         self.expected: Answer | None = None
-        self.call_options = {"share": False, "draws": True}  # in which a copy is to be called
-        self.itself = False  # whether the model is called and no copy of it
+        self.call_options = {"share_parameters": False, "random": True}  # of `answer`
+        self.is_pure = False  # whether a call leaves nothing behind, so that no copy is needed
         self.opaque: list[str] = []  # what is called as it is
 
     def result(self) -> OptimizedModule | GuardedModule | Unchanged:
@@ -212,29 +212,15 @@ class Run:
         return f"it is not faster in graphs: {slower}" if slower else ""
 
     def _attempt(self) -> OptimizedModule:
-        capture: Any = capture_call if self.front_end == SYMBOLIC else capture_graph
-        module: fx.GraphModule = capture(self.model, self.call)
-        self.call_options = {"share": writes_nothing_lasting(module), "draws": may_draw(module)}
-        self.itself = self.call_options["share"] and not self.call_options["draws"]
-        if self.call and self.expected is None and (self.check or module.meta["facts"].failures):
-            self.expected = self._reference()  # facts are unknown also where inputs are wrong
+        module, remarks = self._captured()
         before = {"before": Size.of(module), "graph_before": listing(module)}
-        self.opaque = opaque_calls(module)
-        remarks = self.opaque + module.meta.pop("materialized", [])
-        if self.check == "each":
-            module.recompile()
-            if part := self._difference(module):
-                raise CaptureError(f"the captured graph gives another answer ({part})")
-        verify = partial(self._verify, module) if self.check == "each" else None
-        pipeline = Pipeline(module, verify)
+        pipeline = Pipeline(module, partial(self._verify, module) if self.check == "each" else None)
         pipeline.run(self.passes)
-        is_symbolic = self.front_end == SYMBOLIC  # to `optimize` the model again
-        again = partial(optimize, **self._options())
-        recipe = Recipe.of(self.model, self.call, again) if is_symbolic else None
-        kind = LoweredModule if self.level >= LOWERED else OptimizedModule
-        reason = obstacle(module.graph) if self.level >= LOWERED else ""  # the facts stay behind
+        lowers = self.level >= LOWERED
+        reason = obstacle(module.graph) if lowers else ""  # the facts stay behind
         outcome = {"fired": tuple(pipeline.fired), "refused": tuple(pipeline.refused)}
-        optimized = kind.of(module, self._report(*remarks, **before, **outcome), recipe)
+        kind = LoweredModule if lowers else OptimizedModule
+        optimized = kind.of(module, self._report(*remarks, **before, **outcome), self._recipe())
         if part := self._difference(optimized):
             if self.check == "each":
                 raise CaptureError(f"the optimized model gives another answer ({part})")
@@ -243,9 +229,34 @@ class Run:
         if isinstance(optimized, LoweredModule):
             remark = lower(optimized, self.call, reason, self.tuning, self._output_difference)
             seconds = time.perf_counter() - self.started
-            remarks = tuple(filter(None, (*optimized.report.remarks, remark)))
-            optimized.meta["report"] = replace(optimized.report, remarks=remarks, seconds=seconds)
+            all_remarks = (*optimized.report.remarks, *filter(None, [remark]))
+            optimized.meta["report"] = replace(
+                optimized.report, remarks=all_remarks, seconds=seconds
+            )
         return optimized
+
+    def _captured(self) -> tuple[fx.GraphModule, list[str]]:
+        """Return the model as a graph, and what to remark on it; expect the model's answer."""
+        capture: Any = capture_call if self.front_end == SYMBOLIC else capture_graph
+        module: fx.GraphModule = capture(self.model, self.call)
+        keeps, random = writes_nothing_lasting(module), may_draw(module)
+        self.call_options = {"share_parameters": keeps, "random": random}
+        self.is_pure = keeps and not random
+        if self.call and self.expected is None and (self.check or module.meta["facts"].failures):
+            self.expected = self._reference()  # facts are unknown also where inputs are wrong
+        self.opaque = opaque_calls(module)
+        remarks = self.opaque + module.meta.pop("materialized", [])
+        if self.check == "each":
+            module.recompile()
+            if part := self._difference(module):
+                raise CaptureError(f"the captured graph gives another answer ({part})")
+        return module, remarks
+
+    def _recipe(self) -> Recipe | None:
+        """Return what `refit` needs, where the model is known that the graph was made of."""
+        if self.front_end != SYMBOLIC:
+            return None
+        return Recipe.of(self.model, self.call, partial(optimize, **self._options()))
 
     def _options(self) -> dict[str, Any]:
         """Return the options of `optimize` to do the same again."""
@@ -267,14 +278,14 @@ class Run:
     def _reference(self) -> Answer | None:
         """Return the model's own answer, or None if it cannot be copied, and so not be called."""
         assert self.call is not None
-        model = self.original if self.itself else self.model
+        model = self.original if self.is_pure else self.model
         with suppress(CaptureError):
-            return reference(model, self.call, itself=self.itself, **self.call_options)
+            return reference(model, self.call, is_pure=self.is_pure, **self.call_options)
         return None
 
     def _require_a_copy(self, call: Call, expected: Answer) -> None:
         """Expect the snapshot's answer if the model has other weights by now, or give up."""
-        of_the_copy = reference(self.model, call, share=self.call_options["share"], draws=False)
+        of_the_copy = reference(self.model, call, **self.call_options)
         if difference(_weights(self.model), _weights(self.original), exact=True):
             self.expected = of_the_copy
         elif difference(expected, of_the_copy):
@@ -290,14 +301,14 @@ class Run:
             if twice:
                 model, module = Twice(model), Twice(module)
                 expected = answer(model, self.call, **self.call_options)
-            actual = answer(module, self.call, itself=twice, **self.call_options)
+            actual = answer(module, self.call, is_pure=twice, **self.call_options)
         except Exception as error:  # a broken graph may raise anything
             reason = f"raised {type(error).__name__}: {error}".split("\n")[0]
             return Difference("output", float("inf"), reason)
         part = compare_answers(model, self.call, expected, actual, exact=exact)
-        if part and self.itself and not twice:
+        if part and self.is_pure and not twice:
             self._require_a_copy(self.call, expected)
-            self.itself = False
+            self.is_pure = False
             return self._difference(module)
         return part
 

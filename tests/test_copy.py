@@ -141,7 +141,7 @@ PLACES = [each for each in product(WRITES, MEMORY) if each not in product(["a re
 
 
 def taken_of(model: Weights) -> Any:
-    return structural_copy(model, share=False)
+    return structural_copy(model, share_parameters=False)
 
 
 @pytest.fixture
@@ -245,7 +245,9 @@ def test_weights_of_an_rnn_are_copied_at_once() -> None:
     """Its kernel asks to write them: threads that call it would end the process."""
     model = nn.LSTM(4, 4)
 
-    pairs = zip(structural_copy(model, share=False).parameters(), model.parameters(), strict=True)
+    pairs = zip(
+        structural_copy(model, share_parameters=False).parameters(), model.parameters(), strict=True
+    )
 
     for ours, theirs in pairs:
         assert address(ours) != address(theirs)

@@ -31,15 +31,15 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 def structural_copy(
     model: ModuleType,
     *,
-    share: bool = True,
+    share_parameters: bool = True,
     onto: Storages | None = None,
     only_ordinary: bool = True,
 ) -> ModuleType:
     """Copy all of a model but the data of its parameters.
 
     Every module, hook table and plain attribute is new. Parameters are new objects over the
-    same storage, so that moving or casting the copy leaves the original where it is; unless they
-    `share`, a snapshot is taken of them too. Of buffers and other tensors, which a forward may
+    same storage, so that moving or casting the copy leaves the original where it is; a snapshot
+    is taken of them unless `share_parameters`. Of buffers and other tensors, which a forward may
     write, one is taken in any case; those that share storage with one another still do. `onto` maps
     the `_cdata` of storages to those that take their place.
 
@@ -52,7 +52,7 @@ def structural_copy(
         for key, tensor in copies.tensors.items():
             is_parameter = key in copies.parameters
             if key in copies.places:
-                if share and is_parameter:
+                if share_parameters and is_parameter:
                     copies.storages.setdefault(copies.places[key], tensor.untyped_storage())
                 copied = copies.of(tensor)
                 memo[key] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
@@ -66,7 +66,7 @@ def structural_copy(
 def snapshot(model: nn.Module) -> tuple[nn.Module, bool]:
     """Return a snapshot of a model and True, or, if it cannot be copied, itself and False."""
     try:
-        return structural_copy(model, share=False, only_ordinary=False), True
+        return structural_copy(model, share_parameters=False, only_ordinary=False), True
     except CaptureError:  # to capture it will say so
         return model, False
 

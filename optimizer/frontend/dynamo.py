@@ -98,7 +98,8 @@ class DynamoGraph:
         holder = nn.Module()  # statistics as parameters too: those are copied on write
         holder._parameters.update({self.inputs[i].name: args[i] for i in self.positions})
         with undisturbed():  # a kernel may part one of them from the weights, as if to write it
-            snapshot, untouched = (structural_copy(holder, share=False) for _ in range(2))
+            copied = partial(structural_copy, holder, share_parameters=False)
+            snapshot, untouched = copied(), copied()
         if not self.frozen:  # some may be copied: of memory that something else holds
             pairs = zip(self.positions, untouched._parameters.values(), strict=True)
             self.positions = [i for i, copied in pairs if _address(copied) == _address(args[i])]

@@ -93,7 +93,7 @@ def _copy_on(model: nn.Module, devices: Mapping[str, torch.device]) -> nn.Module
         for name, tensor in tensors.items()
         for storage in storages_in(tensor) - shared
     }
-    return structural_copy(model, share=False, onto=onto)
+    return structural_copy(model, share_parameters=False, onto=onto)
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -123,7 +123,7 @@ class _Result(nn.Module):
         self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
     ) -> Self:
         """Take a checkpoint of the original model, into a copy of the one that is held here."""
-        self.model = loaded(structural_copy(self.model, share=False), state_dict)
+        self.model = loaded(structural_copy(self.model, share_parameters=False), state_dict)
         return self
 
 

@@ -36,7 +36,7 @@ def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx
         CaptureError: a forward cannot be recorded; the message says why.
     """
     call = None if example_inputs is None else as_call(example_inputs)
-    copied = structural_copy(require_module(model), share=False)
+    copied = structural_copy(require_module(model), share_parameters=False)
     with undisturbed():
         captured = capture_call(copied, call)
     clean(captured)

@@ -64,10 +64,10 @@ def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> N
         pure = False
         with suppress(CaptureError):
             pure = leaves_nothing_behind(capture_call(model, call))
-        expected = reference(model, call, itself=pure, draws=not pure)
+        expected = reference(model, call, is_pure=pure, random=not pure)
         for remark in incomparable(expected.output):
             warnings.warn(f"output{remark}", OptimizerWarning, stacklevel=2)
-        actual = answer(fast, call, draws=not pure)
+        actual = answer(fast, call, random=not pure)
         if part := compare_answers(model, call, expected, actual, exact=False):
             message = str(part)
             if isinstance(fast, fx.GraphModule):
@@ -198,8 +198,8 @@ def bisect(
     model, call = require_module(model), as_call(example_inputs)
     try:
         with undisturbed():
-            itself = leaves_nothing_behind(capture_call(model, call))
-            expected = reference(model, call, itself=itself)
+            pure = leaves_nothing_behind(capture_call(model, call))
+            expected = reference(model, call, is_pure=pure)
             trial = cache(partial(_trial, model, call, passes, expected))
             recorded, whole = trial(0), trial(None)
             if recorded.difference:

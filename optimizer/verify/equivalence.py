@@ -88,19 +88,29 @@ class Twice(nn.Module):
 
 
 def answer(
-    module: nn.Module, call: Call, *, share: bool = False, draws: bool = True, itself: bool = False
+    module: nn.Module,
+    call: Call,
+    *,
+    is_pure: bool = False,
+    share_parameters: bool = False,
+    random: bool = True,
 ) -> Answer:
     """Call a copy of a module on copies of its inputs; neither is changed.
 
-    Parameters are copied as well, for a forward may write them, unless `share` says otherwise.
-    Each call that `draws` gets the same random numbers, and leaves the generators as they are.
-    With `itself`, the module is called and not a copy of it: a call must leave nothing behind.
     What the user's own code changes outside the module is put back.
+
+    Args:
+        module: what is called.
+        call: with what.
+        is_pure: whether a call leaves nothing behind, so that no copy is needed.
+        share_parameters: whether the copy may, since no forward writes them.
+        random: whether the call may draw. It gets the same random numbers as any other, and leaves
+            the generators as they are.
     """
-    copied = module if itself else structural_copy(module, share=share)
+    copied = module if is_pure else structural_copy(module, share_parameters=share_parameters)
     args, kwargs = call.copied()
     with torch.no_grad(), restored(Outside(copied)), ExitStack() as stack:
-        has_drawn = stack.enter_context(own_random_numbers()) if draws else bool
+        has_drawn = stack.enter_context(own_random_numbers()) if random else bool
         return Answer(copied(*args, **kwargs), (args, kwargs), has_drawn())
 
 
@@ -227,7 +237,7 @@ def compare_answers(
     parts += _differences(expected, actual, exact=exact)
     if not parts:
         return None
-    again = answer(model, call, draws=expected.drawn)
+    again = answer(model, call, random=expected.drawn)
     if exact:
         repeats = difference(expected, again, exact=True) is None
         return parts[0] if repeats else difference(expected, actual)
@@ -252,7 +262,7 @@ def _choices(model: nn.Module, call: Call, expected: Answer) -> _Choices:
     """Return what the model chooses in this call by values that rounding moves."""
     choices = _Choices()
     with suppress(Exception), choices:  # a mode may be more than a user's code allows
-        answer(model, call, draws=expected.drawn)
+        answer(model, call, random=expected.drawn)
     return choices
 
 
@@ -265,7 +275,7 @@ def _worse(
     try:
         double = structural_copy(model).double()
         wide = call.map(lambda each: each.double() if each.is_floating_point() else each.clone())
-        truth, _ = leaves_of(answer(double, wide, draws=False).output)
+        truth, _ = leaves_of(answer(double, wide, random=False).output)
         return [each for each in parts if not _as_good(each, truth)]
     except Exception:  # whatever a user's forward raises
         return parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from optimizer.facts.facts import dtype, is_read_only, is_unchanged, is_written,
 from optimizer.rewrite.affine import (
     Affine,
     Layer,
-    absorbed_after,
-    absorbed_before,
+    absorbed,
     channels,
     may_keep_odd_strides,
     reads_odd_strides,
@@ -26,7 +24,7 @@ from optimizer.rewrite.affine import (
     wide,
 )
 from optimizer.rewrite.contract import call, rewrite
-from optimizer.rewrite.edit import call_module, insert_function, insert_module, supersede
+from optimizer.rewrite.edit import insert, insert_function, insert_module, supersede
 
 AFFINES = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
@@ -74,7 +72,7 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
     is_norm = affine.op == "call_module"
     require(not (is_norm and _is_one_place(layer)), "its output may be laid out otherwise")
     laid_out_anew = is_norm and may_keep_odd_strides(layer)
-    folded = _call_folded(layer, (layer, affine), layer.args, absorbed_after, transform)
+    folded = _call_folded(layer, affine, layer.args, transform)
     supersede(layer, folded)
     if laid_out_anew:
         return insert_function(affine, "contiguous", (folded,))
@@ -127,7 +125,12 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     require(unchanged, "what the layer would keep for gradients is written later")
     require(dtype(source) == linear.weight.dtype, "dtype or device differ")
     require(_keeps_shape(affine, source), "the constant changes the shape")
-    require(_commutes(linear, transform), "the layer pads with zeros, which are not shifted")
+    zeros = getattr(linear, "padding_mode", "") == "zeros"
+    at_border = isinstance(linear, _ConvTransposeNd) or (
+        zeros and any(linear._reversed_padding_repeated_twice)
+    )
+    unshifted = at_border and bool(transform.shift.any())
+    require(not unshifted, "the layer pads with zeros, which are not shifted")
     moderate = bool(transform.shift.square().mean().sqrt() <= _LARGEST_SHIFT)
     require(moderate, "the shift is so large that it would cancel after the layer only")
     alike = tensor(source).stride() == tensor(affine).stride()
@@ -135,7 +138,7 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
 
     constants = affine.op != "call_module" and transform.scale.numel() > 1
     read = _widened(affine, source, 1 - linear.weight.ndim) if constants else source
-    folded = _call_folded(affine, (layer, affine), (read,), absorbed_before, transform)
+    folded = _call_folded(layer, affine, (read,), transform)
     supersede(affine, read)
     return folded
 
@@ -165,22 +168,12 @@ def _keeps_shape(affine: fx.Node, source: fx.Node) -> bool:
     return rank(source) == rank(affine) and tensor(source).shape == tensor(affine).shape
 
 
-def _commutes(layer: Layer, affine: Affine) -> bool:
-    """Return whether every output sees every tap on a shifted value."""
-    if not affine.shift.any() or isinstance(layer, nn.Linear):
-        return True
-    if isinstance(layer, _ConvTransposeNd):
-        return False
-    return layer.padding_mode != "zeros" or not any(layer._reversed_padding_repeated_twice)
-
-
 def _operand(node: fx.Node) -> fx.Node | None:
     """Return the value that an affine node maps, or None where it maps two or divides by it."""
     values = [each for each in node.args if isinstance(each, fx.Node) and not _is_constant(each)]
-    if node.op == "call_module":
-        return values[0] if values else None
+    constants = sum(map(_is_constant, node.args))
+    one = len(values) == 1 and constants == (node.op == "call_function")
     inverse = node.target is operator.truediv and _is_constant(node.args[0])
-    one = len(values) == sum(map(_is_constant, node.args)) == 1
     return values[0] if one and not inverse else None
 
 
@@ -252,21 +245,19 @@ def _fits(weight: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _call_folded(
-    before: fx.Node,
-    pair: tuple[fx.Node, fx.Node],
-    args: tuple[Any, ...],
-    absorb: Callable[[Layer, Affine], Layer],
-    transform: Affine,
+    layer: fx.Node, affine: fx.Node, args: tuple[Any, ...], transform: Affine
 ) -> fx.Node:
-    """Call `absorb(layer, transform)` before a node; a pair of calls is folded only once."""
-    layer, affine = pair  # the latter computes `transform`
+    """Call, where the first of two calls stands, a layer that does both; each pair is folded once.
+
+    `transform` is what `affine` computes.
+    """
+    first, operand = min(layer, affine), _operand(affine)
     paths: dict[Any, str] = owner(layer).meta.setdefault("folded_pairs", {})
-    operand = _operand(affine)
     constants = ("" if n is operand else str(getattr(n, "target", n)) for n in affine.args)
-    key = (absorb.__name__, layer.target, affine.target, *constants)
+    key = (first is layer, layer.target, affine.target, *constants)
     if key in paths:
-        return call_module(before, paths[key], args, like=layer)
-    folded = absorb(module_of(layer), transform)
-    node = insert_module(before, folded, args, f"{layer.target}_folded", like=layer)
+        return insert(first, "call_module", paths[key], args, like=layer)
+    folded = absorbed(module_of(layer), transform, over_outputs=first is layer)
+    node = insert_module(first, folded, args, f"{layer.target}_folded", like=layer)
     paths[key] = str(node.target)
     return node

@@ -29,25 +29,29 @@ class Affine(NamedTuple):
 
 
 @torch.no_grad()
-def absorbed_after(layer: Layer, affine: Affine) -> Layer:
-    """Return a layer that computes `affine(layer(x))`; refuse if its dtype cannot hold weights."""
-    bias = affine.shift
-    if layer.bias is not None:
-        bias = affine.scale * wide(layer.bias) + bias
+def absorbed(layer: Layer, affine: Affine, *, over_outputs: bool) -> Layer:
+    """Return a layer that computes `affine(layer(x))`, or `layer(affine(x))` if not over outputs.
+
+    Refuse if its dtype cannot hold the weights.
+    """
     rows, _ = channels(layer)
-    return _with_tensors(layer, affine, bias.expand(rows).contiguous(), over_outputs=True)
-
-
-@torch.no_grad()
-def absorbed_before(layer: Layer, affine: Affine) -> Layer:
-    """Return a layer that computes `layer(affine(x))`; refuse if its dtype cannot hold weights."""
-    bias = None if layer.bias is None else wide(layer.bias)
-    if affine.shift.any():
+    bias = affine.shift.new_zeros(rows) if layer.bias is None else wide(layer.bias)
+    if over_outputs:
+        bias = affine.scale * bias + affine.shift
+    elif affine.shift.any():
         shift = _by_group(layer, affine.shift, over_outputs=False)
         taps = _kernels(_on_float64_device(layer.weight), shift).sum(-1, dtype=torch.float64)
-        shifted = (taps * shift).sum(-1).flatten()
-        bias = shifted if bias is None else bias + shifted
-    return _with_tensors(layer, affine, bias, over_outputs=False)
+        bias = bias + (taps * shift).sum(-1).flatten()
+    folded, weight = layer_like(layer), layer.weight
+    factor = _by_group(layer, affine.scale, over_outputs=over_outputs)
+    if not (factor == 1).all():
+        scaled = _scaled(weight, factor)
+        require(_keeps_digits(weight, scaled, factor), "the folded weights overflow or underflow")
+        folded.weight = _parameter_like(weight, scaled)
+    if layer.bias is not None or bias.any():
+        folded.bias = _parameter_like(weight, bias)
+        require(bool(folded.bias.isfinite().all()), "the folded bias overflows")
+    return folded
 
 
 def channels(layer: Layer) -> tuple[int, int]:
@@ -55,24 +59,6 @@ def channels(layer: Layer) -> tuple[int, int]:
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features
     return layer.out_channels, layer.in_channels
-
-
-def _with_tensors(
-    layer: Layer, affine: Affine, bias: torch.Tensor | None, *, over_outputs: bool
-) -> Layer:
-    """Return a layer like another whose weight `affine` scales, with another bias."""
-    folded = layer_like(layer)
-    folded.bias = None
-    factor = _by_group(layer, affine.scale, over_outputs=over_outputs)
-    if not (factor == 1).all():
-        scaled = _scaled(layer.weight, factor)
-        fits = _keeps_digits(layer.weight, scaled, factor)
-        require(fits, "the folded weights overflow or underflow")
-        folded.weight = _parameter_like(layer.weight, scaled)
-    if bias is not None and (layer.bias is not None or bias.any()):
-        folded.bias = _parameter_like(layer.weight, bias)
-        require(bool(folded.bias.isfinite().all()), "the folded bias overflows")
-    return folded
 
 
 def _by_group(layer: Layer, values: torch.Tensor, *, over_outputs: bool) -> torch.Tensor:

@@ -23,6 +23,15 @@ from optimizer.frontend.names import literal
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
+def insert(before: fx.Node, kind: str, *call: Any, like: fx.Node | None = None) -> fx.Node:
+    """Put a new node just before one that it replaces: its kind, its target and its arguments.
+
+    The result has the shape, dtype and strides of that of `like`, or those that a run tells.
+    """
+    with before.graph.inserting_before(before):
+        return _described(before.graph.create_node(kind, *call), before, like)
+
+
 def insert_function(
     before: fx.Node, target: Callable[..., Any] | str, args: tuple[Any, ...], **kwargs: Any
 ) -> fx.Node:
@@ -32,7 +41,7 @@ def insert_function(
     except TypeError as error:
         raise Refused(str(error)) from error
     kind = "call_method" if isinstance(target, str) else "call_function"
-    return _inserted(before, None, kind, target, args, kwargs)
+    return insert(before, kind, target, args, kwargs)
 
 
 def insert_module(
@@ -43,38 +52,23 @@ def insert_module(
     *,
     like: fx.Node | None = None,
 ) -> fx.Node:
-    """Call a new module just before a node, under a fresh name close to `stem`.
-
-    The result has the shape, dtype and strides of that of `like`, or those that a run tells.
-    """
+    """Call a new module just before a node, under a fresh name close to `stem`."""
     name = fresh_name(owner(before), stem)
     owner(before).add_submodule(name, module)
-    return call_module(before, name, args, like=like)
-
-
-def call_module(
-    before: fx.Node, name: str, args: tuple[Any, ...], *, like: fx.Node | None = None
-) -> fx.Node:
-    """Call the module that the graph's owner has under `name`, just before a node."""
-    return _inserted(before, like, "call_module", name, args)
+    return insert(before, "call_module", name, args, like=like)
 
 
 def insert_buffer(before: fx.Node, value: torch.Tensor, stem: str) -> fx.Node:
     """Read a new buffer just before a node, under a fresh name close to `stem`."""
     name = fresh_name(owner(before), stem)
     owner(before).register_buffer(name, value)
-    return _inserted(before, None, "get_attr", name)
+    return insert(before, "get_attr", name)
 
 
 def insert_copy(before: fx.Node, node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """Call what a node calls once more, on other operands, just before a node."""
     with node.graph.inserting_before(before):
         return _described(node.graph.node_copy(node, operand), node)
-
-
-def _inserted(before: fx.Node, like: fx.Node | None, *call: Any) -> fx.Node:
-    with before.graph.inserting_before(before):
-        return _described(before.graph.create_node(*call), before, like)
 
 
 def _described(node: fx.Node, origin: fx.Node, like: fx.Node | None = None) -> fx.Node:

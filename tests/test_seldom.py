@@ -19,6 +19,7 @@ from optimizer._dynamo import backend
 from optimizer._optimize import Run
 from optimizer.analysis import roofline
 from optimizer.core.inputs import as_call
+from optimizer.core.report import Rewrite
 from optimizer.frontend.canonicalize import affine_as_module, from_aten
 from optimizer.lowering.choose import varied
 from optimizer.lowering.plan import Signature
@@ -262,6 +263,7 @@ def test_the_cost_of_what_raises_is_unknown_and_of_a_factory_known(
 
 def test_a_phase_that_never_comes_to_an_end_is_a_faulty_pass() -> None:
     pipeline = Pipeline(optimizer.capture(Rows("x + 1"), ROWS))
+    pipeline.fired = [Rewrite("spins", "add", "")]
     pipeline._attempt = lambda each: True  # type: ignore[method-assign]
 
     with pytest.raises(FaultyPassError, match="never come to an end"):

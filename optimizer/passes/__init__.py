@@ -66,13 +66,11 @@ def select(
             f"level {level!r} does not exist: use 0 (the same bits), 1 (up to rounding), 2"
             " (with kernels of the device) or 3 (in a lower precision)."
         )
-    listed = _listed("only", [] if only is None else only)
+    listed = all_passes() if only is None else _listed("only", only)
     selected = [each if isinstance(each, Pass) else _by_name(each) for each in listed]
-    by_name = {each.name: each for each in (*all_passes(), *selected)}
-    names = set(by_name) if only is None else {each.name for each in selected}
-    names -= {_by_name(name).name for name in _listed("disable", disable)}
-    permitted = (each for each in by_name.values() if each.numerics in LEVELS[level])
-    return _in_order(each for each in permitted if each.name in names)
+    disabled = {_by_name(name).name for name in _listed("disable", disable)}
+    permitted = {each.name: each for each in selected if each.numerics in LEVELS[level]}
+    return _in_order(each for name, each in permitted.items() if name not in disabled)
 
 
 def _listed(argument: str, names: Any) -> list[Any]:

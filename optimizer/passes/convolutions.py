@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
-from torch.nn.modules.utils import _reverse_repeat_tuple
+from torch.nn.modules.utils import _reverse_repeat_tuple, _single
 
 from optimizer.core.errors import require
 from optimizer.core.node import arg, callee, has_plain_tensors, module_of, named_arguments
@@ -30,8 +30,8 @@ ADAPTIVE: dict[Any, int] = {
     nn.AdaptiveAvgPool1d: 1, nn.AdaptiveAvgPool2d: 2, nn.AdaptiveAvgPool3d: 3,
     F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3,
 }  # fmt: skip
-_ADAPTIVE = {"input": None, "output_size": None}
-_SETTINGS = {
+_ADAPTIVE_DEFAULTS = {"input": None, "output_size": None}
+_DEFAULTS = {
     "input": None, "kernel_size": None, "stride": None, "padding": 0, "ceil_mode": False,
     "count_include_pad": True, "divisor_override": None,
 }  # fmt: skip
@@ -77,13 +77,12 @@ def fold_padding(pad: fx.Node, conv: fx.Node) -> fx.Node | None:
 
 def _zeros(pad: fx.Node) -> tuple[int, ...]:
     """Return how many zeros pad each dimension before and after, the last one first; or none."""
-    layer = module_of(pad) if pad.op == "call_module" else None
-    args = (None, layer.padding, "constant", layer.value) if layer else pad.args
-    named = dict(zip(("input", "pad", "mode", "value"), args, strict=False)) | pad.kwargs
-    sizes, mode, value = named["pad"], named.get("mode", "constant"), named.get("value") or 0
-    blank = isinstance(sizes, list | tuple) and mode == "constant" and value == 0
-    constant = blank and all(type(each) is int and each >= 0 for each in sizes)
-    return tuple(sizes) if constant else ()
+    layer = vars(module_of(pad)) if pad.op == "call_module" else {}
+    settings = {"input": None, "pad": layer.get("padding"), "mode": "constant"}
+    named = named_arguments(pad, {**settings, "value": layer.get("value")})
+    sizes, blank = named["pad"], named["mode"] == "constant" and not named["value"]
+    constant = isinstance(sizes, list | tuple) and all(type(n) is int and n >= 0 for n in sizes)
+    return tuple(sizes) if blank and constant else ()
 
 
 @rewrite(
@@ -103,22 +102,25 @@ def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
     averages what the convolution reads, which may be more channels: not where that costs more
     than it saves.
     """
-    layer, source, dimensions = module_of(conv), arg(conv, 0), (POOLS | ADAPTIVE)[callee(pool)]
+    layer, source, settings = module_of(conv), arg(conv, 0), _settings(pool)
     pointwise = math.prod(layer.kernel_size) == math.prod(layer.stride) == 1
-    window = _window(pool, dimensions)
-    if not pointwise or window is None:
+    may_grow = set(_single(settings.get("output_size", 1))) != {1}
+    if not pointwise or may_grow:
         return None
-    stride, averages = window
+    dimensions = (POOLS | ADAPTIVE)[callee(pool)]
     alike = len(layer.kernel_size) == dimensions
     require(alike, "it pools other dimensions than the convolution has")
     autocast = torch.is_autocast_enabled(layer.weight.device.type)
     require(not autocast, "autocast gives the pool another dtype than the convolution")
     require(not any(layer._reversed_padding_repeated_twice), "the convolution pads")
     require(not may_keep_odd_strides(conv), "its output may be laid out otherwise")
+    zeros = any(_single(settings.get("padding", 0))) and settings["count_include_pad"]
+    averages = not zeros and settings.get("divisor_override") is None
     require(averages or layer.bias is None, "the pool does not divide by the number of places")
     products = layer.in_channels * layer.out_channels // layer.groups  # of one place
-    before = products + _AVERAGE * layer.out_channels
-    after = products / stride + _AVERAGE * layer.in_channels
+    places, fewer = (math.prod(tensor(n).shape[-dimensions:]) for n in (conv, pool))
+    before = places * (products + _AVERAGE * layer.out_channels)
+    after = fewer * products + places * _AVERAGE * layer.in_channels
     require(after < before, "the pool would cost more than it saves")
     require_only_reader(conv, pool)
     require(is_unchanged(source, conv, pool), "what is convolved is written before it is pooled")
@@ -128,20 +130,8 @@ def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
     return insert_copy(pool, conv, lambda _: pooled)
 
 
-def _window(pool: fx.Node, dimensions: int) -> tuple[float, bool] | None:
-    """Return how many places there are to one of the result, and whether it is their average."""
+def _settings(pool: fx.Node) -> dict[str, Any]:
+    """Return the settings of a pool by name, be they arguments or those of a module."""
     attributes = vars(module_of(pool)) if pool.op == "call_module" else {}
-    defaults = _ADAPTIVE if callee(pool) in ADAPTIVE else _SETTINGS
-    settings = named_arguments(pool, {n: attributes.get(n, defaults[n]) for n in defaults})
-    if callee(pool) in ADAPTIVE:
-        size = _sizes(settings["output_size"], dimensions)
-        return (math.inf, True) if size == (1,) * dimensions else None  # it may be larger
-    stride = _sizes(settings["stride"] or settings["kernel_size"], dimensions)
-    zeros = any(_sizes(settings["padding"], dimensions)) and settings["count_include_pad"]
-    return math.prod(stride), not zeros and settings["divisor_override"] is None
-
-
-def _sizes(size: Any, dimensions: int) -> tuple[Any, ...]:
-    """Return a size for each dimension; one number stands for all."""
-    sizes = tuple(size) if isinstance(size, list | tuple) else (size,)
-    return sizes * dimensions if len(sizes) == 1 else sizes
+    defaults = _ADAPTIVE_DEFAULTS if callee(pool) in ADAPTIVE else _DEFAULTS
+    return named_arguments(pool, {n: attributes.get(n, d) for n, d in defaults.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -33,7 +34,6 @@ AFFINES = (
 
 # The only rank that these accept; BatchNorm1d takes two and must be looked at.
 _RANK: dict[type, int] = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _LARGEST_SHIFT = 4.0  # root mean square
 
 
@@ -86,11 +86,10 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
 def _is_one_place(layer: fx.Node) -> bool:
     """Return whether an image of one place has strides that a BatchNorm, but no copy, changes."""
     result = layer.meta.get("fact")
-    if result is None or result.error or result.value.ndim not in _CHANNELS_LAST:
+    if result is None or result.error or result.value.ndim not in _RANK.values():
         return False
-    plain = torch.empty(result.value.shape, device="meta")
-    single = plain.is_contiguous(memory_format=_CHANNELS_LAST[plain.ndim])
-    return single and reads_odd_strides(layer)
+    _, channels, *places = result.value.shape
+    return (channels == 1 or math.prod(places) == 1) and reads_odd_strides(layer)
 
 
 @rewrite(

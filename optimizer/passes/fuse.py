@@ -77,31 +77,26 @@ def reuse_activations(activation: fx.Node) -> fx.Node | None:
     of the result depends on element i of the input alone, so that the kernel may write where it
     reads. The input is new at each call, and its only reader is the activation.
     """
-    named = _settings(activation)
-    if named.get("inplace"):
+    function, settings = callee(activation), _settings(activation)
+    if settings.get("inplace"):
         return None
     require(is_spare(arg(activation, 0)), "its input is needed elsewhere")
-    function, settings = callee(activation), dict(activation.kwargs)
-    slope = named.get("negative_slope", 0.0)
+    slope = settings.get("negative_slope", 0.0)
     keeps_signs = function not in (F.leaky_relu, nn.LeakyReLU) or (
         isinstance(slope, int | float) and slope >= 0 and is_read_only(activation)
     )
     require(keeps_signs, "a gradient needs the signs, which would not be kept")
 
-    if function is nn.GELU:
-        settings = {"approximate": module_of(activation).approximate}
     if function in (F.gelu, nn.GELU):
         gelu_ = torch._C._nn.gelu_  # type: ignore[attr-defined]
-        return insert_function(activation, gelu_, activation.args, **settings)
+        approximate = settings.get("approximate", "none")
+        return insert_function(activation, gelu_, activation.args, approximate=approximate)
     if activation.op == "call_module":
         module = copy.copy(module_of(activation))
         module.inplace = True
         return insert_module(activation, module, activation.args, str(activation.target))
-    if function is F.relu:  # which has one spelling
-        return insert_function(activation, F.relu, (arg(activation, 0), True))
-    place = list(inspect.signature(function).parameters).index("inplace")  # the last argument
-    settings = activation.kwargs | {"inplace": True}
-    return insert_function(activation, function, activation.args[:place], **settings)
+    in_place = inspect.signature(function).bind(**settings | {"inplace": True})
+    return insert_function(activation, function, in_place.args, **in_place.kwargs)
 
 
 def _settings(activation: fx.Node) -> dict[str, Any]:
@@ -109,7 +104,7 @@ def _settings(activation: fx.Node) -> dict[str, Any]:
     if activation.op == "call_module":
         return dict(vars(module_of(activation)))
     if callee(activation) is F.gelu:
-        return {}
+        return activation.kwargs
     signature = inspect.signature(callee(activation))
     return signature.bind(*activation.args, **activation.kwargs).arguments
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimizer.core.errors import require
+from optimizer.core.errors import Refused, require
 from optimizer.core.node import arg, callee
 from optimizer.core.ops import alike, iadd, imul, isub, itruediv, where_into, where_like
 from optimizer.facts.facts import (
@@ -50,21 +49,24 @@ def lower_masked_assignment(assignment: fx.Node) -> fx.Node | None:
     after. A number is cast as the assignment casts it; a tensor without dimensions must have y's
     dtype. The mask has the first dimensions of y, or in a masked_fill_ any that broadcast to it.
     """
-    target, mask, value = _operands(assignment)
-    nodes = isinstance(target, fx.Node) and isinstance(mask, fx.Node)
-    if not nodes or tensor(mask).dtype != torch.bool:
+    target, mask, value, *accumulates = (*assignment.args, *assignment.kwargs.values())
+    if isinstance(mask, list | tuple) and len(mask) == 1:
+        mask = mask[0]
+    if accumulates or not (isinstance(target, fx.Node) and isinstance(mask, fx.Node)):
+        return None
+    if tensor(mask).dtype != torch.bool:
         return None
     dtype(mask)  # later masks are held to be masks
     number = _number(value, dtype(target))
     source = _unwritten(target, assignment)
-    filled = assignment.target == "masked_fill_" and source is target
-    require(not filled, "it is filled in place and saves no copy")
+    fills = assignment.target == "masked_fill_"
+    require(not (fills and source is target), "it is filled in place and saves no copy")
     _require_private(target, assignment)
-    missing = 0 if assignment.target == "masked_fill_" else rank(target) - rank(mask)
-    indices = (..., *[None] * missing)
+    missing = 0 if fills else rank(target) - rank(mask)
 
-    aligned = insert_function(assignment, operator.getitem, (mask, indices)) if missing else mask
-    where = insert_function(assignment, where_like, (aligned, number, source))
+    if missing:
+        mask = insert_function(assignment, operator.getitem, (mask, (..., *[None] * missing)))
+    where = insert_function(assignment, where_like, (mask, number, source))
     replace_later_uses(target, where, after=assignment)
     return where
 
@@ -74,19 +76,10 @@ def _require_private(target: fx.Node, assignment: fx.Node) -> None:
     # A view that was taken before must not be read after.
     early = [view for view in aliases(target) if view < assignment]
     read = any(assignment < user for view in early for user in view.users)
-    private = is_fresh(target) and not read
-    require(private, "an input, an attribute or a view would see the write")
+    require(is_fresh(target) and not read, "an input, an attribute or a view would see the write")
     facts = facts_of(target.graph)
     one_device = facts is not None and len(facts.devices) == 1
     require(one_device, "the tensors may live on different devices")
-
-
-def _operands(assignment: fx.Node) -> tuple[Any, Any, Any]:
-    """Return what is written, its mask and the value; no mask where it would accumulate."""
-    target, index, value, *more = (*assignment.args, *assignment.kwargs.values())
-    if isinstance(index, list | tuple) and len(index) == 1:
-        index = index[0]
-    return target, None if more else index, value
 
 
 def _number(value: Any, kind: torch.dtype) -> Any:
@@ -96,14 +89,11 @@ def _number(value: Any, kind: torch.dtype) -> Any:
         require(dtype(value) == kind, "the assigned value has another dtype")
         return value
     require(isinstance(value, bool | int | float) and not kind.is_complex, "it is no real number")
-    fits = kind.is_floating_point or math.isfinite(value)
-    if math.isfinite(value) and kind != torch.bool:  # up to the cast's own rounding
-        limits = torch.finfo(kind) if kind.is_floating_point else torch.iinfo(kind)
-        fits = limits.min <= int(value) <= limits.max
-    require(fits, "the dtype cannot hold the number")
-    if kind.is_floating_point:
-        return value
-    return bool(value) if kind == torch.bool else int(value)
+    mask = torch.ones((), dtype=torch.bool, device="cpu")
+    try:
+        return torch.zeros((), dtype=kind, device="cpu").masked_fill_(mask, value).item()
+    except (RuntimeError, OverflowError) as error:
+        raise Refused("the dtype cannot hold the number") from error
 
 
 def _unwritten(target: fx.Node, assignment: fx.Node) -> fx.Node:

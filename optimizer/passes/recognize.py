@@ -35,17 +35,17 @@ ARITHMETIC = frozenset((
     "clamp", "clamp_", torch.sigmoid, F.sigmoid, nn.Sigmoid, "sigmoid", "sigmoid_", torch.tanh,
     F.tanh, nn.Tanh, "tanh", "tanh_", F.hardsigmoid, nn.Hardsigmoid,
 ))  # fmt: skip
-_FARTHEST = 8  # calls between the root of a spelling and its x
+_MOST_CALLS = 12  # of a spelling
 _PLACES = torch.tensor(
     [each / 4 + 0.03 for each in range(-33, 34)] + [-1e300, -1e30, -1e3, 1e3, 1e30, 1e300],
     dtype=torch.float64,
     device="cpu",
 )
-_NATIVE: tuple[tuple[Callable[..., torch.Tensor], dict[str, str]], ...] = (
+Native: TypeAlias = tuple[Callable[..., torch.Tensor], dict[str, str]]
+_NATIVE: tuple[Native, ...] = (
     (F.silu, {}), (F.hardswish, {}), (F.hardsigmoid, {}), (F.gelu, {"approximate": "tanh"}),
 )  # fmt: skip
 _THERE = torch.stack([function(_PLACES, **settings) for function, settings in _NATIVE])
-Factor: TypeAlias = tuple[Callable[..., Any], Any]
 MATMULS = (operator.matmul, torch.matmul)
 SOFTMAXES = (torch.softmax, F.softmax, nn.Softmax, "softmax")
 MASKS = (operator.add, torch.masked_fill, torch.where, "masked_fill", "where")
@@ -83,27 +83,17 @@ def recognize_activations(root: fx.Node) -> fx.Node | None:
 
 def _readings(root: fx.Node) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
     """Yield each value that a call computes of, with numbers only, and the calls between."""
-    reached = set[fx.Node]()
-    _is_arithmetic(root, None, _FARTHEST, reached)
-    sources = {each for node in reached for each in node.all_input_nodes}
-    for x in sorted(sources) if len(reached) <= 2 * _FARTHEST else ():
-        inner = set[fx.Node]()
-        if _is_arithmetic(root, x, _FARTHEST, inner):
-            yield x, inner - {root}
+    inner, read = set[fx.Node](), {*root.all_input_nodes}
+    while read and len(inner) < _MOST_CALLS:
+        last = max(read)
+        if len(read) == 1:
+            yield last, inner
+        if callee(last) not in ARITHMETIC:
+            return
+        inner, read = inner | {last}, read - {last} | {*last.all_input_nodes}
 
 
-def _is_arithmetic(node: fx.Node, x: fx.Node | None, depth: int, inner: set[fx.Node]) -> bool:
-    """Return whether a value is arithmetic of `x`, few calls away; add the calls to `inner`."""
-    if node is x or not depth or callee(node) not in ARITHMETIC:
-        return node is x
-    inner.add(node)
-    below = [_is_arithmetic(each, x, depth - 1, inner) for each in node.all_input_nodes]
-    return all(below)
-
-
-def _native(
-    root: fx.Node, x: fx.Node, inner: set[fx.Node]
-) -> tuple[Callable[..., torch.Tensor], dict[str, str]] | None:
+def _native(root: fx.Node, x: fx.Node, inner: set[fx.Node]) -> Native | None:
     """Return the operator that makes of `_PLACES` what a run of calls does, if one does."""
     values = {x: _PLACES}
     for node in sorted({root, *inner}):
@@ -125,8 +115,7 @@ def _require_alone(root: fx.Node, inner: set[fx.Node], read: Sequence[fx.Node]) 
         arg(node, 0) in inner and len(arg(node, 0).users) == 1 for node in run if fact(node).writes
     )
     require(alone, "what it computes on the way is read elsewhere")
-    unwritten = all(is_unchanged(each, min(inner)) for each in read)
-    require(unwritten, "its input is written later")
+    require(all(is_unchanged(each, min(inner)) for each in read), "its input is written later")
 
 
 @rewrite(
@@ -148,13 +137,13 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     size, in half precision where there are few scores.
     Elsewhere torch takes another kernel, which is slower than what was spelled out.
     """
-    scores, factors, inner = _unscaled(weights.all_input_nodes[0])
+    scalings = list[tuple[Any, Any]]()
+    scores = _unscaled(weights.all_input_nodes[0], scalings)
     require(callee(scores) not in MASKS, "a mask may hide all keys from a query")
     if callee(scores) not in MATMULS or not isinstance(root.args[1], fx.Node):
         return None
-    q, of_q, inner_q = _unscaled(scores.args[0])
-    k, of_k, inner_k = _unscaled(scores.args[1])
-    read, inner = (q, k, root.args[1]), {weights, scores, *inner, *inner_q, *inner_k}
+    q, k = (_unscaled(each, scalings) for each in scores.args)
+    read, inner = (q, k, root.args[1]), {weights, scores, *(each for each, _ in scalings)}
     require(all(rank(each) == 4 for each in read), "it has not four dimensions")
     settings = named_arguments(weights, ("input", "dim", "dtype"))
     if weights.op == "call_module":
@@ -163,14 +152,18 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     require(over_keys, "its softmax is over another axis or dtype")
     _require_alone(root, inner, read)
     require(is_read_only(root), "its result is written")
-    require(_has_kernel(*map(tensor, read)), "torch has no faster kernel for it")
+    sizes, strides = zip(*((tensor(n).shape, tensor(n).stride()) for n in read), strict=True)
+    dense = strides[0][3] == strides[1][2] == strides[2][3] == 1
+    alike = sizes[0][:2] == sizes[1][:2] == sizes[2][:2] and sizes[0][3] == sizes[2][3]
+    few = tensor(q).dtype.itemsize >= 4 or tensor(scores).numel() <= MOST_IN_HALF
+    require(dense and alike and few, "torch has no faster kernel for it")
 
     scale = 1.0
-    for operation, number in (*factors, *of_q, *of_k):
+    for scaling, number in scalings:
         if isinstance(number, fx.Node):
-            q = insert_function(root, operation, (q, number))
+            q = insert_function(root, scaling.target, (q, number))
         else:
-            scale = operation(scale, number)
+            scale = scaling.target(scale, number)
     k = insert_function(root, torch.transpose, (k, -2, -1))
     attended = insert_function(
         root, F.scaled_dot_product_attention, (q, k, root.args[1]), scale=scale
@@ -178,19 +171,17 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     return insert_function(root, "contiguous", (attended,))
 
 
-def _unscaled(node: Any) -> tuple[fx.Node, list[Factor], set[fx.Node]]:
-    """Return a value without the numbers that scale it, the numbers, and the calls that do so."""
-    factors, inner = list[Factor](), set[fx.Node]()
+def _unscaled(node: Any, scalings: list[tuple[Any, Any]]) -> Any:
+    """Return a value without the numbers that scale it; add the calls that do, and the numbers."""
     while callee(node) in (operator.mul, operator.truediv):
         value, number = node.args
         if node.target is operator.mul and not _is_number(number):
             value, number = number, value
         if not _is_number(number) or not isinstance(value, fx.Node):
             break
-        factors.append((node.target, number))
-        inner.add(node)
+        scalings.append((node, number))
         node = value
-    return node, factors, inner
+    return node
 
 
 def _is_number(value: Any) -> bool:
@@ -200,14 +191,6 @@ def _is_number(value: Any) -> bool:
     inputs = (each.meta["fact"].value for each in fact(value).inputs)
     sized = all(isinstance(each, torch.Tensor) for each in inputs)
     return sized and type(fact(value).value) in (int, float)
-
-
-def _has_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether torch has a kernel on CPUs that pays; k is transposed."""
-    alike = q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[3] == v.shape[3]
-    dense = q.stride(3) == k.stride(2) == v.stride(3) == 1
-    scores = q.shape[:3].numel() * k.shape[3]
-    return alike and dense and (q.dtype.itemsize >= 4 or scores <= MOST_IN_HALF)
 
 
 @rewrite(

@@ -150,21 +150,13 @@ def fold_constants(last: fx.Node) -> fx.Node | None:
     with all folded weights; in training mode nothing that learns is. A view costs nothing and
     is left; so is what is refused, though not the constants that it reads.
     """
-    nodes = _constant(last)
-    if not nodes or all(map(_is_folded, last.users)):
+    nodes = [] if all(map(_is_folded, last.users)) else _foldable(last)
+    if not nodes:
         return None
-    _require_foldable(nodes)
     with torch.no_grad():
         value = value_of(nodes, lambda each: each)
     require(value.dtype == tensor(last).dtype, "autocast gives it another dtype")
     return insert_buffer(last, value, f"{last.name}_folded")
-
-
-def _constant(last: fx.Node) -> list[fx.Node]:
-    """Return the nodes that make a new tensor of nothing but the model's own, if they do."""
-    nodes = computation(last, _is_constant)
-    new = nodes and isinstance(fact(last).value, torch.Tensor) and not is_external(last)
-    return nodes if new else []
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -176,13 +168,16 @@ def _is_constant(node: fx.Node) -> bool:
 def _is_folded(user: fx.Node) -> bool:
     """Return whether a reader of a constant is about to be folded together with it."""
     try:
-        return bool(nodes := _constant(user)) and _require_foldable(nodes)
+        return bool(_foldable(user))
     except Refused:
         return False
 
 
-def _require_foldable(nodes: list[fx.Node]) -> bool:
-    last = nodes[-1]
+def _foldable(last: fx.Node) -> list[fx.Node]:
+    """Return the nodes that make a new tensor of nothing but the model's own, if they do."""
+    nodes = computation(last, _is_constant)
+    if not nodes or not isinstance(fact(last).value, torch.Tensor) or is_external(last):
+        return []
     attributes = [attribute_of(n) for n in nodes if n.op in ("get_attr", "call_module")]
     tensors = ([a] if isinstance(a, torch.Tensor) else tensors_of(a) for a in attributes)
     read = {id(each): each for several in tensors for each in several}.values()
@@ -194,7 +189,7 @@ def _require_foldable(nodes: list[fx.Node]) -> bool:
     small = _bytes(tensor(last)) <= max(MAY_GROW_TO, sum(map(_bytes, read)))
     require(small, "it is larger than what it is made of")
     require(_follows_the_model(nodes), "it would not be cast or moved with the model")
-    return True
+    return nodes
 
 
 def _bytes(value: torch.Tensor) -> int:

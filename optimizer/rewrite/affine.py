@@ -45,9 +45,7 @@ def absorbed(layer: Layer, affine: Affine, *, over_outputs: bool) -> Layer:
     folded, weight = layer_like(layer), layer.weight
     factor = _by_group(layer, affine.scale, over_outputs=over_outputs)
     if not (factor == 1).all():
-        scaled = _scaled(weight, factor)
-        require(_keeps_digits(weight, scaled, factor), "the folded weights overflow or underflow")
-        folded.weight = _parameter_like(weight, scaled)
+        folded.weight = _parameter_like(weight, _scaled(weight, factor))
     if layer.bias is not None or bias.any():
         folded.bias = _parameter_like(weight, bias)
         require(bool(folded.bias.isfinite().all()), "the folded bias overflows")
@@ -80,18 +78,6 @@ def _kernels(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return weight.reshape(len(factor), rows // len(factor), columns, math.prod(taps))
 
 
-def _keeps_digits(weight: torch.Tensor, scaled: torch.Tensor, factor: torch.Tensor) -> bool:
-    """Return whether the dtype holds all products, and of each channel not only too small ones."""
-    if not weight.numel():
-        return True
-    tiny = torch.finfo(weight.dtype).tiny
-    largest = _largest(scaled, factor)
-    small = (largest < tiny) & (factor != 0)
-    if small.any():
-        small &= largest < _largest(_on_float64_device(weight), factor)
-    return bool((largest.isfinite() & ~small).all())
-
-
 def _largest(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude of the weights of each factor; `abs` would copy them."""
     kernels = _kernels(weight, factor)
@@ -111,7 +97,19 @@ def _scaled(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     blocks = (torch.split(each, rows) for each in (scaled, wide, by))
     for result, few, factors in zip(*blocks, strict=True):
         result.copy_(few.double() * factors)
+    _require_digits(wide, scaled, factor)
     return scaled
+
+
+def _require_digits(weight: torch.Tensor, scaled: torch.Tensor, factor: torch.Tensor) -> None:
+    """Refuse if the dtype does not hold all products, or of a channel only too small ones."""
+    if not weight.numel():
+        return
+    largest = _largest(scaled, factor)
+    small = (largest < torch.finfo(weight.dtype).tiny) & (factor != 0)
+    if small.any():
+        small &= largest < _largest(weight, factor)
+    require(bool((largest.isfinite() & ~small).all()), "the folded weights overflow or underflow")
 
 
 def _on_float64_device(tensor: torch.Tensor) -> torch.Tensor:

@@ -94,9 +94,7 @@ def replace_later_uses(node: fx.Node, replacement: fx.Node, after: fx.Node) -> N
     facts = facts_of(node.graph)
     if facts is not None:
         facts.rename_after(replacement, node)
-    for user in list(node.users):
-        if after < user:
-            user.replace_input_with(node, replacement)
+    node.replace_all_uses_with(replacement, lambda user: after < user)
 
 
 def supersede(node: fx.Node, replacement: fx.Node) -> None:
@@ -153,24 +151,23 @@ def signatures(target: Any) -> list[inspect.Signature]:
 
 def operands(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a call's arguments without those that are defaults, and without the in-place mark."""
-    named = _named(node)
-    if named is None:
+    bound = _bound_arguments(node)
+    if bound is None:
         return node.args, dict(node.kwargs)
-    default, args = named
+    default = {name: each.default for name, each in bound.signature.parameters.items()}
+    args = bound.arguments
     required = tuple(args.pop(n) for n in [*args] if default[n] is inspect.Parameter.empty)
     return required, {n: v for n, v in args.items() if n != "inplace" and v != default[n]}
 
 
-def _named(node: fx.Node) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return the defaults of a function in Python, and the arguments of a call by their names."""
+def _bound_arguments(node: fx.Node) -> inspect.BoundArguments | None:
+    """Return the arguments of a call of a function in Python by their names."""
     try:
-        signature = inspect.signature(node.target)  # type: ignore[arg-type]
-        args = signature.bind(*node.args, **node.kwargs).arguments
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
     except (TypeError, ValueError):  # a module, a method, a builtin
         return None
-    if any(parameter.kind in _OPEN for parameter in signature.parameters.values()):
-        return None
-    return {name: p.default for name, p in signature.parameters.items()}, dict(args)
+    kinds = {parameter.kind for parameter in bound.signature.parameters.values()}
+    return bound if kinds.isdisjoint(_OPEN) else None
 
 
 def overwrites(node: fx.Node) -> bool:
@@ -182,8 +179,8 @@ def overwrites(node: fx.Node) -> bool:
     by_name = writes("call_method", getattr(node.target, "__name__", node.target))
     if by_name or writes(node.op, node.target) or "out" in node.kwargs:
         return True
-    named = _named(node)
-    return named is not None and bool(named[1].get("inplace"))
+    bound = _bound_arguments(node)
+    return bound is not None and bool(bound.arguments.get("inplace"))
 
 
 def may_write(node: fx.Node) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class Pipeline:
         self.fired: list[Rewrite] = []
         self._refused: dict[str, list[Refusal]] = {}
         self._facts = facts_of(module.graph) or Facts()
-        self._calls: dict[Any, list[tuple[int, fx.Node]]] | None = None  # until the graph changes
+        self._calls: dict[Any, list[fx.Node]] | None = None  # until the graph changes
 
     @property
     def refused(self) -> list[Refusal]:
@@ -60,25 +59,23 @@ class Pipeline:
 
     def run(self, passes: Sequence[Pass]) -> None:
         """Run all phases until none changes anything, then guard what was relied on."""
-        limit = len(self.module.graph.nodes) + 2
-        for _ in range(limit):
-            changed = [self._phase(passes, phase) for phase in PHASES]
-            if not any(changed):
-                break
-        else:
-            last = self.fired[-1].name
-            raise FaultyPassError(last, "and another phase undo one another without end")
+
+        def run_phase(phase: Phase) -> bool:
+            active = [each for each in passes if each.phase == phase]
+            return self._until_idle(self._attempt, active, "and its phase never come to an end")
+
+        endless = "and another phase undo one another without end"
+        self._until_idle(run_phase, PHASES, endless)
         _guard(self.module.graph)
         self.module.graph.lint()
 
-    def _phase(self, passes: Sequence[Pass], phase: Phase) -> bool:
-        active = [each for each in passes if each.phase == phase]
-        limit = len(self.module.graph.nodes) + 2
-        for attempts in range(limit):
-            changed = [self._attempt(each) for each in active]
+    def _until_idle(self, step: Callable[[Any], bool], over: Sequence[Any], endless: str) -> bool:
+        """Take a step for each, over and over until none changes anything; return if one did."""
+        for rounds in range(len(self.module.graph.nodes) + 2):
+            changed = [step(each) for each in over]
             if not any(changed):
-                return attempts > 0
-        raise FaultyPassError(active[0].name, "and its phase never come to an end")
+                return rounds > 0
+        raise FaultyPassError(self.fired[-1].name, endless)
 
     def _attempt(self, each: Pass) -> bool:
         before = len(self.fired)
@@ -97,21 +94,17 @@ class Pipeline:
         return changed
 
     def _sweep(self, each: Pass) -> None:
-        if each.pattern is None and self.steps != self.budget:
+        if each.pattern is not None:
+            for node in self._candidates(each.pattern):
+                captured = None if node._erased else each.pattern.match(node)
+                if captured is not None and self.steps != self.budget:
+                    self._rewrite(each, node, captured)
+        elif self.steps != self.budget:
             self._facts.asked.clear()
-            graph = self.module.graph
-            edited = [Rewrite(each.name, n.name, source_of(n)) for n in each.apply(graph)]
+            removed = each.apply(self.module.graph)
             self._facts.relied |= self._facts.asked
-            self.fired += edited
-            self.steps += bool(edited)
-        if each.pattern is None:
-            return
-        for node in self._candidates(each.pattern):
-            if self.steps == self.budget:
-                return
-            captured = None if node._erased else each.pattern.match(node)
-            if captured is not None:
-                self._rewrite(each, node, captured)
+            self.fired += [Rewrite(each.name, n.name, source_of(n)) for n in removed]
+            self.steps += bool(removed)
 
     def _candidates(self, pattern: Pattern) -> list[fx.Node]:
         """Return the nodes that call what the pattern's root does, in order."""
@@ -119,10 +112,9 @@ class Pipeline:
             return list(self.module.graph.nodes)
         if self._calls is None:
             self._calls = {}
-            for place, node in enumerate(self.module.graph.nodes):
-                self._calls.setdefault(callee(node), []).append((place, node))
-        calls = [call for target in pattern.targets for call in self._calls.get(target, ())]
-        return [node for _, node in sorted(calls, key=itemgetter(0))]
+            for node in self.module.graph.nodes:
+                self._calls.setdefault(callee(node), []).append(node)
+        return sorted(node for each in pattern.targets for node in self._calls.get(each, ()))
 
     def _rewrite(self, each: Pass, root: fx.Node, captured: Captured) -> None:
         self._facts.asked.clear()

@@ -96,28 +96,21 @@ def inline(
 
 
 class Match:
-    """Nodes that compute what a pattern computes."""
+    """Nodes that compute what a pattern computes, if `found`, and that may be replaced.
 
-    def __init__(self, bound: Collection[str]) -> None:
+    Modules match by class; their settings have to agree too but for those under the paths `kept`.
+    """
+
+    def __init__(self, root: fx.Node, pattern: fx.GraphModule, kept: Collection[str]) -> None:
         self.values: dict[fx.Node, Any] = {}  # for each node of the pattern
         self.paths: dict[str, str] = {}  # of the owner, for each path of the pattern
-        self._bound = bound
-
-    @classmethod
-    def at(cls, root: fx.Node, pattern: fx.GraphModule, bound: Collection[str]) -> Match | None:
-        """Return the match whose result is `root`, if there is one that may be replaced.
-
-        Modules match by class; their settings have to agree too but for those in `bound`.
-        """
-        match = cls(bound)
-        matches = match._same(_result_of(pattern), root) and match._is_closed(root)
-        return match if matches else None
+        self.kept = kept
+        self.found = self._same(_result_of(pattern), root) and self._is_closed(root)
 
     @property
     def nodes(self) -> list[fx.Node]:
         """Return the nodes that the match replaces, in the order in which they run."""
-        matched = {value for key, value in self.values.items() if key.op != "placeholder"}
-        return sorted(matched)
+        return sorted({value for key, value in self.values.items() if key.op != "placeholder"})
 
     def _same(self, expected: Any, actual: Any) -> bool:
         if isinstance(expected, fx.Node):
@@ -151,7 +144,7 @@ class Match:
             return False
         if expected.op == "get_attr":
             return True
-        alike = path in self._bound or _settings(expected) == _settings(actual)
+        alike = path in self.kept or _settings(expected) == _settings(actual)
         return callee(expected) is not None and callee(expected) is callee(actual) and alike
 
     def _is_closed(self, root: fx.Node) -> bool:
@@ -178,21 +171,23 @@ def _settings(node: fx.Node) -> dict[str, Any]:
     return {name: key_of(value) for name, value in attributes if name[0] != "_"}
 
 
-Build = Callable[[fx.Node, Match], Any]
+# From the node to replace, the inputs of the pattern there, and the owner's path for each of it.
+Build = Callable[[fx.Node, tuple[Any, ...], Mapping[str, str]], Any]
 
 
 def replace_matches(module: fx.GraphModule, pattern: Any, replacement: Any) -> None:
     """Replace, in place, every match of a pattern that may be replaced."""
     wanted = _pattern(_in_mode(pattern, module))
     if paths_of(wanted) and not isinstance(replacement, nn.Module):
-        bound, build = paths_of(wanted), _by_function(module, wanted, replacement)
+        kept, build = paths_of(wanted), _by_function(module, wanted, replacement)
     else:
         part = record(_in_mode(replacement, module))
-        bound, build = _bound(wanted, part), _by_graph(wanted, part)
+        kept, build = _kept_paths(wanted, part), _by_graph(wanted, part)
     for node in list(module.graph.nodes):
-        match = None if node._erased else Match.at(node, wanted, bound)
-        value = build(node, match) if match else None
-        if match and value is not None:
+        if node._erased or not (match := Match(node, wanted, kept)).found:
+            continue
+        values = tuple(match.values[each] for each in _inputs_of(wanted))
+        if (value := build(node, values, match.paths)) is not None:
             take_place(node, value)
             for inside in reversed(match.nodes):
                 if not inside._erased and not inside.users:
@@ -220,15 +215,10 @@ def _by_graph(wanted: fx.GraphModule, part: fx.GraphModule) -> Build:
         raise InputError("the replacement takes another number of inputs than the pattern.")
     if not isinstance(_result_of(part), fx.Node):
         raise InputError("the replacement has to return one value, as the pattern does.")
-
-    def build(node: fx.Node, match: Match) -> Any:
-        values = [match.values[each] for each in _inputs_of(wanted)]
-        return inline(node, part, values, match.paths)[0]
-
-    return build
+    return lambda node, values, paths: inline(node, part, values, paths)[0]
 
 
-def _bound(wanted: fx.GraphModule, part: fx.GraphModule) -> set[str]:
+def _kept_paths(wanted: fx.GraphModule, part: fx.GraphModule) -> set[str]:
     """Return the paths of the pattern that the replacement has too."""
     for path in sorted(paths_of(wanted)):
         theirs = attribute(wanted, path)
@@ -254,13 +244,12 @@ def _by_function(module: fx.GraphModule, wanted: fx.GraphModule, function: Any) 
     if unknown:
         raise InputError(f"the pattern has no module '{unknown[0]}': it has {', '.join(paths)}.")
 
-    def build(node: fx.Node, match: Match) -> Any:
-        layer = function(**{n: attribute(module, match.paths[paths[n]]) for n in names})
+    def build(node: fx.Node, values: tuple[Any, ...], found: Mapping[str, str]) -> Any:
+        layer = function(**{n: attribute(module, found[paths[n]]) for n in names})
         if layer is None:
             return None
         if not isinstance(layer, nn.Module):
             raise InputError(f"the replacement made a {type(layer).__name__}: return a module.")
-        values = tuple(match.values[each] for each in _inputs_of(wanted))
         with node.graph.inserting_before(node):
             return insert_call(module, layer, values, {})
 

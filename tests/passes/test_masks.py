@@ -57,8 +57,8 @@ NUMBERS = {
     torch.int64: (-7, True, -1.7),
     torch.int8: (2.5,),
     torch.int32: (2**31 - 1,),
-    torch.uint8: (255,),
-    torch.bool: (True, 3, 0.0),
+    torch.uint8: (255, -1),
+    torch.bool: (True, 3, 0.0, "torch.nan"),
 }
 
 
@@ -181,9 +181,9 @@ STAYS = {
     (torch.complex128, "it is no real number"): "y[x.real > 0] = 2.0",
     (torch.float64, "it is no real number"): "y[x > 0] = 2.0 + 0j",
     (torch.float16, HOLDS): "y[x > 0] = 1e5",
-    (torch.uint8, HOLDS): "y[x > 0] = -1",
+    (torch.uint8, HOLDS): "y[x > 0] = 256",
     (torch.int64, HOLDS): "y[x > 0] = torch.inf",
-    (torch.bool, HOLDS): "y[x] = torch.nan",
+    (torch.int8, HOLDS): "y[x > 0] = torch.nan",
     (torch.float64, DEVICES): f"y = x.clone(); y[x > 0] = 0.0; return y.exp().{ON_META}",
 }
 

@@ -129,8 +129,8 @@ def test_an_activation_stays_without_example_inputs() -> None:
     tried(ACTIVATION, model_of("x * x.sigmoid()"), (), UNKNOWN, (values(),))
 
 
-@pytest.mark.parametrize(("calls", "outcome"), [(8, 1), (9, 0)])
-def test_a_spelling_is_eight_calls_deep_at_most(calls: int, outcome: int) -> None:
+@pytest.mark.parametrize(("calls", "outcome"), [(12, 1), (13, 0)])
+def test_a_spelling_is_twelve_calls_at_most(calls: int, outcome: int) -> None:
     gated = model_of(f"x * torch.sigmoid(x{' * 1' * (calls - 2)})")
 
     assert (F.silu in callees(tried(ACTIVATION, gated, (values(),), outcome))) == outcome

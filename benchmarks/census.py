@@ -85,12 +85,12 @@ def _optimized(name: str) -> Any:
 
 def _kinds(node: fx.Node) -> Iterator[str]:
     """What can be said of a node and of the one whose value it reads first."""
-    from optimizer.rewrite.contract import called
+    from optimizer.core.node import callee
 
     source = node.args[0] if node.op.startswith("call") and node.args else None
     if not isinstance(source, fx.Node):
         return
-    target, before = called(node), called(source)
+    target, before = callee(node), callee(source)
     if {target, before} <= VIEWS:
         yield "views of views"
     if target in TRANSPOSES and _behind(source) in TRANSPOSES and before not in TRANSPOSES:
@@ -107,11 +107,11 @@ def _kinds(node: fx.Node) -> Iterator[str]:
 
 def _behind(node: Any) -> Any:
     """What is called before any reductions, cuts and joins that a node is the end of."""
-    from optimizer.rewrite.contract import called
+    from optimizer.core.node import callee
 
-    while isinstance(node, fx.Node) and node.op.startswith("call") and called(node) in MOVABLE:
-        node = node.args[0][0] if called(node) is torch.cat else node.args[0]
-    return called(node) if isinstance(node, fx.Node) and node.op.startswith("call") else None
+    while isinstance(node, fx.Node) and node.op.startswith("call") and callee(node) in MOVABLE:
+        node = node.args[0][0] if callee(node) is torch.cat else node.args[0]
+    return callee(node) if isinstance(node, fx.Node) and node.op.startswith("call") else None
 
 
 if __name__ == "__main__":

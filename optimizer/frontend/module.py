@@ -23,7 +23,7 @@ from optimizer.core.copy import ModuleType, Storages, held_tensors, on_storage, 
 from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.inputs import Call, ExampleInputs, storages_in
 from optimizer.core.report import Report, Size, listing
-from optimizer.frontend.names import give_free_names, require_written
+from optimizer.frontend.names import rename_attributes, require_written
 from optimizer.frontend.tracer import Tracer
 
 _META = torch.device("meta")
@@ -179,7 +179,7 @@ class OptimizedModule(_Result, fx.GraphModule):
         cls, module: fx.GraphModule, report: Report, recipe: Recipe | bytes | None = None
     ) -> OptimizedModule:
         """Return an optimized module of a graph, its modules and a report, which gets its size."""
-        give_free_names(module, module.graph, cls._class())
+        rename_attributes(module, module.graph, cls._class())
         require_written(module.graph)
         optimized = cls(module, module.graph, type(module).__name__)
         graph = report.graph_after or listing(module)
@@ -284,7 +284,7 @@ class Retracer(Tracer):
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         graph = super().trace(root, concrete_args)
-        give_free_names(root, graph)  # fx calls a layer by the first name that it finds
+        rename_attributes(root, graph)  # fx calls a layer by the first name that it finds
         return graph
 
     def _input(self, node: fx.Node, value: Any) -> Any:

@@ -80,7 +80,7 @@ def is_literal(value: Any, within: bool = False) -> bool:
         return False
 
 
-def give_free_names(
+def rename_attributes(
     root: nn.Module, graph: fx.Graph, kind: type[fx.GraphModule] = fx.GraphModule
 ) -> None:
     """Let `root` hold what `graph` reads and calls by names that are free in code and in a `kind`.

@@ -19,7 +19,7 @@ from optimizer.facts.facts import Fact, Facts, runs_known_code
 from optimizer.frontend.canonicalize import from_aten, spell
 from optimizer.frontend.known import Code
 from optimizer.frontend.materialize import materialize
-from optimizer.frontend.names import give_free_names, require_written
+from optimizer.frontend.names import rename_attributes, require_written
 from optimizer.frontend.outside import restored
 from optimizer.frontend.tracer import ALONE, Tracer, sees_how_it_is_called
 
@@ -73,7 +73,7 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
     materialized = materialize(copied)
     with ALONE:  # what another thread's recording patches is not the model's
         graph, tests_for_none = _recorded(copied, call, record_factories)
-    give_free_names(copied, graph)
+    rename_attributes(copied, graph)
     module = _LazyGraphModule(copied, graph, type(model).__name__)
     module.meta["materialized"] = materialized
     from_aten(graph)

@@ -60,7 +60,9 @@ def compose_transposes(outer: fx.Node) -> fx.Node | None:
 def _is_swapped_back(run: list[fx.Node]) -> bool:
     """Return whether transposes cancel as they are written, and so at any rank."""
     swaps = [{arg(each, 1), arg(each, 2)} for each in run if each.target is torch.transpose]
-    return len(swaps) == len(run) and (swaps[0] == swaps[-1] if run[1:] else len(swaps[0]) == 1)
+    if len(swaps) < len(run):
+        return False
+    return swaps[0] == swaps[1] if len(run) == 2 else len(swaps[0]) == 1
 
 
 def _permuted(axes: tuple[int, ...], layout: fx.Node) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn import functional as F
 
 import optimizer
@@ -16,6 +16,7 @@ from optimizer.lowering import packed as _packed
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, in_channels_last
 from optimizer.lowering.choose import BRIEF, SHORT, Times
 from optimizer.lowering.packed import packable_in, with_packed_weights
+from optimizer.lowering.partition import ForModerate
 from optimizer.lowering.trace import StraightLine, straight_line
 from tests import level_2
 from tests.conftest import address
@@ -70,11 +71,12 @@ def line_of(model: Any, x: torch.Tensor, *held: torch.Tensor) -> StraightLine:
         return straight_line(model, held or list(model.parameters()), Call((x,), {}))
 
 
-def packed(model: nn.Module, x: torch.Tensor) -> tuple[fx.GraphModule, list[Any]]:
-    """The program for a call, and the functions that it calls."""
+def packed(model: nn.Module, x: torch.Tensor) -> tuple[nn.Module, list[Any]]:
+    """The program for a call, and the functions that it calls where inputs are moderate."""
     line = line_of(model, x)
     program = with_packed_weights(line.module, line.inputs)
-    return program, [node.target for node in program.graph.nodes if node.op.startswith("call")]
+    code: Any = program.program if isinstance(program, ForModerate) else program
+    return program, [node.target for node in code.graph.nodes if node.op.startswith("call")]
 
 
 @pytest.mark.parametrize("text", FUSED)
@@ -89,18 +91,69 @@ def test_an_activation_is_part_of_the_product(text: str, bias: bool) -> None:
         torch.testing.assert_close(*program(x), model(x), equal_nan=True)
 
 
-@pytest.mark.parametrize("function", [F.relu, F.relu6, F.hardsigmoid])
-def test_what_would_lose_nan_stays_a_call(function: Any) -> None:
+RELUS = [F.relu, F.relu6, F.hardsigmoid, lambda y: F.hardtanh(y, -0.5, 0.25)]
+
+
+@pytest.mark.parametrize("function", RELUS)
+def test_what_would_lose_nan_is_part_of_the_product_where_none_arises(function: Any) -> None:
     model, x = then(function), values()
-    fast = lowered(model, x)
-    x[0, 0] = torch.nan
+    fast, (program, called) = lowered(model, x), packed(model, x)
+
+    assert called == [PRODUCT]
+    with torch.no_grad():
+        torch.testing.assert_close(*program(x), model(x))
+        x[0, 0] = torch.nan
+        for result in (*program(x), fast(x)):
+            torch.testing.assert_close(result, model(x), equal_nan=True)
+    assert plan_of(fast, x) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_stays_a_call_where_nan_may_arise(dtype: torch.dtype) -> None:
+    model, x = then(F.relu).to(dtype), values().to(dtype)
+    if dtype == torch.float32:
+        next(model.parameters()).data[0, 0] = torch.inf
     program, called = packed(model, x)
 
-    assert called[0] is PRODUCT
-    assert len(called) == 2
-    assert program(x)[0][0].isnan().all()
-    assert plan_of(fast, x) is not None
-    assert fast(x)[0].isnan().all()
+    assert called == [PRODUCT, ATEN.relu.default]
+    with torch.no_grad():
+        torch.testing.assert_close(*program(x * 0), model(x * 0), equal_nan=True)
+
+
+_LAYERS = {"a": nn.Linear(6, 6), "b": nn.Linear(6, 6, bias=False)}
+_IMAGES = {"a": nn.Conv2d(6, 6, 3, padding=1), "b": nn.Conv2d(6, 6, 3, padding=1, groups=6)}
+SUMS = {  # text: the calls beside the products, of Linear layers and of convolutions
+    "m.a(x) + x": (0, 0),
+    "x + m.a(x)": (0, 0),
+    "(x + m.a(x)).relu()": (1, 0),
+    "(m.a(x) + m.b(x)).relu()": (1, 0),
+    "F.gelu(x + m.a(x))": (1, 1),
+    "m.a(x).tanh() + x": (1, 1),
+    "torch.add(x, m.a(x), alpha=2)": (1, 1),
+    "torch.add(m.a(x), x, alpha=2)": (1, 1),
+    "(y := m.a(x)) + y": (1, 1),
+    "(y := m.a(x)) + x + y.sum()": (3, 3),
+    "m.a(x) + x.mean((0, 1), keepdim=True)": (2, 2),
+    "m.a(x) + 1": (1, 1),
+    "m.a(x) + m.b(x).relu() + x": (1, 1),
+}
+
+
+@pytest.mark.parametrize("layers", [_LAYERS, _IMAGES], ids=["Linear", "convolution"])
+@pytest.mark.parametrize("text", SUMS)
+def test_a_sum_is_part_of_the_product(text: str, layers: dict[str, nn.Module]) -> None:
+    model = Forward(f"return {text}", **layers)
+    x = values() if layers is _LAYERS else values(2, 6, 8, 8).transpose(2, 3)
+    before = x.clone()
+    program, called = packed(model, x)
+
+    beside = [each for each in called if each.namespace != "mkldnn"]
+    assert len(beside) == SUMS[text][layers is _IMAGES]
+    with torch.no_grad():
+        torch.testing.assert_close(*program(x), model(x))
+        assert torch.equal(x, before)
+        x[0, 0] = torch.nan
+        torch.testing.assert_close(*program(x), model(x), equal_nan=True)
 
 
 def test_an_activation_of_what_others_read_stays_a_call() -> None:
@@ -176,7 +229,7 @@ def test_a_convolution_is_packed_with_its_activation(
     x[0, 0, 0, 0], x[1, :, 4] = torch.nan, torch.inf
     program, called = packed(model, x)
 
-    assert called == [CONVOLVED, ATEN.relu.default]
+    assert called == [CONVOLVED, ATEN.relu.default]  # one activation is part of it
     with torch.no_grad():
         torch.testing.assert_close(*program(x), model(x), equal_nan=True)
 

@@ -146,7 +146,7 @@ def test_self_attention_is_looked_into() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "binds", "is_open"),
+    ("text", "has_aliases", "is_open"),
     [
         ("x.add_(1)", True, True),
         (INTO_GIVEN, True, True),
@@ -157,10 +157,10 @@ def test_self_attention_is_looked_into() -> None:
         ("(x * 2).relu_()", False, False),
     ],
 )
-def test_what_is_bound_is_told(text: str, binds: bool, is_open: bool) -> None:
+def test_what_is_aliased_is_told(text: str, has_aliases: bool, is_open: bool) -> None:
     line = recorded(text)
 
-    assert (line.binds, line.is_open) == (binds, is_open)
+    assert (line.has_aliases, line.is_open) == (has_aliases, is_open)
 
 
 WEIGHT, HIDDEN = torch.ones(3), torch.ones(3)
@@ -281,7 +281,7 @@ def test_a_call_that_writes_is_lowered() -> None:
 def test_what_is_written_is_in_no_region() -> None:
     model = Written().eval()
     line = recorded(model, *images(0), held=list(model.parameters()))
-    bound = {name_of_call(n) for n in line.module.graph.nodes if n.meta["bound"]}
+    aliased = {name_of_call(n) for n in line.module.graph.nodes if n.meta["aliased"]}
 
-    assert {"relu", "copy_", "slice"} <= bound
-    assert "mean" not in bound
+    assert {"relu", "copy_", "slice"} <= aliased
+    assert "mean" not in aliased

@@ -22,7 +22,7 @@ from optimizer.core.inputs import Call, require_flags, require_seconds, tensors_
 from optimizer.core.node import name_of_call, tensors_of
 from optimizer.core.report import Choice
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, LaidOut, Maker, Program, policy_of
-from optimizer.lowering.engines import Compiled, Engines, engines_here, engines_named
+from optimizer.lowering.engines import Engines, compiled, engines_here, engines_named
 from optimizer.lowering.partition import WEIGHTED, extract_layers
 from optimizer.lowering.precision import Precision
 from optimizer.lowering.trace import exact_copy
@@ -166,7 +166,7 @@ class Chooser:
         self.decisions = dict(decisions)
         self.choices: list[Choice] = []
         engines = engines_here(tuning.engines)
-        self.engines = {name: partial(Compiled, each) for name, each in engines.items()}
+        self.engines = {name: partial(compiled, each) for name, each in engines.items()}
 
     def choose(
         self,

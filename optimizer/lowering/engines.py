@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from optimizer.core.errors import InputError
-from optimizer.core.node import attribute_of, name_of_call
-from optimizer.lowering.partition import ENLARGED, LARGEST, as_function
+from optimizer.core.node import name_of_call
+from optimizer.lowering.partition import ENLARGED, ForModerate, as_function, may_lose_nan
 from optimizer.lowering.trace import Recorder, layout_of
 
 Run: TypeAlias = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -53,42 +53,23 @@ class Engine(Protocol):
         """
 
 
-class Compiled(nn.Module):
-    """Run a region by an engine for moderate inputs, by torch for others.
+def compiled(engine: Engine, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> ForModerate:
+    """Return a region that runs by an engine; by torch in a forked process, without its threads.
 
-    Engines make 0 of NaN in a ReLU. A norm is beyond the bound where an element is NaN, infinite
-    or huge; of others, which a region makes only finite numbers of, a product with a float32
-    weight overflows only where layers amplify 10^28-fold. A forked process has none of the
-    engine's threads: there the region runs by torch, too.
+    Raises:
+        ValueError: the engine may not run it.
     """
+    if not may_lose_nan(region, inputs):
+        raise ValueError("it is not in float32 on the CPU, or a constant is not finite, or huge")
+    run = engine.compile(in_aten(region, inputs), inputs, torch.get_num_threads())
+    run_region, process = as_function(region), os.getpid()
 
-    def __init__(
-        self, engine: Engine, region: fx.GraphModule, inputs: Sequence[torch.Tensor]
-    ) -> None:
-        super().__init__()
-        read = region.graph.find_nodes(op="get_attr")
-        read = [node for node in read if any(name_of_call(user) != "index" for user in node.users)]
-        weights = list(map(attribute_of, read))
-        if not all(each.is_cpu and each.dtype in _TYPES.values() for each in (*inputs, *weights)):
-            raise ValueError("it is not in float32 on the CPU")
-        if not all(map(_is_moderate, weights)):
-            raise ValueError("a constant is not finite, or huge")
-        self.region, self.run_region = region, as_function(region)
-        self.run = engine.compile(in_aten(region, inputs), inputs, torch.get_num_threads())
-        self.process = os.getpid()
+    def run_here(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        if os.getpid() != process:
+            return run_region(*inputs)  # type: ignore[no-any-return]
+        return run([tensor.resolve_neg().contiguous() for tensor in inputs])
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        """Return the region's outputs for inputs of the sizes that it was compiled for."""
-        if os.getpid() == self.process and all(map(_is_moderate, inputs)):
-            return self.run([tensor.resolve_neg().contiguous() for tensor in inputs])
-        return self.run_region(*inputs)
-
-
-def _is_moderate(tensor: torch.Tensor) -> bool:
-    """Whether values are finite and not huge; of a mask, whether each query has a key."""
-    if tensor.dtype == torch.bool:
-        return bool(tensor.any(-1).all())
-    return bool(torch.linalg.vector_norm(tensor).item() <= LARGEST)
+    return ForModerate(region, run_here)
 
 
 def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -1,35 +1,47 @@
 """Regions whose layers run on oneDNN, with weights that were packed once.
 
-y = f(W x + b) in one call, where f is the activation that alone reads the product. oneDNN's
-ReLU and its relatives make a number of NaN: they stay calls of their own. The operators are
-private to torch: who calls this tries what it returns.
+y = f(W x + b + z) in one call, where the sum alone reads the product, and the activation f alone
+the sum. oneDNN's ReLU and its relatives make a number of NaN: they are part of the call where it
+is known that none arises. The operators are private to torch: who calls this tries what it returns.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from optimizer.core.node import attribute_of, name_of_call
-from optimizer.lowering.partition import arguments_of, constant_weight
+from optimizer.lowering.partition import (
+    ForModerate,
+    arguments_of,
+    constant_weight,
+    may_lose_nan,
+)
 
 _Activation = tuple[str, list[float], str]  # as the operator names it, its numbers, its algorithm
+_Call = tuple[Any, tuple[Any, ...]]  # an operator and its arguments
 _OPERATORS = (
     "_linear_pointwise", "_reorder_linear_weight",
     "_convolution_pointwise", "_reorder_convolution_weight",
 )  # fmt: skip
 _NOTHING: _Activation = ("none", [], "")
+_NO_ACTIVATION: Any = (None, [], "")  # of a sum
 _ACTIVATIONS: dict[str, Callable[..., _Activation]] = {
-    "gelu": lambda _, approximate="none": ("gelu", [], approximate),
+    "gelu": lambda _, approximate: ("gelu", [], approximate),
     "hardswish": lambda _: ("hardswish", [], ""),
     "sigmoid": lambda _: ("sigmoid", [], ""),
     "silu": lambda _: ("swish", [], ""),
     "tanh": lambda _: ("tanh", [], ""),
+}
+_LOSING_NAN: dict[str, Callable[..., _Activation]] = {
+    "hardsigmoid": lambda _: ("hardsigmoid", [], ""),
+    "hardtanh": lambda _, least, most: ("hardtanh", [least, most], ""),
+    "relu": lambda _: ("relu", [], ""),
 }
 
 
@@ -46,7 +58,7 @@ def packable_in(region: fx.GraphModule) -> list[fx.Node]:
 
 def with_packed_weights(
     region: fx.GraphModule, inputs: Sequence[torch.Tensor], *, convolutions: bool = True
-) -> fx.GraphModule:
+) -> nn.Module:
     """Return the same region with its layers, or its Linear layers alone, on packed weights.
 
     Raises:
@@ -57,13 +69,51 @@ def with_packed_weights(
     for node in packable_in(module):
         if convolutions or name_of_call(node) == "linear":
             products.add(_replace(node, *_product(module, node)))
+    activations = _ACTIVATIONS | (_LOSING_NAN if may_lose_nan(region, inputs) else {})
+    names = set[str]()
     for node in module.graph.nodes:
-        product = node.args[0] if name_of_call(node) in _ACTIVATIONS and node.args else None
-        if product in products and len(product.users) == 1:
-            activation = _ACTIVATIONS[name_of_call(node)](*node.args, **node.kwargs)
-            _replace(node, product.target, (*product.args[:-3], *activation))
+        if fused := _sum(node, products) or _activated(node, products, activations):
+            names.add(name_of_call(node))
+            products.add(_replace(node, *fused))
     module.graph.eliminate_dead_code()
-    return fx.GraphModule(module, module.graph)  # without the weights that were packed
+    packed = fx.GraphModule(module, module.graph)  # without the weights that were packed
+    return packed if names.isdisjoint(_LOSING_NAN) else ForModerate(region, packed)
+
+
+def _sum(node: fx.Node, products: Set[fx.Node]) -> _Call | None:
+    """Return the product of which a node is the sum with another value, if it alone reads it."""
+    if name_of_call(node) != "add":
+        return None
+    first, second, alpha = arguments_of(node).values()
+    for product, other in ((first, second), (second, first)):
+        if product not in products or len(product.users) > 1 or product.args[-3:] != _NOTHING:
+            continue
+        if other is not product and alpha == 1 and _is_alike(other, product):
+            value, *rest = product.args[:-3]
+            is_linear = product.target is torch.ops.mkldnn._linear_pointwise.default
+            how = ("add",) if is_linear else ("add", None, *_NO_ACTIVATION)
+            return product.target.overloadpacket.binary, (value, other, *rest, *how)
+    return None
+
+
+def _is_alike(other: Any, product: fx.Node) -> bool:
+    if not isinstance(other, fx.Node):
+        return False
+    first, second = other.meta["val"], product.meta["val"]
+    return bool(first.shape == second.shape and first.dtype == second.dtype)
+
+
+def _activated(
+    node: fx.Node, products: Set[fx.Node], activations: Mapping[str, Callable[..., _Activation]]
+) -> _Call | None:
+    """Return the product or sum whose activation a node is, if it alone reads that."""
+    make = activations.get(name_of_call(node))
+    product: Any = node.args[0] if node.args else None
+    if make is None or product not in products or len(product.users) > 1:
+        return None
+    activation, free = make(*arguments_of(node).values()), product.args[-3:]
+    takes = free == _NOTHING or (free == _NO_ACTIVATION and activation[0] == "relu")
+    return (product.target, (*product.args[:-3], *activation)) if takes else None
 
 
 def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
@@ -75,7 +125,7 @@ def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
     return call
 
 
-def _product(module: fx.GraphModule, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+def _product(module: fx.GraphModule, node: fx.Node) -> _Call:
     """Return the operator that computes a layer on packed weights, and its arguments."""
     mkldnn = torch.ops.mkldnn
     value, read, bias, *geometry = arguments_of(node).values()

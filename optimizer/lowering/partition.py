@@ -45,6 +45,7 @@ MOVED = frozenset((
 ))  # fmt: skip
 KNOWN = WEIGHTED | _COMPUTED | ENLARGED | MOVED | {"pad", "roll", "stack"}
 LARGEST = 2.0**32  # of what is moderate
+_DTYPES = (torch.float32, torch.bool)  # in which it is known what that leads to
 _SMALLEST = 1e-12  # that keeps a norm of equal values from a division by zero
 
 
@@ -96,7 +97,7 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 def _is_moderate(node: fx.Node) -> bool:
     """Return whether a node makes finite numbers of all that are finite and not huge."""
     name = name_of_call(node)
-    if name not in KNOWN or node.meta["bound"]:
+    if name not in KNOWN or node.meta["aliased"]:
         return False
     leaves = pytree.tree_leaves((node.args, node.kwargs)) if name not in MOVED else []
     numbers = [each for each in leaves if isinstance(each, float | int)]
@@ -175,6 +176,40 @@ def extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
         node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
     for node in reversed(nodes):
         outer.graph.erase_node(node)
+
+
+def may_lose_nan(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether a region is in float32 on the CPU, or of masks, with moderate constants."""
+    read = region.graph.find_nodes(op="get_attr")
+    read = [node for node in read if any(name_of_call(user) != "index" for user in node.users)]
+    weights = list(map(attribute_of, read))
+    in_float32 = all(each.is_cpu and each.dtype in _DTYPES for each in (*inputs, *weights))
+    return in_float32 and all(map(is_moderate, weights))
+
+
+def is_moderate(tensor: torch.Tensor) -> bool:
+    """Return whether values are finite and not huge; of a mask, whether each query has a key."""
+    if tensor.dtype == torch.bool:
+        return bool(tensor.any(-1).all())
+    return bool(torch.linalg.vector_norm(tensor).item() <= LARGEST)
+
+
+class ForModerate(nn.Module):
+    """Run a region by a program that may lose NaN for moderate inputs, by torch for others.
+
+    Kernels make 0 of NaN in a ReLU. A norm is beyond the bound where an element is NaN, infinite
+    or huge; of others, which a region makes only finite numbers of, a product with a float32
+    weight overflows only where layers amplify 10^28-fold.
+    """
+
+    def __init__(self, region: fx.GraphModule, program: Callable[..., Any]) -> None:
+        super().__init__()
+        self.region, self.run_region, self.program = region, as_function(region), program
+        self.run = as_function(program) if isinstance(program, nn.Module) else program
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Return the region's outputs for inputs of the sizes that the program is for."""
+        return (self.run if all(map(is_moderate, inputs)) else self.run_region)(*inputs)
 
 
 def as_function(module: nn.Module) -> Callable[..., Any]:

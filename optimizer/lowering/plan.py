@@ -94,7 +94,7 @@ class Plan:
         self.is_open, module, start = line.is_open, line.module, len(chooser.choices)
         inputs, variants = list(map(exact_copy, line.inputs)), list(map(varied, line.inputs))
         if precision:
-            require(not line.binds, "it writes what has other names")
+            require(not line.has_aliases, "it writes what has other names")
             module = in_precision(module, (inputs, variants), precision.dtype)
         with torch.no_grad():
             regions = ByRegion(module, chooser)

@@ -3,8 +3,8 @@
 The call is made for real, in inference mode, where a dispatch mode sees composite operators as
 they were called. What depends on no input is a constant. An operator that writes what nothing
 else reads is written down as the one that returns a new tensor. Any other write stays one, and all
-that lies in the memory that it writes, or that the caller gets by two names, is *bound*: it has to
-be computed by the very operators that were written down.
+that lies in the memory that it writes, or that the caller gets by two names, is *aliased*: it is
+computed by the very operators that were written down.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StraightLine:
         after: the same after it.
         outputs: the tensors that it returned for them, each once.
         rebuild: makes the call's output of the tensors that `module` returns.
-        binds: whether some of the code is bound.
+        has_aliases: whether some of the code is aliased.
         is_open: whether it writes an input, or returns memory that the caller knows already.
     """
 
@@ -56,7 +56,7 @@ class StraightLine:
     after: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     rebuild: Callable[[Sequence[torch.Tensor]], Any]
-    binds: bool
+    has_aliases: bool
     is_open: bool
 
 
@@ -77,11 +77,11 @@ def straight_line(
         output = run(*copied.args, **copied.kwargs)
     outputs = _distinct(output)
     require(all(map(is_ordinary, outputs)), "an output is more than its storage and shape")
-    module, bound = recorder.finished(outputs), recorder.bound
+    module, aliased = recorder.finished(outputs), recorder.aliased
     read, returned = storages_in(inputs), storages_in(outputs)
-    is_open = not read.isdisjoint(bound | returned) or not returned.isdisjoint(bound)
+    is_open = not read.isdisjoint(aliased | returned) or not returned.isdisjoint(aliased)
     before = tuple(tensors_in(call.copied())) if is_open else inputs
-    return StraightLine(module, before, inputs, outputs, _rebuild(output), bool(bound), is_open)
+    return StraightLine(module, before, inputs, outputs, _rebuild(output), bool(aliased), is_open)
 
 
 def _distinct(value: Any) -> tuple[torch.Tensor, ...]:
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.nodes, self.constants = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.memory: dict[fx.Node, set[int]] = {}  # where the result of each lies
         self.lifetimes: dict[int, StorageWeakRef] = {}  # so that no address is given twice
-        self.bound = set[int]()
+        self.aliased = set[int]()
         self.inputs, self.weights = inputs, storages_in(weights := list(weights))
         self.constants.update(dict.fromkeys(weights))
         for place, tensor in enumerate(inputs):
@@ -182,10 +182,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._thaw(tensor)
         memory = storages_in(written)
         readers = [each for each in self.nodes if not memory.isdisjoint(storages_in(each))]
-        alone = len(readers) == 1 and memory.isdisjoint(self.bound | storages_in(self.inputs))
+        alone = len(readers) == 1 and memory.isdisjoint(self.aliased | storages_in(self.inputs))
         new = self._as_new(func, args, kwargs) if alone else None
         if new is None:
-            self.bound |= memory
+            self.aliased |= memory
             self.memory[self._call(func, args, kwargs)] = memory
         result = func(*args, **kwargs)
         require(storages_in(written) == memory, "it gives a tensor other memory")
@@ -222,7 +222,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place = (each.shape, each.stride(), each.storage_offset())
             call = self.graph.call_function(torch.ops.aten.as_strided.default, (copy, *place))
             self._note(call, each)
-        self.bound |= memory
+        self.aliased |= memory
 
     def _note(self, node: fx.Node, result: Any) -> None:
         """Record which tensors are the result of a node, and their geometry under "val"."""
@@ -281,12 +281,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.graph.output(tuple(map(self._node, outputs)))
         distinct = _distinct([*self.inputs, *outputs])
         counts = Counter(storage for each in distinct for storage in storages_in(each))
-        self.bound |= {storage for storage, count in counts.items() if count > 1}
+        self.aliased |= {storage for storage, count in counts.items() if count > 1}
         for node in self.graph.nodes:
             memory = self.memory.get(node, set[int]())
-            node.meta["bound"] = not memory.isdisjoint(self.bound)
+            node.meta["aliased"] = not memory.isdisjoint(self.aliased)
             read = memory.union(*(self.memory[each] for each in node.all_input_nodes))
-            if _is_copy(node) and read.isdisjoint(self.bound | storages_in(outputs)):
+            if _is_copy(node) and read.isdisjoint(self.aliased | storages_in(outputs)):
                 node.replace_all_uses_with(node.all_input_nodes[0])
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.root, self.graph)

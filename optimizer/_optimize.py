@@ -18,11 +18,11 @@ from optimizer.core.copy import held_tensors, snapshot
 from optimizer.core.errors import CaptureError, InputError, OptimizerWarning, Refused
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
 from optimizer.core.report import Report, Size, listing
-from optimizer.facts.facts import obstacle, opaque_calls
+from optimizer.facts.facts import obstacle
 from optimizer.frontend.dynamo import DYNAMO, GuardedModule, capture_graph
 from optimizer.frontend.module import OptimizedModule, Recipe, Unchanged
 from optimizer.frontend.outside import Outside, is_irreversible, restored
-from optimizer.frontend.symbolic import capture_call, may_draw, writes_nothing_lasting
+from optimizer.frontend.symbolic import capture_call, may_draw, opaque_calls, writes_nothing_lasting
 from optimizer.lowering.choose import Times, Tuning
 from optimizer.lowering.engines import Engines
 from optimizer.lowering.module import LoweredModule, lower

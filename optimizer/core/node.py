@@ -7,7 +7,7 @@ import re
 import sys
 import traceback
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
@@ -107,6 +107,19 @@ def called_on(node: fx.Node, module: Any, args: Any, kwargs: Any) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     function: Any = module if node.op == "call_module" else node.target
     return function(*args, **kwargs)
+
+
+def computation(last: fx.Node, accepts: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Return all nodes that a value is computed from, in order, or none unless all are accepted."""
+    nodes: set[fx.Node] = set()
+    pending = [last]
+    while pending:
+        node = pending.pop()
+        if not accepts(node):
+            return []
+        nodes.add(node)
+        pending += [each for each in node.all_input_nodes if each not in nodes]
+    return sorted(nodes)
 
 
 def describe(node: fx.Node) -> str:

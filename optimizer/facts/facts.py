@@ -61,13 +61,12 @@ NOTHING = Effect(frozenset())
 
 
 class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collect the storages written, whether numbers were drawn, and whether data gave a size."""
+    """Collect the storages that are written, and whether numbers are drawn."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes: set[int] = set()
         self.random = False
-        self.counts = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -76,7 +75,6 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        self.counts |= is_sized_by_values(func, args)
         self.writes |= storages_in(written_by(func, args, kwargs))
         if not self.random:
             return func(*args, **kwargs)
@@ -92,13 +90,6 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     if arguments.get("training"):  # native_batch_norm updates these, and its schema keeps quiet
         written += ["running_mean", "running_var"]
     return [arguments[name] for name in written if name in arguments]
-
-
-def is_sized_by_values(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether the size of what an operator returns depends on values."""
-    if func is torch.ops.aten.index.Tensor:  # v[i] has as many elements as there are numbers in i
-        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-    return torch.Tag.dynamic_output_shape in func.tags
 
 
 _KNOWN_BUILTINS = (abs, bool, divmod, float, getattr, int, len, max, min, pow, round, sum)
@@ -122,17 +113,6 @@ def devices_named_by(node: fx.Node) -> set[torch.device]:
     if node.op == "call_function" and node.target in ops.FACTORIES and "device" not in node.kwargs:
         named.add(torch.get_default_device())
     return named
-
-
-def opaque_calls(root: fx.GraphModule) -> list[str]:
-    """Return a remark on each module that is called as it is, since its calls may do anything."""
-    modules = {n.target: module_of(n) for n in root.graph.find_nodes(op="call_module")}
-    return [
-        f"'{name}' ({type(module).__name__}) is called as it is: it is scripted, or it has hooks,"
-        " parametrizations or a __call__"
-        for name, module in modules.items()
-        if isinstance(module, torch.jit.ScriptModule) or not is_plain(module)
-    ]
 
 
 _ARITHMETIC = frozenset((operator.add, operator.sub, operator.mul, torch.add, torch.sub, torch.mul))
@@ -501,44 +481,6 @@ def is_pure(node: fx.Node) -> bool:
         return isinstance(receiver, torch.Tensor)
     kinds = ("get_attr", "call_module", "call_function")
     return node.op in kinds and runs_known_code(node) and node.target not in ops.INPLACE_OPERATORS
-
-
-def computation(last: fx.Node, accepts: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Return all nodes that a value is computed from, in order, or none unless all are accepted."""
-    nodes: set[fx.Node] = set()
-    pending = [last]
-    while pending:
-        node = pending.pop()
-        if not accepts(node):
-            return []
-        nodes.add(node)
-        pending += [each for each in node.all_input_nodes if each not in nodes]
-    return sorted(nodes)
-
-
-def value_of(nodes: list[fx.Node], convert: Callable[[Any], Any]) -> Any:
-    """Return the value of the last node, run on what `convert` makes of tensors and modules."""
-    values: dict[fx.Node, Any] = {}
-    for node in nodes:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-        target = convert(attribute_of(node)) if node.op in ("get_attr", "call_module") else None
-        values[node] = target if node.op == "get_attr" else called_on(node, target, args, kwargs)
-    return values[nodes[-1]]
-
-
-# They always make a tensor, a dense one, and do not keep it for a backward pass.
-_MAKERS = (
-    *ops.LINEAR_LAYERS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm,
-    operator.matmul, torch.matmul, torch.bmm, torch.cat, operator.add, operator.mul, torch.add,
-    torch.mul, ops.add_over, ops.mul_over,
-)  # fmt: skip
-
-
-def is_spare(value: object) -> bool:
-    """Return whether a value is a new tensor without views that one node alone reads."""
-    if not isinstance(value, fx.Node) or callee(value) not in _MAKERS:
-        return False
-    return len(value.users) == 1 and "out" not in value.kwargs
 
 
 def obstacle(graph: fx.Graph) -> str:

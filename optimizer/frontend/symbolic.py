@@ -14,7 +14,7 @@ from optimizer.core.copy import part, structural_copy
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.guards import autocast, expect_autocast
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, storages_in
-from optimizer.core.node import clean, has_global_hooks, is_plain, reason_of, tensors_of
+from optimizer.core.node import clean, has_global_hooks, is_plain, module_of, reason_of, tensors_of
 from optimizer.facts.facts import Fact, Facts, runs_known_code
 from optimizer.frontend.canonicalize import from_aten, spell
 from optimizer.frontend.known import Code
@@ -175,6 +175,17 @@ def observe(module: fx.GraphModule, call: Call) -> Facts:
         else:
             facts.evaluate(node)
     return facts
+
+
+def opaque_calls(root: fx.GraphModule) -> list[str]:
+    """Return a remark on each module that is called as it is, since its calls may do anything."""
+    modules = {n.target: module_of(n) for n in root.graph.find_nodes(op="call_module")}
+    return [
+        f"'{name}' ({type(module).__name__}) is called as it is: it is scripted, or it has hooks,"
+        " parametrizations or a __call__"
+        for name, module in modules.items()
+        if isinstance(module, torch.jit.ScriptModule) or not is_plain(module)
+    ]
 
 
 def may_draw(module: fx.GraphModule) -> bool:

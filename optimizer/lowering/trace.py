@@ -28,7 +28,7 @@ from optimizer.core.errors import require
 from optimizer.core.inputs import Call, storages_in, tensors_in
 from optimizer.core.node import name_of_call
 from optimizer.core.ops import READS_DATA
-from optimizer.facts.facts import is_sized_by_values, written_by
+from optimizer.facts.facts import written_by
 from optimizer.lowering.partition import KNOWN, arguments_of
 
 _WHOLE = KNOWN | {"gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._constant(func, args, kwargs)
         if written := tensors_in(written_by(func, args, kwargs)):
             return self._write(func, args, kwargs, written)
-        require(not is_sized_by_values(func, args), "a size depends on values")
+        require(not _is_sized_by_values(func, args), "a size depends on values")
         result = func(*args, **kwargs)
         tensors = tensors_in(result)
         require(bool(tensors), f"what '{name}' returns depends on values")
@@ -290,6 +290,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 node.replace_all_uses_with(node.all_input_nodes[0])
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.root, self.graph)
+
+
+def _is_sized_by_values(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether the size of what an operator returns depends on values."""
+    if func is torch.ops.aten.index.Tensor:  # v[i] has as many elements as there are numbers in i
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def _is_copy(node: fx.Node) -> bool:

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from optimizer.core.errors import require
 from optimizer.core.node import arg, callee, has_plain_tensors, module_of
-from optimizer.core.ops import add_over, alike, mul_over
-from optimizer.facts.facts import fact, is_read_only, is_spare, tensor
+from optimizer.core.ops import LINEAR_LAYERS, add_over, alike, mul_over
+from optimizer.facts.facts import fact, is_read_only, tensor
 from optimizer.rewrite.affine import layer_like
 from optimizer.rewrite.contract import call, rewrite
 from optimizer.rewrite.edit import insert_function, insert_module
@@ -29,6 +29,12 @@ MODULES = (
 OVER: dict[Callable[..., object], Callable[..., object]] = {
     operator.add: add_over, torch.add: add_over, operator.mul: mul_over, torch.mul: mul_over,
 }  # fmt: skip
+# They always make a tensor, a dense one, and do not keep it for a backward pass.
+_MAKERS = (
+    *LINEAR_LAYERS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm,
+    operator.matmul, torch.matmul, torch.bmm, torch.cat, operator.add, operator.mul, torch.add,
+    torch.mul, add_over, mul_over,
+)  # fmt: skip
 WORTHWHILE = 1 << 17  # bytes: up to half of it, to look at the operands takes what it saves
 
 
@@ -126,10 +132,17 @@ def reuse_operands(combination: fx.Node) -> fx.Node | None:
         return None
     first, second = operands
     require(alike(tensor(first), tensor(second)), "the operands differ in dtype, shape or layout")
-    require(is_spare(first) or is_spare(second), "its operands are needed elsewhere")
+    require(_is_spare(first) or _is_spare(second), "its operands are needed elsewhere")
     squared = first is second and OVER[callee(combination)] is mul_over
     require(not squared, "a gradient of a square needs its root")
     require(tensor(first).nbytes >= WORTHWHILE, "its operands are too small for it to pay")
 
-    overwritten = 0 if is_spare(first) else 1
+    overwritten = 0 if _is_spare(first) else 1
     return insert_function(combination, OVER[callee(combination)], (first, second, overwritten))
+
+
+def _is_spare(value: object) -> bool:
+    """Return whether a value is a new tensor without views that one node alone reads."""
+    if not isinstance(value, fx.Node) or callee(value) not in _MAKERS:
+        return False
+    return len(value.users) == 1 and "out" not in value.kwargs

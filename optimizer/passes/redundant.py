@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +12,9 @@ from torch.nn import functional as F
 
 from optimizer.core.errors import Refused, require
 from optimizer.core.guards import key_of
-from optimizer.core.node import arg, attribute_of, owner, tensors_of
+from optimizer.core.node import arg, attribute_of, called_on, computation, owner, tensors_of
 from optimizer.facts.facts import (
     aliases,
-    computation,
     fact,
     facts_of,
     is_external,
@@ -25,7 +25,6 @@ from optimizer.facts.facts import (
     is_unchanged,
     is_written,
     tensor,
-    value_of,
 )
 from optimizer.rewrite.contract import call, rewrite, whole_graph
 from optimizer.rewrite.edit import insert_buffer
@@ -154,7 +153,7 @@ def fold_constants(last: fx.Node) -> fx.Node | None:
     if not nodes:
         return None
     with torch.no_grad():
-        value = value_of(nodes, lambda each: each)
+        value = _value_of(nodes, lambda each: each)
     require(value.dtype == tensor(last).dtype, "autocast gives it another dtype")
     return insert_buffer(last, value, f"{last.name}_folded")
 
@@ -192,6 +191,16 @@ def _foldable(last: fx.Node) -> list[fx.Node]:
     return nodes
 
 
+def _value_of(nodes: list[fx.Node], convert: Callable[[Any], Any]) -> Any:
+    """Return the value of the last node, run on what `convert` makes of tensors and modules."""
+    values: dict[fx.Node, Any] = {}
+    for node in nodes:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+        target = convert(attribute_of(node)) if node.op in ("get_attr", "call_module") else None
+        values[node] = target if node.op == "get_attr" else called_on(node, target, args, kwargs)
+    return values[nodes[-1]]
+
+
 def _bytes(value: torch.Tensor) -> int:
     return max(value.numel() * value.element_size(), value.untyped_storage().nbytes())
 
@@ -206,7 +215,7 @@ def _follows_the_model(nodes: list[fx.Node]) -> bool:
         return moved.to(other) if isinstance(part, nn.Module) or part.is_floating_point() else moved
 
     try:
-        result = value_of(nodes, cast)
+        result = _value_of(nodes, cast)
     except Exception:  # an operator that takes no other dtype
         return False
     follows = result.dtype == (other if value.is_floating_point() else value.dtype)

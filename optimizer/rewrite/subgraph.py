@@ -11,8 +11,7 @@ from torch import fx, nn
 
 from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.guards import key_of
-from optimizer.core.node import attribute, callee, fresh_name, hold, module_of, owner
-from optimizer.facts.facts import computation
+from optimizer.core.node import attribute, callee, computation, fresh_name, hold, module_of, owner
 from optimizer.frontend.canonicalize import spell
 from optimizer.frontend.tracer import Tracer
 from optimizer.rewrite.edit import insert_call, may_write, overwrites, signatures, take_place

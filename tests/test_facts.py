@@ -36,6 +36,10 @@ def first_if_alone(x: Tensor) -> Tensor:
     return x[0] if x.shape[0] == 1 else x
 
 
+def doubled(weight: Tensor) -> None:
+    weight.mul_(2.0)
+
+
 class Layers(Forward):
     """Two layers with their BatchNorms, and whatever else a case needs."""
 
@@ -91,6 +95,11 @@ SEES, IN_CONTAINER = "would see the write", "of tensors inside the input 'x'"
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[Any, ...], ...], str]] = {
     "a view that only an opaque child knows of": (
         lambda: Layers("y = x * 2; view = m.child(y); y[y < 0] = 0.0; return view",
+                       child=Opaque(lambda m, y: y[:2])),
+        TWICE, SEES,
+    ),
+    "a view of a view that only an opaque child knows of": (
+        lambda: Layers("y = x * 2; view = m.child(y).t(); y[y < 0] = 0.0; return view",
                        child=Opaque(lambda m, y: y[:2])),
         TWICE, SEES,
     ),
@@ -173,6 +182,18 @@ def test_a_layer_that_an_opaque_child_may_write_is_not_folded() -> None:
     fast = optimized(model, IMAGE)
 
     assert [each.reason for each in fast.report.refused] == ["the forward writes their tensors"]
+    torch.testing.assert_close(fast(IMAGE), eager(IMAGE))
+
+
+def test_a_layer_whose_weight_a_hook_of_another_writes_is_not_folded() -> None:
+    model = Layers("return m.child(x) + m.image_norm(m.conv(x))").requires_grad_(False)
+    model.child = nn.Conv2d(3, 4, 3)
+    model.child.weight = model.conv.weight
+    model.child.register_forward_hook(lambda m, given, y: doubled(m.weight))
+    eager = copy.deepcopy(model)
+
+    fast = optimized(model, IMAGE)
+
     torch.testing.assert_close(fast(IMAGE), eager(IMAGE))
 
 

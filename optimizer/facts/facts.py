@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -50,14 +50,12 @@ from optimizer.core.node import (
 EVERY_MASK_IS_FULL = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
 
-class Effect(NamedTuple):
-    """What a call did besides yielding a value."""
+class Outcome(NamedTuple):
+    """What a call yields, and what else it does."""
 
-    writes: Set[int]
+    value: Any
+    writes: Set[int] = frozenset()
     random: bool = False
-
-
-NOTHING = Effect(frozenset())
 
 
 class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -97,8 +95,14 @@ _KNOWN_BUILTINS = (abs, bool, divmod, float, getattr, int, len, max, min, pow, r
 
 def runs_known_code(node: fx.Node) -> bool:
     """Return whether a node is known to have no effects but those that ATen operators have."""
+    if node.op == "call_module" and not _is_plain_within(module_of(node)):
+        return False
     calls_code = node.op in ("call_function", "call_module")
     return not calls_code or node.target in _KNOWN_BUILTINS or home_of(node) in KNOWN_HOMES
+
+
+def _is_plain_within(module: nn.Module) -> bool:
+    return all(map(is_plain, module.modules()))
 
 
 def devices_named_by(node: fx.Node) -> set[torch.device]:
@@ -117,26 +121,17 @@ def devices_named_by(node: fx.Node) -> set[torch.device]:
 
 _ARITHMETIC = frozenset((operator.add, operator.sub, operator.mul, torch.add, torch.sub, torch.mul))
 _MOST_LAYOUTS = 1 << 14
-_layouts: dict[Any, Any] = {}  # the layout of a new tensor, or None if the first is overwritten
+_layouts: dict[Any, tuple[Any, ...]] = {}  # of the new tensor that calls of a form yield
 
 
-def known_outcome(
-    run: Callable[[], tuple[Any, Effect]], target: Any, *args: Any
-) -> tuple[Any, Effect]:
-    """Return what a call on meta tensors yields and does, remembered or by running it."""
-    key = _form(target, args)
-    if key in _layouts:
-        if (layout := _layouts[key]) is None:
-            return args[0], Effect(storages_in(args[0]))
-        return torch.empty_strided(*layout[:2], dtype=layout[2], device="meta"), NOTHING
-    value, effect = run()
-    if isinstance(target, _NormBase) and effect == NOTHING and args[0].is_contiguous():
+def _as_new(value: Any, module: Any, operands: Any, form: Any) -> Any:
+    """Return what a call yields that does nothing else; keep the layout of a new tensor."""
+    if isinstance(module, _NormBase) and operands and operands[0].is_contiguous():
         value = value.new_empty(value.shape)  # of single elements, its kernel keeps no strides
-    over = value is args[0] and effect == Effect(storages_in(value)) if args else False
-    new = effect == NOTHING and storages_in(value).isdisjoint(storages_in(args))
-    if key and isinstance(value, torch.Tensor) and (over or new) and len(_layouts) < _MOST_LAYOUTS:
-        _layouts[key] = None if over else _layout(value)
-    return value, effect
+    new = form and isinstance(value, torch.Tensor) and len(_layouts) < _MOST_LAYOUTS
+    if new and storages_in(value).isdisjoint(storages_in(operands)):
+        _layouts[form] = _layout(value)
+    return value
 
 
 def _form(target: Any, args: tuple[Any, ...]) -> Any:
@@ -166,8 +161,8 @@ class Fact:
     """What one node yields and does. `error` tells why nothing is known of it."""
 
     value: Any = None
-    storages: frozenset[int] = frozenset()
-    writes: frozenset[int] = frozenset()
+    storages: frozenset[int] = frozenset()  # that its value may be a view of
+    writes: frozenset[int] = frozenset()  # those that it may write
     random: bool = False
     rank_varies: bool = False  # with sizes: a squeeze came before
     inputs: frozenset[fx.Node] = frozenset()  # the placeholders that it depends on
@@ -181,19 +176,23 @@ class Facts:
         self.failures: list[fx.Node] = []
         self.devices: set[torch.device] = set()
         self.external: set[int] = set()  # storages that outlive a call: inputs and attributes
-        self.holders: dict[int, list[fx.Node]] = {}
+        self.holders: dict[int, set[fx.Node]] = {}  # of each storage
+        self.writers: dict[int, set[fx.Node]] = {}
         self.calls: dict[Any, fx.Node] = {}  # by what each called when it was looked at last
-        self.writers: dict[int, list[fx.Node]] = {}
-        self._shared: dict[int, frozenset[int]] = {}  # what a copy may share in another call
-        self.asked: set[tuple[str, fx.Node]] = set()  # by the rewrite under way: kind, input
-        self.relied: set[tuple[str, fx.Node]] = set()  # what the rewrites that fired rest on
+        self.guards: set[tuple[str, fx.Node]] = set()  # the rank or dtype of an input, relied on
+        self.pending_guards: set[tuple[str, fx.Node]] = set()  # asked by the rewrite under way
         self._meta: dict[int, Any] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._alive: list[torch.Tensor] = []
 
+    def writers_of(self, storages: Iterable[int]) -> Iterator[fx.Node]:
+        """Yield the nodes of the graph that write one of some storages, or may do so."""
+        for storage in storages:
+            yield from (node for node in self.writers.get(storage, ()) if not node._erased)
+
     def any_written(self, storages: Iterable[int]) -> bool:
-        """Return whether a node of the graph writes one of some storages."""
-        return any(not node._erased for each in storages for node in self.writers.get(each, ()))
+        """Return whether a node of the graph writes one of some storages, or may do so."""
+        return any(True for _ in self.writers_of(storages))
 
     def to_meta(self, value: Any) -> Any:
         """Return a copy of a tensor, a module or a pytree of them whose tensors hold no data."""
@@ -221,44 +220,45 @@ class Facts:
 
     def input(self, node: fx.Node, example: Any) -> None:
         """Record the example that a placeholder is given."""
-        self.record(node, Fact(*_snapshot(self.to_meta(example)), inputs=frozenset({node})))
+        fact = self._learned(node, Outcome(self.to_meta(example)))
+        self.record(node, replace(fact, rank_varies=False, inputs=frozenset({node})))
 
     def evaluate(self, node: fx.Node) -> None:
         """Run one node on meta tensors and record what it yields and does."""
         self.devices |= devices_named_by(node)
         try:
-            value, effect = self._outcome(node)
+            outcome = self._outcome(node)
         except Exception as error:  # an operator that needs data, or a bug of the model
             self.failures.append(node)
             reason = str(error).split("\n")[0] or type(error).__name__
-            self.record(node, Fact(writes=self._within_reach(node), error=reason))
-            return
-        lasting_writes = {s for s in effect.writes if s in self.holders or s in self.external}
+            reach = self._within_reach(node)
+            self.record(node, Fact(storages=reach, writes=reach, error=reason))
+        else:
+            self.record(node, self._learned(node, outcome))
+
+    def _learned(self, node: fx.Node, outcome: Outcome) -> Fact:
+        """Return what is known of a node from what a run of it yielded and did."""
         facts: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
-        name, is_known = name_of_call(node), runs_known_code(node)
-        squeezes = not is_known or "squeeze" in name.split("_")
-        varies = squeezes or any(each.rank_varies for each in facts)
-        inputs = frozenset[fx.Node]().union(*(each.inputs for each in facts))
-        result, storages = _snapshot(value)
-        sources = self._may_be_part_of_result(node, value, facts)
-        self._shared |= dict.fromkeys(storages - sources, sources) if sources else {}
-        storages, writes = map(self._with_shared, (storages | sources, lasting_writes))
-        training = node.op == "call_module" and module_of(node).training
-        draws = training or "dropout" in name or "attention" in name  # but nothing for no elements
-        empty = any(isinstance(f.value, torch.Tensor) and not f.value.numel() for f in facts)
-        random = effect.random or (draws and empty)
-        self.record(node, Fact(result, storages, writes, random, varies, inputs))
+        value = map_tensors(lambda t: t.detach().to("meta"), outcome.value)  # its shape may change
+        lasting = {each for each in outcome.writes if each in self.holders or each in self.external}
+        squeezes = not runs_known_code(node) or "squeeze" in name_of_call(node).split("_")
+        return Fact(
+            value,
+            _as_inputs_hold(storages_in(value), facts) | self._hidden_in(node, value, facts),
+            _as_inputs_hold(lasting, facts),
+            outcome.random or _may_draw_for_more(node, facts),
+            squeezes or any(each.rank_varies for each in facts),
+            frozenset().union(*(each.inputs for each in facts)),
+        )
 
     def _within_reach(self, node: fx.Node) -> frozenset[int]:
-        """Return the storages of a node's inputs and, of a user's module, of its weights."""
+        """Return the storages of a node's inputs and, of unknown code, of its weights."""
         is_known = node.op != "call_module" or runs_known_code(node)
-        weights = storages_in(self.to_meta([] if is_known else tensors_of(module_of(node))))
-        facts: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
-        return frozenset(weights).union(*(fact.storages | fact.writes for fact in facts))
+        weights = [] if is_known else tensors_of(module_of(node))
+        held = (each.meta["fact"].storages for each in node.all_input_nodes)
+        return frozenset(storages_in(self.to_meta(weights))).union(*held)
 
-    def _may_be_part_of_result(
-        self, node: fx.Node, value: Any, facts: list[Fact]
-    ) -> frozenset[int]:
+    def _hidden_in(self, node: fx.Node, value: Any, facts: list[Fact]) -> frozenset[int]:
         """Return the storages that a result may hold unseen, or share where a call copies none."""
         if not runs_known_code(node) or hides_tensors(value):
             return self._within_reach(node)
@@ -267,25 +267,23 @@ class Facts:
         shares = name in ops.MAY_COPY or (name == "getitem" and numbers)  # of no dimension: a view
         return facts[0].storages if facts and shares else frozenset()
 
-    def _with_shared(self, storages: Iterable[int]) -> frozenset[int]:
-        """Return some storages and those that they are where a call copies none."""
-        return frozenset(storages).union(*(self._shared.get(each, ()) for each in storages))
-
-    def _outcome(self, node: fx.Node) -> tuple[Any, Effect]:
+    def _outcome(self, node: fx.Node) -> Outcome:
         """Return what a node yields and does, remembered or by running it."""
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
         if node.op in ("get_attr", "output"):
-            return self.to_meta(attribute_of(node)) if node.op == "get_attr" else args, NOTHING
+            return Outcome(self.to_meta(attribute_of(node)) if node.op == "get_attr" else args)
         module = module_of(node) if node.op == "call_module" else None
-        plain = module is None or all(map(is_plain, module.modules()))
+        plain = module is None or _is_plain_within(module)
         require(plain, "it has hooks or parametrizations, which are left alone")
-        if kwargs:
-            return self._observed(node)
-        return known_outcome(lambda: self._observed(node), module or node.target, *args)
-
-    def _observed(self, node: fx.Node) -> tuple[Any, Effect]:
+        form = None if kwargs else _form(module or node.target, args)
+        if form in _layouts:
+            shape, strides, dtype = _layouts[form]
+            return Outcome(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
         effects = Effects()
-        return self.run(node, effects), Effect(effects.writes, effects.random)
+        value = self.run(node, effects)
+        if not (effects.writes or effects.random):
+            value = _as_new(value, module, args, form)
+        return Outcome(value, effects.writes, effects.random)
 
     def run(self, node: fx.Node, effects: Effects) -> Any:
         """Call what a node calls on meta tensors, and collect what its operators do."""
@@ -303,25 +301,23 @@ class Facts:
     def identify(self, node: fx.Node, replaced: fx.Node) -> None:
         """Record that a value and the one that it replaces are views of the same storages."""
         both: frozenset[int] = node.meta["fact"].storages | replaced.meta["fact"].storages
-        self._move(self._users_of(both) if self.any_written(both) else [node], both, both)
+        self._move(self._users_of(both) if self.any_written(both) else {node}, both, both)
 
     def rename_after(self, node: fx.Node, replaced: fx.Node) -> None:
         """Record that nodes after `node` hold or write its value instead of `replaced`'s."""
         old, new = (each.meta["fact"].storages for each in (replaced, node))
-        later = [each for each in self._users_of(old) if not each._erased and node < each]
+        later = {each for each in self._users_of(old) if not each._erased and node < each}
         self._move(later, old, new)
 
-    def _users_of(self, storages: frozenset[int]) -> list[fx.Node]:
+    def _users_of(self, storages: frozenset[int]) -> set[fx.Node]:
         """Return the nodes that hold or write some storages."""
-        tables = (table.get(n, ()) for n in storages for table in (self.holders, self.writers))
-        return list({each: None for nodes in tables for each in nodes})
+        tables = self.holders, self.writers
+        return set().union(*(table.get(each, ()) for table in tables for each in storages))
 
-    def _move(self, nodes: list[fx.Node], old: frozenset[int], new: frozenset[int]) -> None:
+    def _move(self, nodes: set[fx.Node], old: frozenset[int], new: frozenset[int]) -> None:
         """Record that nodes that hold or write some old storages do so to the new ones instead."""
-        moved = set(nodes)
         for storage, table in product(old, (self.holders, self.writers)):
-            if storage in table:
-                table[storage] = [each for each in table[storage] if each not in moved]
+            table.get(storage, set()).difference_update(nodes)
         for node in nodes:
             fact: Fact = node.meta["fact"]
             sets = fact.storages, fact.writes
@@ -335,9 +331,9 @@ class Facts:
         """Keep what is known of a node."""
         node.meta["fact"] = fact
         for storage in fact.writes:
-            self.writers.setdefault(storage, []).append(node)
+            self.writers.setdefault(storage, set()).add(node)
         for storage in fact.storages:
-            self.holders.setdefault(storage, []).append(node)
+            self.holders.setdefault(storage, set()).add(node)
 
 
 def _value(node: fx.Node) -> Any:
@@ -346,9 +342,20 @@ def _value(node: fx.Node) -> Any:
     return fact.value
 
 
-def _snapshot(value: Any) -> tuple[Any, frozenset[int]]:
-    """Return a value as it is now, unlike it after a change of shape in place, and its storages."""
-    return map_tensors(lambda t: t.detach().to("meta"), value), frozenset(storages_in(value))
+def _as_inputs_hold(storages: Set[int], facts: list[Fact]) -> frozenset[int]:
+    """Return storages that a run met, and what else inputs that hold them may be views of."""
+    held = set(storages)
+    for each in facts:
+        met = storages_in(each.value)
+        held |= frozenset() if met.isdisjoint(storages) else each.storages - met
+    return frozenset(held)
+
+
+def _may_draw_for_more(node: fx.Node, facts: list[Fact]) -> bool:
+    """Return whether a call may draw random numbers, though none for a tensor without elements."""
+    name, training = name_of_call(node), node.op == "call_module" and module_of(node).training
+    empty = any(isinstance(f.value, torch.Tensor) and not f.value.numel() for f in facts)
+    return empty and (training or "dropout" in name or "attention" in name)
 
 
 def facts_of(graph: fx.Graph) -> Facts | None:
@@ -358,12 +365,11 @@ def facts_of(graph: fx.Graph) -> Facts | None:
 
 def fact(node: fx.Node) -> Fact:
     """Return all that is known of a node."""
-    result = node.meta.get("fact")
+    result: Fact | None = node.meta.get("fact")
     if result is None:
         raise Refused("the graph was captured without example inputs")
-    if result.error:
-        raise Refused(f"'{node.name}' has no known shape: {result.error}")
-    return result  # type: ignore[no-any-return]
+    require(not result.error, f"'{node.name}' has no known shape: {result.error}")
+    return result
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
@@ -392,7 +398,7 @@ def _guarded(node: fx.Node, kind: str) -> torch.Tensor:
     for source in fact(node).inputs:
         example = source.meta["fact"].value
         if isinstance(example, torch.Tensor):
-            facts.asked.add((kind, source))
+            facts.pending_guards.add((kind, source))
         elif isinstance(example, list | tuple | dict):
             raise Refused(f"it rests on the {kind} of tensors inside the input '{source.name}'")
     return value
@@ -405,7 +411,6 @@ def aliases(node: fx.Node) -> Iterator[fx.Node]:
         for holder in facts.holders[storage] if facts else ():
             if holder is not node and not holder._erased and holder.op != "output":
                 yield holder
-            yield from (user for user in holder.users if user.meta["fact"].error)
 
 
 def is_external(node: fx.Node) -> bool:
@@ -429,21 +434,21 @@ def is_unchanged(node: fx.Node, since: fx.Node, until: fx.Node | None = None) ->
     assert facts is not None
     if is_external(node):  # two inputs may be one tensor
         storages |= facts.external & facts.writers.keys()
-    writers = (each for storage in storages for each in facts.writers.get(storage, ()))
-    return not any(since < each < end and not each._erased for each in writers)
+    return not any(since < each < end for each in facts.writers_of(storages))
 
 
-def _exposed(graph: fx.Graph, facts: Facts) -> set[int]:
-    """Return the storages that outlive a call and that a node writes or a caller gets."""
-    output: Fact = graph.output_node().meta["fact"]
-    written = facts.external & facts.writers.keys()
-    return facts.external & output.storages | {n for n in written if facts.any_written((n,))}
+def is_exposed(graph: fx.Graph, storages: Set[int]) -> bool:
+    """Return whether a node writes some storages, or a caller gets them and they outlive a call."""
+    facts, output = facts_of(graph), graph.output_node().meta["fact"]
+    assert facts is not None
+    returned = facts.external & output.storages
+    return facts.any_written(storages) or not returned.isdisjoint(storages)
 
 
 def is_returned(node: fx.Node) -> bool:
     """Return whether a call returns a node's value, or a view of it."""
     output: Fact = node.graph.output_node().meta["fact"]
-    return not fact(node).storages.isdisjoint(output.storages | output.writes)
+    return not fact(node).storages.isdisjoint(output.storages)
 
 
 def is_written(node: fx.Node) -> bool:
@@ -454,16 +459,13 @@ def is_written(node: fx.Node) -> bool:
     if facts is None:
         read = {id(attribute_of(n)) for n in node.graph.nodes if n.op == "get_attr"}
         return any(id(tensor) in read for tensor in tensors)
-    exposed = _exposed(node.graph, facts)
-    return bool(exposed) and not exposed.isdisjoint(storages_in(facts.to_meta(tensors)))
+    return is_exposed(node.graph, storages_in(facts.to_meta(tensors)))
 
 
 def is_read_only(node: fx.Node) -> bool:
     """Return whether no node writes a value or its storage, nor may a caller, who gets it."""
-    facts = facts_of(node.graph)
-    if facts is not None:
-        written = facts.any_written(fact(node).storages)
-        return not written and fact(node).storages.isdisjoint(_exposed(node.graph, facts))
+    if facts_of(node.graph) is not None:
+        return not is_exposed(node.graph, fact(node).storages)
     readers = F.linear, F.conv1d, F.conv2d, F.conv3d
     return all(user.target in readers for user in node.users)
 
@@ -500,7 +502,6 @@ def obstacle(graph: fx.Graph) -> str:
             return f"'{node.name}' draws random numbers"
         if not attributes.isdisjoint(result.writes):
             return f"'{node.name}' writes an attribute"
-        plain = node.op != "call_module" or all(map(is_plain, module_of(node).modules()))
-        if not (plain and runs_known_code(node)):
+        if not runs_known_code(node):
             return f"'{node.name}' runs code that may do more ({describe(node)})"
     return ""

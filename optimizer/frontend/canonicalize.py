@@ -87,7 +87,7 @@ def norm_as_module(node: fx.Node) -> None:
     except (Refused, KeyError):
         return
     if facts := facts_of(node.graph):
-        facts.relied |= facts.asked
+        facts.guards |= facts.pending_guards
     features = attribute_of(mean).shape[0]
     module = kind(features, eps, momentum, device="meta").eval()
     module.num_batches_tracked = torch.tensor(0)

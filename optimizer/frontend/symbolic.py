@@ -15,7 +15,7 @@ from optimizer.core.errors import CaptureError, require
 from optimizer.core.guards import autocast, expect_autocast
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, storages_in
 from optimizer.core.node import clean, has_global_hooks, is_plain, module_of, reason_of, tensors_of
-from optimizer.facts.facts import Fact, Facts, runs_known_code
+from optimizer.facts.facts import Fact, Facts, is_exposed, runs_known_code
 from optimizer.frontend.canonicalize import from_aten, spell
 from optimizer.frontend.known import Code
 from optimizer.frontend.materialize import materialize
@@ -144,9 +144,8 @@ def _writes_a_constant(module: fx.GraphModule) -> bool:
     facts: Facts | None = module.meta.get("facts")
     if facts is None:
         return bool(constants)
-    output: Fact = next(iter(reversed(nodes))).meta["fact"]
     storages = {storage for node in constants for storage in node.meta["fact"].storages}
-    return facts.any_written(storages) or not storages.isdisjoint(output.storages)
+    return is_exposed(module.graph, storages)
 
 
 _CHANGES = frozenset((

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
 from optimizer.core.errors import InputError, Refused
-from optimizer.core.node import fresh_name, is_plain, module_of, owner
+from optimizer.core.node import fresh_name, module_of, owner
 from optimizer.core.ops import MAKE_A_TENSOR, writes
 from optimizer.facts.facts import facts_of, runs_known_code
 from optimizer.frontend.names import literal
@@ -188,7 +188,7 @@ def may_write(node: fx.Node) -> bool:
     if not runs_known_code(node) or overwrites(node):
         return True
     layer = module_of(node) if node.op == "call_module" else None
-    return layer is not None and (layer.training or not is_plain(layer))
+    return layer is not None and bool(layer.training)
 
 
 def take_place(node: fx.Node, value: fx.Node) -> None:

@@ -117,7 +117,7 @@ class Pipeline:
         return sorted(node for each in pattern.targets for node in self._calls.get(each, ()))
 
     def _rewrite(self, each: Pass, root: fx.Node, captured: Captured) -> None:
-        self._facts.asked.clear()
+        self._facts.pending_guards.clear()
         try:
             replacement = each.apply(**captured)
         except Refused as refusal:
@@ -126,7 +126,7 @@ class Pipeline:
             return
         if replacement is None:
             return
-        self._facts.relied |= self._facts.asked  # a rewrite that fired rests on them
+        self._facts.guards |= self._facts.pending_guards  # a rewrite that fired rests on them
         self.steps += 1
         self.fired.append(Rewrite(each.name, root.name, source_of(root)))
         if replacement.meta.get("stands_for") is None and "new" in replacement.meta:
@@ -189,7 +189,7 @@ def _guard_of(node: fx.Node) -> tuple[Callable[..., None], tuple[Any, ...]] | No
     tested = bool(node.meta.get("tested")) and not needed
     if not facts or not isinstance(value, torch.Tensor):
         return (expect_given, (node, node.name)) if tested else None
-    rank = value.dim() if ("rank", node) in facts.relied else None
-    dtype = value.dtype if ("dtype", node) in facts.relied else None
+    rank = value.dim() if ("rank", node) in facts.guards else None
+    dtype = value.dtype if ("dtype", node) in facts.guards else None
     is_guarded = rank is not None or dtype is not None or tested
     return (expect_tensor, (node, rank, dtype, node.name)) if is_guarded else None

@@ -86,7 +86,7 @@ def reuse_activations(activation: fx.Node) -> fx.Node | None:
     function, settings = callee(activation), _settings(activation)
     if settings.get("inplace"):
         return None
-    require(is_spare(arg(activation, 0)), "its input is needed elsewhere")
+    require(_is_spare(arg(activation, 0)), "its input is needed elsewhere")
     slope = settings.get("negative_slope", 0.0)
     keeps_signs = function not in (F.leaky_relu, nn.LeakyReLU) or (
         isinstance(slope, int | float) and slope >= 0 and is_read_only(activation)

@@ -100,9 +100,9 @@ class Pipeline:
                 if captured is not None and self.steps != self.budget:
                     self._rewrite(each, node, captured)
         elif self.steps != self.budget:
-            self._facts.asked.clear()
+            self._facts.pending_guards.clear()
             removed = each.apply(self.module.graph)
-            self._facts.relied |= self._facts.asked
+            self._facts.guards |= self._facts.pending_guards
             self.fired += [Rewrite(each.name, n.name, source_of(n)) for n in removed]
             self.steps += bool(removed)
 

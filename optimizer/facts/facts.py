@@ -186,9 +186,9 @@ class Facts:
         self._alive: list[torch.Tensor] = []
 
     def writers_of(self, storages: Iterable[int]) -> Iterator[fx.Node]:
-        """Yield the nodes of the graph that write one of some storages, or may do so."""
-        for storage in storages:
-            yield from (node for node in self.writers.get(storage, ()) if not node._erased)
+        """Return the nodes of the graph that write one of some storages, or may do so."""
+        writers = (node for each in storages for node in self.writers.get(each, ()))
+        return (node for node in writers if not node._erased)
 
     def any_written(self, storages: Iterable[int]) -> bool:
         """Return whether a node of the graph writes one of some storages, or may do so."""

@@ -149,8 +149,9 @@ def fold_constants(last: fx.Node) -> fx.Node | None:
     with all folded weights; in training mode nothing that learns is. A view costs nothing and
     is left; so is what is refused, though not the constants that it reads.
     """
-    nodes = [] if all(map(_is_folded, last.users)) else _foldable(last)
-    if not nodes:
+    if not _is_constant(last) or all(map(_is_folded, last.users)):
+        return None
+    if not (nodes := _foldable(last)):
         return None
     with torch.no_grad():
         value = _value_of(nodes, lambda each: each)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from functools import reduce
 from typing import Any
 
 import torch
@@ -41,34 +40,38 @@ def compose_transposes(outer: fx.Node) -> fx.Node | None:
     is seen through the others, and replacing one view by an equal one changes nothing.
     """
     inner: fx.Node = arg(outer, 0)
-    run = [inner, outer] if callee(inner) in LAYOUTS else [outer]
-    source = run[0].all_input_nodes[0]
-    if _is_swapped_back(run):
-        return source
-    written = [len(arg(each, 1)) for each in run if each.target is torch.permute]
-    constant = all(map(_has_constant_axes, run))
-    if len(run) == 1 and not (written and constant):
-        return None
-    require(constant, "its axes are computed")
-    axes = tuple(range(written[0] if written else rank(outer)))
-    order = reduce(_permuted, run, axes)
-    if order == axes:
-        return source
-    return insert_function(outer, torch.permute, (source, order)) if len(run) > 1 else None
+    if _swap(outer) is not None and callee(inner) in LAYOUTS and _swap(inner) == _swap(outer):
+        return inner.all_input_nodes[0]
+    if callee(inner) not in LAYOUTS:
+        return _without_identity(outer)
+    require(_has_constant_axes(inner) and _has_constant_axes(outer), "its axes are computed")
+    written = [len(arg(n, 1)) for n in (inner, outer) if n.target is torch.permute]
+    dimensions = written[0] if written else rank(outer)
+    order = _permuted(outer, _permuted(inner, tuple(range(dimensions))))
+    if order == tuple(sorted(order)):
+        return inner.all_input_nodes[0]
+    return insert_function(outer, torch.permute, (inner.all_input_nodes[0], order))
 
 
-def _is_swapped_back(run: list[fx.Node]) -> bool:
-    """Return whether transposes cancel as they are written, and so at any rank."""
-    swaps = [{arg(each, 1), arg(each, 2)} for each in run if each.target is torch.transpose]
-    if len(swaps) < len(run):
-        return False
-    return swaps[0] == swaps[1] if len(run) == 2 else len(swaps[0]) == 1
-
-
-def _permuted(axes: tuple[int, ...], layout: fx.Node) -> tuple[int, ...]:
+def _permuted(node: fx.Node, axes: tuple[int, ...]) -> tuple[int, ...]:
     """Return axes in the order in which a layout change puts them, read off a shape of them."""
-    change: Any = layout.target
-    return tuple(change(torch.empty(axes, device="meta"), *layout.args[1:]).shape)
+    change: Any = node.target
+    return tuple(change(torch.empty(axes, device="meta"), *node.args[1:]).shape)
+
+
+def _swap(node: fx.Node) -> frozenset[int] | None:
+    """Return the two axes of a transpose as written: equal ones cancel at any rank."""
+    return frozenset((arg(node, 1), arg(node, 2))) if node.target is torch.transpose else None
+
+
+def _without_identity(node: fx.Node) -> fx.Node | None:
+    swap = _swap(node)
+    if swap is not None:
+        return node.all_input_nodes[0] if len(swap) == 1 else None
+    if node.target is not torch.permute or not _has_constant_axes(node):
+        return None
+    identity = tuple(range(len(arg(node, 1))))
+    return node.all_input_nodes[0] if _permuted(node, identity) == identity else None
 
 
 def _has_constant_axes(node: fx.Node) -> bool:

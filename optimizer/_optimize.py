@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import fx, nn
 
-from optimizer.core.context import own_random_numbers, undisturbed
+from optimizer.core.context import forked_rng, undisturbed
 from optimizer.core.copy import held_tensors, snapshot
 from optimizer.core.errors import CaptureError, InputError, OptimizerWarning, Refused
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
@@ -207,7 +207,7 @@ class Run:
         # Not its own model: for what kernels touch as if to write it, graphs are made anew.
         both = {"portable": snapshot(self.model)[0], "plan": guarded}
         runs = {name: lambda c, m=m: m(*c.args, **c.kwargs) for name, m in both.items()}
-        with own_random_numbers():
+        with forked_rng():
             slower = Times((call.copied(),)).slower(runs, time.perf_counter() + seconds)
         return f"it is not faster in graphs: {slower}" if slower else ""
 

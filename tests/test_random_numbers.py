@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer.core.context import own_random_numbers
+from optimizer.core.context import forked_rng
 from optimizer.testing import assert_equivalent
 from optimizer.testing._numbers import Recorded
 from tests.single_pass import Forward, texts
@@ -97,7 +97,7 @@ def test_a_wrong_factor_beside_a_draw_is_seen(draw: str, dtype: torch.dtype) -> 
 def test_attention_draws_where_it_drops(dropout: float) -> None:
     x = torch.randn(1, 2, 4, 4)
 
-    with Recorded() as numbers, own_random_numbers() as has_drawn:
+    with Recorded() as numbers, forked_rng() as has_drawn:
         F.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
         assert has_drawn() is bool(dropout)
 
@@ -111,7 +111,7 @@ DRAWN = {"torch": lambda: torch.rand(3), "random": random.random, "numpy": lambd
 def test_each_block_draws_the_same_and_leaves_the_generators_as_they_were(name: str) -> None:
     before, drawn = states(), []
     for _ in range(2):
-        with own_random_numbers() as has_drawn:
+        with forked_rng() as has_drawn:
             assert not has_drawn()
             drawn.append(str(DRAWN[name]()))
             assert has_drawn()
@@ -124,7 +124,7 @@ def test_random_states_are_kept_where_numpy_is_not_there(monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "numpy", raising=False)
     before = random.getstate()
 
-    with own_random_numbers():
+    with forked_rng():
         random.random()
 
     assert random.getstate() == before
@@ -139,7 +139,7 @@ def test_the_generators_of_gpus_are_put_back(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.mps.set_rng_state", put)
     before = gpu.get_state()
 
-    with own_random_numbers():
+    with forked_rng():
         gpu.manual_seed(3)
         state[0] = 4
 

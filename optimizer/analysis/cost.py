@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.utils.flop_counter import flop_registry
 
 from optimizer.analysis.measure import compare, measure
-from optimizer.core.context import own_random_numbers
+from optimizer.core.context import forked_rng
 from optimizer.core.device import device_of
 from optimizer.core.errors import CaptureError
 from optimizer.core.inputs import (
@@ -268,7 +268,7 @@ def _peaks(module: fx.GraphModule, call: Call) -> list[int]:
         peaks.append(device.peak_memory(lambda: results.append(run(node))))
         return results.pop()
 
-    with own_random_numbers(), torch.no_grad():
+    with forked_rng(), torch.no_grad():
         NodeByNode(module, call.map(torch.clone), run_measured).run()
     return peaks
 

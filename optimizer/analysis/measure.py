@@ -18,7 +18,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from optimizer.core.context import own_random_numbers, undisturbed
+from optimizer.core.context import forked_rng, undisturbed
 from optimizer.core.device import Device, device_of
 from optimizer.core.errors import InputError
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, tensors_in
@@ -183,7 +183,7 @@ def _as_before(*modules: nn.Module) -> Iterator[None]:
     parts = [part for module in modules for part in module.modules()]
     states = [(part, part.training, dict(part._buffers)) for part in parts]
     values = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
-    with own_random_numbers(), torch.no_grad():
+    with forked_rng(), torch.no_grad():
         try:
             yield
         finally:

@@ -31,7 +31,7 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def own_random_numbers() -> Iterator[Callable[[], bool]]:
+def forked_rng() -> Iterator[Callable[[], bool]]:
     """Draw the same numbers in each such block, and put back all generators of the process.
 
     What another thread draws meanwhile, it draws again. Yield a test of whether any was drawn.

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import fx, nn
 
-from optimizer.core.context import own_random_numbers
+from optimizer.core.context import forked_rng
 from optimizer.core.errors import CaptureError
 
 _IMMUTABLE = frozenset((bool, int, float, str, type(None)))
@@ -98,7 +98,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 def _unseen(value: Any) -> AbstractContextManager[object]:
     """Hide that a new layer draws weights, and that a copy of an exported graph warns."""
     if not isinstance(value, fx.GraphModule):
-        return own_random_numbers()
+        return forked_rng()
     exported = hasattr(value.graph._codegen, "pytree_info")
     quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
     return quiet if exported else nullcontext()

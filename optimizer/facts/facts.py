@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer.core import ops
-from optimizer.core.context import own_random_numbers
+from optimizer.core.context import forked_rng
 from optimizer.core.copy import on_storage
 from optimizer.core.errors import Refused, require
 from optimizer.core.guards import GUARDS
@@ -76,7 +76,7 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.writes |= storages_in(written_by(func, args, kwargs))
         if not self.random:
             return func(*args, **kwargs)
-        with own_random_numbers():  # on meta tensors too, where decompositions of torch's do it
+        with forked_rng():  # on meta tensors too, where decompositions of torch's do it
             return func(*args, **kwargs)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 import torch
 from torch import autograd, fx, nn
 
-from optimizer.core.context import is_tracing, is_watched, own_random_numbers, undisturbed
+from optimizer.core.context import forked_rng, is_tracing, is_watched, undisturbed
 from optimizer.core.copy import held_tensors, is_ordinary, structural_copy
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call, tensors_in
@@ -268,7 +268,7 @@ class GuardedModule(Constants):
         call, count = as_call(example_inputs).copied(), len(self._reports)
         others = (tensor for module in self.model.modules() for tensor in held_tensors(module))
         tensors = [(t, t.detach().clone()) for t in (*self.model.parameters(), *others)]
-        with restored(Outside(self.model)), own_random_numbers(), torch.no_grad():
+        with restored(Outside(self.model)), forked_rng(), torch.no_grad():
             try:
                 self(*call.args, **call.kwargs)
             finally:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import fx, nn
 
-from optimizer.core.context import own_random_numbers, undisturbed
+from optimizer.core.context import forked_rng, undisturbed
 from optimizer.core.copy import structural_copy
 from optimizer.core.errors import CaptureError, EquivalenceError, OptimizerWarning
 from optimizer.core.inputs import Call, ExampleInputs, as_call, map_tensors, require_module
@@ -108,7 +108,7 @@ def values(module: fx.GraphModule, call: Call) -> dict[str, Result]:
         return result
 
     recorder = NodeByNode(structural_copy(module), call.copied(), run_and_keep)
-    with torch.no_grad(), own_random_numbers(), suppress(Exception):  # of a broken graph, any
+    with torch.no_grad(), forked_rng(), suppress(Exception):  # of a broken graph, any
         recorder.run()
     return results
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimizer.core.context import own_random_numbers
+from optimizer.core.context import forked_rng
 from optimizer.core.copy import is_ordinary, structural_copy
 from optimizer.core.errors import CaptureError, DeviceError, InputError
 from optimizer.core.inputs import Call, tensors_in
@@ -110,7 +110,7 @@ def answer(
     copied = module if is_pure else structural_copy(module, share_parameters=share_parameters)
     args, kwargs = call.copied()
     with torch.no_grad(), restored(Outside(copied)), ExitStack() as stack:
-        has_drawn = stack.enter_context(own_random_numbers()) if random else bool
+        has_drawn = stack.enter_context(forked_rng()) if random else bool
         return Answer(copied(*args, **kwargs), (args, kwargs), has_drawn())
 
 

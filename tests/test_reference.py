@@ -196,6 +196,7 @@ OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
     "quantized": lambda y: torch.quantize_per_tensor(y, 0.1, 0, torch.quint8),
     "oneDNN's": lambda y: y.to_mkldnn(),
     "complex": torch.fft.fft,
+    "a conjugate": lambda y: torch.fft.fft(y.double()).conj(),
     "a number of numpy": lambda y: y.sum().detach().numpy(),
     "an array": lambda y: y.detach().numpy(),
     "a number": lambda y: (y, y.sum().item()),

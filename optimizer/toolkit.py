@@ -186,9 +186,7 @@ def replace_pattern(
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
     graph = copy.deepcopy(require_graph(module))
-    for node in graph.nodes:
-        node.meta.pop("fact", None)  # they would not hold after an edit
-    return fx.GraphModule(module, graph, type(module).__name__)
+    return _tidy(fx.GraphModule(module, graph, type(module).__name__))
 
 
 def _rebuilt(module: fx.GraphModule) -> fx.GraphModule:
@@ -198,6 +196,7 @@ def _rebuilt(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _tidy(module: fx.GraphModule) -> fx.GraphModule:
+    """Drop the facts, which hold of no edited graph, and what is not called; check the rest."""
     module.meta.pop("facts", None)
     for node in module.graph.nodes:
         node.meta.pop("fact", None)

@@ -50,14 +50,11 @@ def structural_copy(
         memo: dict[int, Any] = {}  # what takes the place of the tensors
         copies = _Snapshot(model, dict(onto or {}))
         for key, tensor in copies.tensors.items():
-            is_parameter = key in copies.parameters
-            if key in copies.places:
-                if share_parameters and is_parameter:
-                    copies.storages.setdefault(copies.places[key], tensor.untyped_storage())
-                copied = copies.of(tensor)
-                memo[key] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
-            else:
-                memo[key] = _clone_of_another_kind(tensor, only_ordinary)
+            is_parameter, is_known = key in copies.parameters, key in copies.places
+            if share_parameters and is_parameter and is_known:
+                copies.storages.setdefault(copies.places[key], tensor.untyped_storage())
+            copied = copies.of(tensor) if is_known else _clone(tensor, only_ordinary)
+            memo[key] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
         return cast(ModuleType, _copied(model, memo))
     except Exception as error:  # locks, handles, sparse tensors: whatever a model may hold
         raise CaptureError(f"the model cannot be copied: {error}") from error
@@ -82,8 +79,6 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return _copied_items(value, memo.setdefault(id(value), kind()), memo)
     if kind is torch.Tensor and not value.is_leaf:
         return memo.setdefault(id(value), value.detach().clone())  # deepcopy refuses
-    if kind is set and not value:
-        return memo.setdefault(id(value), set())
     if not isinstance(value, nn.Module):
         return _copied_object(value, memo)
     custom = any(getattr(kind, name) is not getattr(nn.Module, name) for name in _PROTOCOL)
@@ -217,17 +212,16 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     return ordinary and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
-def _clone_of_another_kind(tensor: torch.Tensor, only_ordinary: bool) -> torch.Tensor:
+def _clone(tensor: torch.Tensor, only_ordinary: bool) -> torch.Tensor:
     """Return a copy of a tensor that is more than its storage and shape."""
     if only_ordinary:
         raise TypeError(
             f"it holds a tensor of class {type(tensor).__name__}, {tensor.dtype},"
             f" {tensor.layout}, which is more than its storage and shape"
         )
-    data = tensor.detach().clone()
-    is_parameter = isinstance(tensor, nn.Parameter)
-    copied = nn.Parameter(data, tensor.requires_grad) if is_parameter else data
-    if type(copied) is not type(tensor) or tensor.is_conj() or tensor.is_neg():
+    copied = tensor.detach().clone()
+    is_like_it = type(tensor) in (nn.Parameter, type(copied))
+    if not is_like_it or tensor.is_conj() or tensor.is_neg():
         raise TypeError(f"it holds a tensor of class {type(tensor).__name__}")
     return copied
 

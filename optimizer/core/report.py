@@ -77,9 +77,9 @@ class Size:
         """Count a graph module. Tensors that share storage are counted once."""
         calls = sum(node.op == "call_module" for node in module.graph.nodes)
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors_of(module)}
-        total = sum(storage.nbytes() for storage in storages.values())
-        return cls(len(module.graph.nodes), calls, parameters, total)
+        storages = (tensor.untyped_storage() for tensor in tensors_of(module))
+        sizes = {storage._cdata: storage.nbytes() for storage in storages}
+        return cls(len(module.graph.nodes), calls, parameters, sum(sizes.values()))
 
 
 @dataclass(frozen=True)

@@ -140,15 +140,13 @@ def _holds_the_same(module: nn.Module, copied: nn.Module, memo: dict[int, Any]) 
         old is None or new is None or new is memo.get(id(old)) or torch.equal(old, new)
         for old, new in pairs
     )
-    counts = {  # of the hooks but torch's own, which checks the inputs of an export so
-        sum(
-            str(hook.__module__).partition(".")[0] != "torch"
-            for table in (each._forward_hooks, each._forward_pre_hooks)
-            for hook in table.values()
-        )
-        for each in (module, copied)
-    }
-    return values and weights and len(counts) == 1
+    return values and weights and _count_hooks(module) == _count_hooks(copied)
+
+
+def _count_hooks(module: nn.Module) -> int:
+    """Count the hooks but torch's own, which checks the inputs of an export so."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return sum(str(hook.__module__).partition(".")[0] != "torch" for hook in hooks)
 
 
 def held_tensors(module: nn.Module) -> list[torch.Tensor]:

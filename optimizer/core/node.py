@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-import traceback
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
+from traceback import format_tb
 from types import FunctionType
 from typing import Any
 
@@ -192,14 +192,11 @@ def source_of(node: fx.Node) -> str:
 
 def fresh_name(root: nn.Module, stem: str) -> str:
     """Return an attribute name without dots, close to `stem`, that `root` does not have yet."""
-    stem, most = stem.replace(".", "_"), 1
+    stem = stem.replace(".", "_")
     if not hasattr(root, stem):
         return stem
-    while hasattr(root, f"{stem}_{most}"):  # a layer may be replaced ten thousand times: bisect
-        most *= 2
-    free = bisect_left(
-        range(most), True, most // 2 + 1, key=lambda number: not hasattr(root, f"{stem}_{number}")
-    )
+    numbers = range(1 << 20)  # a layer may be replaced ten thousand times: bisect
+    free = bisect_left(numbers, True, 1, key=lambda number: not hasattr(root, f"{stem}_{number}"))
     return f"{stem}_{free}"
 
 
@@ -232,13 +229,9 @@ def user_line() -> str:
 
 def line_of(stack: BaseException | str) -> str:
     """Return the same of the stack of an error, or of a printed one."""
-    if isinstance(stack, str):
-        lines: list[tuple[str, Any]] = re.findall(r'File "(.+)", line (\d+)', stack)
-    else:
-        walked = traceback.walk_tb(stack.__traceback__)
-        lines = [(frame.f_code.co_filename, line) for frame, line in walked]
-    theirs = [_place(path, line) for path, line in lines if is_user_code(path)]
-    return theirs[-1] if theirs else ""
+    text = stack if isinstance(stack, str) else "".join(format_tb(stack.__traceback__))
+    lines = re.findall(r'File "(.+)", line (\d+)', text)
+    return next((_place(path, line) for path, line in reversed(lines) if is_user_code(path)), "")
 
 
 def reason_of(error: Exception) -> str:

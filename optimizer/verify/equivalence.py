@@ -97,15 +97,9 @@ def answer(
 ) -> Answer:
     """Call a copy of a module on copies of its inputs; neither is changed.
 
-    What the user's own code changes outside the module is put back.
-
-    Args:
-        module: what is called.
-        call: with what.
-        is_pure: whether a call leaves nothing behind, so that no copy is needed.
-        share_parameters: whether the copy may, since no forward writes them.
-        random: whether the call may draw. It gets the same random numbers as any other, and leaves
-            the generators as they are.
+    What the user's own code changes outside the module is put back. No copy is needed if the
+    module `is_pure`, and leaves nothing behind; the copy may `share_parameters` that no forward
+    writes. Any `random` call gets the same numbers, and leaves the generators as they are.
     """
     copied = module if is_pure else structural_copy(module, share_parameters=share_parameters)
     args, kwargs = call.copied()

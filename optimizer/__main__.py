@@ -131,7 +131,7 @@ def _passes(options: Namespace) -> tuple[str, Any]:
     for each in all_passes():
         summary = optimizer.explain(each.name).splitlines()[2]
         rows.append({"name": each.name, "numerics": each.numerics, "summary": summary})
-    return columns([tuple(row.values()) for row in rows]), rows
+    return "\n".join(columns([tuple(row.values()) for row in rows])), rows
 
 
 def _explain(options: Namespace) -> tuple[str, Any]:

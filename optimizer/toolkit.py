@@ -55,7 +55,7 @@ def table(nodes: fx.GraphModule | Iterable[fx.Node]) -> str:
         reads = " ".join(each.name for each in node.all_input_nodes)
         readers = " ".join(each.name for each in node.users)
         rows.append((node.name, describe(node), reads, readers, shape_text(node)))
-    return columns(rows)
+    return "\n".join(columns(rows))
 
 
 def replace_op(

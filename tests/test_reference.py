@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from models._torchvision_import import import_torchvision
 from optimizer import CaptureError, EquivalenceError, OptimizerWarning
 from optimizer.testing import untouched
 from optimizer.toolkit import call, insert_function, rewrite
+from optimizer.verify.equivalence import relative_error
 from tests.level_2 import Then
 from tests.single_pass import Forward, rows
 
@@ -254,6 +256,29 @@ def test_where_both_overflow_the_finite_values_count() -> None:
     assert model(X.half()).isinf().any()
     with pytest.raises(EquivalenceError):
         optimizer.check(model, other, X.half())
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ([NAN, INFINITY, 4.0], [NAN, INFINITY, 5.0], 0.25),
+        ([NAN, -INFINITY], [NAN, -INFINITY], 0.0),
+        ([NAN, 4.0], [4.0, NAN], INFINITY),
+        ([INFINITY, 4.0], [-INFINITY, 4.0], INFINITY),
+        ([0.0, 0.0], [1.0, 0.0], 1e300),
+        ([0, 0], [3, 0], 3.0),
+        ([6, 0], [3, 0], 0.5),
+        ([2**53], [2**53], 0.0),
+        ([2**53], [2**53 + 1], sys.float_info.min),
+    ],
+)
+def test_an_error_is_relative_to_the_largest_finite_value(
+    old: list[float], new: list[float], error: float
+) -> None:
+    assert relative_error(*map(torch.tensor, (old, new))) == pytest.approx(error, rel=1e-9, abs=0)
 
 
 @pytest.mark.parametrize(

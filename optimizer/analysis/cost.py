@@ -182,7 +182,7 @@ class Roofline:
             sizes = f"{row.live:11,}", f"{row.workspace:11,}"
             shape = row.unknown or row.shape
             rows.append((row.node, row.text, shape, *numbers, *sizes, row.bound(self.ceilings)))
-        return f"{columns(rows)}\n\n{self.totals()}"
+        return "\n".join([*columns(rows), "", self.totals()])
 
     def totals(self) -> str:
         """Return all of it in one line."""

@@ -50,10 +50,10 @@ def structural_copy(
         memo: dict[int, Any] = {}  # what takes the place of the tensors
         copies = _Snapshot(model, dict(onto or {}))
         for key, tensor in copies.tensors.items():
-            is_parameter, is_known = key in copies.parameters, key in copies.places
-            if share_parameters and is_parameter and is_known:
+            is_parameter, ordinary = key in copies.parameters, key in copies.places
+            if share_parameters and is_parameter and ordinary:
                 copies.storages.setdefault(copies.places[key], tensor.untyped_storage())
-            copied = copies.of(tensor) if is_known else _clone(tensor, only_ordinary)
+            copied = copies.of(tensor) if ordinary else _clone(tensor, only_ordinary)
             memo[key] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
         return cast(ModuleType, _copied(model, memo))
     except Exception as error:  # locks, handles, sparse tensors: whatever a model may hold

@@ -207,8 +207,8 @@ _LINES = 20
 
 
 def _counted(title: str, entries: Sequence[Rewrite]) -> list[str]:
-    rows = [(str(len(group)), *what) for what, group in grouped(entries).items()]
-    return [f"{title}: {len(entries) or 'nothing'}", *_aligned(rows, "  ")]
+    rows = [("", str(len(group)), *what) for what, group in grouped(entries).items()]
+    return [f"{title}: {len(entries) or 'nothing'}", *columns(rows)]
 
 
 def grouped(entries: Iterable[Rewrite]) -> dict[tuple[str, str], list[Rewrite]]:
@@ -230,12 +230,12 @@ def _regions(report: Report) -> list[str]:
     fates = sorted((n, c.region, w) for c in choices for n, w in c.fates().items())
     for name, region, why in fates:
         groups[f"tried {name}", region].append(why)
-    rows = [(str(len(whys)), *what, _range(whys)) for what, whys in groups.items()]
+    rows = [("", str(len(whys)), *what, _range(whys)) for what, whys in groups.items()]
     spent, copies = sum(sum(c.spent.values()) for c in choices), sum(c.held for c in report.choices)
     title = f"regions: {len(choices)}, each a part of the model that one program may run"
     title += ", none of them lowered" * (not report.choices) + f", prepared in {spent:.2f} s"
     title += f", {copies:,} bytes of weights held a second time" * bool(copies)
-    return [title, *_aligned(rows, "  ")]
+    return [title, *columns(rows)]
 
 
 def _range(times: Iterable[str]) -> str:
@@ -244,14 +244,10 @@ def _range(times: Iterable[str]) -> str:
     return least if least == most else f"{least.partition(' of ')[0]} to {most}"
 
 
-def columns(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return rows of text with their cells under one another."""
-    return "\n".join(_aligned(rows))
-
-
-def _aligned(rows: Sequence[tuple[str, ...]], margin: str = "") -> list[str]:
+def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows as lines of text, with their cells under one another."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [margin + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _changes(report: Report) -> Iterator[tuple[str, str, str]]:

@@ -97,9 +97,9 @@ def answer(
 ) -> Answer:
     """Call a copy of a module on copies of its inputs; neither is changed.
 
-    What the user's own code changes outside the module is put back. No copy is needed if the
-    module `is_pure`, and leaves nothing behind; the copy may `share_parameters` that no forward
-    writes. Any `random` call gets the same numbers, and leaves the generators as they are.
+    What the user's own code changes outside the module is put back. If it `is_pure`, a call leaves
+    nothing behind and needs no copy of it; a copy may `share_parameters` that no forward writes. A
+    call that may draw `random` numbers gets the same ones as any other, and puts them back.
     """
     copied = module if is_pure else structural_copy(module, share_parameters=share_parameters)
     args, kwargs = call.copied()

@@ -32,7 +32,7 @@ from optimizer.core.node import (
     owner,
 )
 from optimizer.facts.facts import facts_of, is_read_only, rank
-from optimizer.frontend.known import is_of_torch
+from optimizer.frontend.traceable import is_of_torch
 
 aten = torch.ops.aten
 Function: TypeAlias = Callable[..., Any]

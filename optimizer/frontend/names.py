@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from optimizer.core.errors import require
 from optimizer.core.node import attribute, home_of
-from optimizer.frontend.known import numbers_of_numpy
+from optimizer.frontend.traceable import numbers_of_numpy
 
 NUMBERS = (bool, int, float, complex, str)
 _PRINTED = (

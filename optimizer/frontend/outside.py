@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from optimizer.core.node import HOOKS
-from optimizer.frontend.known import MISSING, OF_EVERY_MODULE, Code, attributes, items, member
 from optimizer.frontend.module import Constants
+from optimizer.frontend.traceable import MISSING, OF_EVERY_MODULE, Code, attributes, items, member
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, 
 from optimizer.core.node import clean, has_global_hooks, is_plain, module_of, reason_of, tensors_of
 from optimizer.facts.facts import Fact, Facts, is_exposed, runs_known_code
 from optimizer.frontend.canonicalize import from_aten, spell
-from optimizer.frontend.known import Code
 from optimizer.frontend.materialize import materialize
 from optimizer.frontend.names import rename_attributes, require_written
 from optimizer.frontend.outside import restored
+from optimizer.frontend.traceable import Code
 from optimizer.frontend.tracer import ALONE, Tracer, sees_how_it_is_called
 
 _LASTING = ("source", "tested", "is_wrapped")  # of the meta of a node, and facts of no other run

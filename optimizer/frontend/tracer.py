@@ -42,8 +42,8 @@ from optimizer.core.errors import CaptureError
 from optimizer.core.guards import chooses_a_branch, expect_value
 from optimizer.core.inputs import Call, opened
 from optimizer.core.node import is_plain, is_user_code, overrides_call, user_line
-from optimizer.frontend.known import Code, codes, numbers_of_numpy
 from optimizer.frontend.names import NUMBERS, is_literal, literal
+from optimizer.frontend.traceable import Code, codes, numbers_of_numpy
 
 _OF_AUTOGRAD = ("grad", "grad_fn", "names")
 _A_TENSOR = torch.empty(0)

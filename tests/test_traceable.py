@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import models
 import optimizer
 from models._torchvision_import import import_torchvision
-from optimizer.frontend.known import Code
+from optimizer.frontend.traceable import Code
 from tests.single_pass import Forward
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)

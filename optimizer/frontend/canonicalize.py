@@ -113,39 +113,37 @@ def _call_module(node: fx.Node, module: nn.Module, source: Any, **tensors: Any) 
     node.op, node.target, node.args, node.kwargs = "call_module", name, (source,), {}
 
 
-_ALIASES = {"swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim"}
-_METHODS: dict[str, Function] = {
-    name: getattr(torch, _ALIASES.get(name, name))
-    for name in (*_ALIASES, "relu", "relu_", "transpose", "permute", "movedim", "t", "matmul", "mm",
-                 "addmm", "flatten")
-}  # fmt: skip
-_SPELLINGS: dict[Any, Function] = {  # by the name of a method, or a function
-    **_METHODS, **{getattr(torch, alias): _METHODS[alias] for alias in _ALIASES},
-    torch.dropout: F.dropout, torch.alpha_dropout: F.alpha_dropout,
-    torch.feature_alpha_dropout: F.feature_alpha_dropout,
-}  # fmt: skip
-_OPERATORS: dict[str, Function] = {
+def _of_methods_too(functions: dict[str, Function]) -> dict[Any, Function]:
+    """Return the spellings of the functions of torch and of the methods of these names."""
+    return functions | {getattr(torch, name): each for name, each in functions.items()}
+
+
+_FUNCTIONS = _of_methods_too({
+    "relu": F.relu, "relu_": F.relu, "transpose": torch.transpose, "swapaxes": torch.transpose,
+    "swapdims": torch.transpose, "permute": torch.permute, "movedim": torch.movedim,
+    "moveaxis": torch.movedim, "t": torch.t, "matmul": torch.matmul, "mm": torch.mm,
+    "addmm": torch.addmm, "flatten": torch.flatten, "dropout": F.dropout,
+    "alpha_dropout": F.alpha_dropout, "feature_alpha_dropout": F.feature_alpha_dropout,
+})  # fmt: skip
+_ARITHMETIC = _of_methods_too({
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-}  # fmt: skip
-_ARITHMETIC: dict[Any, Function] = {
-    **_OPERATORS, **{getattr(torch, name): function for name, function in _OPERATORS.items()},
-}  # fmt: skip
-_OPERANDS = {"input", "other"}
-_RELUS: dict[Function, bool] = {torch.relu: False, torch.relu_: True}
-_DROPOUTS: dict[type, Function] = {
-    nn.Dropout: F.dropout, nn.Dropout1d: F.dropout1d, nn.Dropout2d: F.dropout2d,
+})  # fmt: skip
+_LAYERS: dict[Any, Function] = {
+    nn.ReLU: F.relu, nn.Dropout: F.dropout, nn.Dropout1d: F.dropout1d, nn.Dropout2d: F.dropout2d,
     nn.Dropout3d: F.dropout3d, nn.AlphaDropout: F.alpha_dropout,
     nn.FeatureAlphaDropout: F.feature_alpha_dropout,
 }  # fmt: skip
+_SPELLINGS = _FUNCTIONS | _ARITHMETIC | _LAYERS
 # Builtins have no signature that Python could read: of most, torch knows one for their overrides.
 _BUILTINS = {F.linear, *_CONVS, torch.flatten, torch.movedim, torch.t, torch.transpose}
+_POSITIONAL = {*_BUILTINS, *_LAYERS.values(), F.batch_norm}
 _KEYWORDS = {"axis0": "dim0", "axis1": "dim1", "train": "training"}  # of swapaxes, torch.dropout
 
 
 def spell(module: fx.GraphModule) -> None:
     """Bring every node of a captured graph to its one spelling."""
     rules = (
-        _method, _arithmetic, _module, _positional, _permute, _stochastic_depth, affine_as_module,
+        _function, _arithmetic, _layer, _positional, _permute, _stochastic_depth, affine_as_module,
         norm_as_module,
     )  # fmt: skip
     for node in list(module.graph.nodes):
@@ -158,10 +156,7 @@ def spell(module: fx.GraphModule) -> None:
 
 def spelled(target: Any) -> Any:
     """Return what a captured graph calls for a function, a module's class or a method's name."""
-    target = _SPELLINGS.get(target, target)
-    target = _ARITHMETIC.get(target, target)
-    is_relu = target in _RELUS or target is nn.ReLU
-    return F.relu if is_relu else _DROPOUTS.get(target, target)
+    return _SPELLINGS.get(target, target)
 
 
 def _call(node: fx.Node, target: Function, *args: Any) -> None:
@@ -171,14 +166,15 @@ def _call(node: fx.Node, target: Function, *args: Any) -> None:
     node.meta.pop("is_wrapped", None)  # the mark was of the function called before
 
 
-def _method(node: fx.Node) -> None:
-    if node.op in ("call_method", "call_function") and node.target in _SPELLINGS:
-        node.op, node.target = "call_function", _SPELLINGS[node.target]
-    if (function := callee(node)) in _RELUS:
-        _call(node, F.relu, *node.args, *node.kwargs.values(), _RELUS[function])
-    elif callee(node) is getattr and node.args[1] == "mT":
+def _function(node: fx.Node) -> None:
+    function = callee(node)
+    if function in ("relu_", torch.relu_):
+        _call(node, F.relu, *node.args, *node.kwargs.values(), True)
+    elif function in _FUNCTIONS:
+        node.op, node.target = "call_function", _FUNCTIONS[function]
+    elif function is getattr and node.args[1] == "mT":
         _call(node, torch.transpose, node.args[0], -2, -1)
-    elif callee(node) is getattr and node.args[1] == "T" and _is_tensor(node.args[0], 2):
+    elif function is getattr and node.args[1] == "T" and _is_tensor(node.args[0], 2):
         _call(node, torch.t, node.args[0])  # the same at every rank that .T is meant for
 
 
@@ -190,24 +186,24 @@ def _is_tensor(value: Any, most_dimensions: int = 64) -> bool:
 
 def _arithmetic(node: fx.Node) -> None:
     """Turn a sum or product, by function or method, into an operator; `add` of a set is none."""
+    function = _ARITHMETIC.get(callee(node))
+    if function is None or (node.op == "call_method" and not _is_tensor(node.args[0])):
+        return
     args = named_arguments(node, ("input", "other"))
-    is_binary = len(args) == len(node.args) + len(node.kwargs) == 2 and set(args) == _OPERANDS
-    method = node.op == "call_method" and _is_tensor(node.args[0])
-    if is_binary and (method or node.op == "call_function") and node.target in _ARITHMETIC:
-        _call(node, _ARITHMETIC[node.target], args["input"], args["other"])
+    if len(args) == len(node.args) + len(node.kwargs) == 2 and args.keys() == {"input", "other"}:
+        _call(node, function, args["input"], args["other"])
 
 
-def _module(node: fx.Node) -> None:
+def _layer(node: fx.Node) -> None:
     kind = callee(node)
     if node.op != "call_module" or kind is None or not is_of_torch(kind):
         return
     if not node.args and set(node.kwargs) == {"input"}:
         node.args, node.kwargs = (node.kwargs["input"],), {}
-    module = module_of(node)
-    if kind is nn.ReLU:
-        _call(node, F.relu, *node.args, module.inplace)
-    elif kind in _DROPOUTS:
-        _call(node, _DROPOUTS[kind], *node.args, float(module.p), module.training, module.inplace)
+    if kind in _LAYERS:
+        module = module_of(node)
+        settings = () if kind is nn.ReLU else (float(module.p), module.training)
+        _call(node, _LAYERS[kind], *node.args, *settings, module.inplace)
 
 
 @cache
@@ -216,9 +212,6 @@ def _parameters(function: Function) -> dict[str, Any]:
     overrides = get_testing_overrides() if function in _BUILTINS else {}
     parameters = inspect.signature(overrides.get(function, function)).parameters.values()
     return {p.name: ... if p.default is p.empty else p.default for p in parameters}
-
-
-_POSITIONAL = {*_BUILTINS, *_DROPOUTS.values(), F.relu, F.batch_norm}
 
 
 def _positional(node: fx.Node) -> None:

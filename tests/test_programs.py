@@ -405,6 +405,10 @@ with torch.enable_grad(): return m.linear(x)
 == a __dict__ : eager : it uses '__dict__' : x * len(m.__dict__)
 == a layer that is changed : eager : it uses 'train' : m.train().linear(x)
 == an object : eager : it reaches settings, a Settings : x * settings.scale
+== a class by the name of a builtin : eager : it reaches range, a type
+class range:
+    def __init__(self): self.n = step()
+def forward(m, x): return x * range().n
 == a module outside : eager : a module outside the model
 held = {"others": [outside]}
 def forward(m, x): return m.others[0](x)

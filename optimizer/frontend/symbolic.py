@@ -114,7 +114,7 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
     after = _attributes(model)
     same = len(before) == len(after) and all(map(operator.is_, before, after))
     require(same, "its forward changes a module")
-    if code.asks_for_autocast():
+    if any("autocast" in name for each in code.codes() for name in each.co_names):
         inputs = graph.find_nodes(op="placeholder")
         require(bool(inputs), "it takes no argument and asks for autocast")
         with graph.inserting_after(inputs[-1]):

@@ -20,7 +20,6 @@ from collections import OrderedDict, namedtuple
 from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from functools import lru_cache, partial
-from itertools import zip_longest
 from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 from weakref import ReferenceType
@@ -54,15 +53,19 @@ _BUILTINS = frozenset((
     "Ellipsis", "NotImplemented", "abs", "all", "any", "bool", "callable", "complex", "dict",
     "divmod", "enumerate", "filter", "float", "frozenset", "getattr", "hasattr", "int",
     "isinstance", "issubclass", "iter", "len", "list", "map", "max", "min", "next", "pow",
-    "range", "reversed", "round", "set", "slice", "sorted", "str", "sum", "super", "tuple",
-    "type", "zip",
+    "range", "reversed", "round", "set", "slice", "sorted", "str", "sum", "super", "tuple", "type",
+    "zip",
 ))  # fmt: skip
+_TYPES = {FunctionType, MethodType, *map(vars(builtins).get, _BUILTINS)}
 # Functions of these packages compute with what they are given.
 _PURE = frozenset((
     "_functools", "_operator", "_warnings", "functools", "itertools", "math", "numbers", "numpy",
     "operator", "torch", "types", "typing", "warnings",
 ))  # fmt: skip
 _CATCHES = ("PUSH_EXC_INFO", "CHECK_EXC_MATCH")
+_HARMLESS = frozenset(("LOAD_GLOBAL AttributeError", "WITH_EXCEPT_START "))  # beside a catch
+_LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+_LOADS_NAME = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _ASK_FOR_AUTOCAST = ("AttributeError", "TypeError", "amp", "torch")
 _OF_CLASSES = frozenset(("__class__", "__init__", "__module__", "__name__", "__qualname__"))
 _NOT_IMPLICIT = ("__init__", "__repr__", "__setstate__")  # what Python does not call in a forward
@@ -106,46 +109,50 @@ def is_of_torch(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "torch" or kind is object
 
 
-def codes(code: CodeType) -> Iterator[CodeType]:
+def _codes(code: CodeType) -> Iterator[CodeType]:
     """Yield a code and the codes of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from codes(constant)
+            yield from _codes(constant)
 
 
 @lru_cache(maxsize=4096)
 def _scan(code: CodeType) -> tuple[str, frozenset[tuple[str, ...]], frozenset[str]]:
     """Return the reason against a code, the chains `a.b.c` that begin outside, all attributes."""
-    chains, names, unlisted = set[tuple[str, ...]](), set[str](), ""
-    chain: tuple[str, ...] = ()
-    previous = ""
+    instructions = [*dis.get_instructions(code)]
+    # Of a chain too: what it begins with may be chosen by a jump.
+    attributes = {each.argval for each in instructions if each.opname in _LOADS_ATTRIBUTE}
+    reason = next(_obstacles_in(code, instructions), "")
+    return reason, frozenset(_chains(instructions)), frozenset(attributes)
+
+
+def _obstacles_in(code: CodeType, instructions: list[dis.Instruction]) -> Iterator[str]:
+    """Yield why instructions may not run with stand-ins."""
     # A code that does nothing but ask for autocast may catch: no value of a tensor raises there.
     asks = all("autocast" in name or name in _ASK_FOR_AUTOCAST for name in code.co_names)
-    instructions = [*dis.get_instructions(code)]
-    for each, following in zip_longest(instructions, instructions[1:], fillvalue=instructions[0]):
-        kind, value = each.opname, each.argval
-        sets_outer = kind == "STORE_DEREF" and value not in code.co_cellvars
-        is_listed = bool(_INSTRUCTION.fullmatch(kind)) or (kind in _CATCHES and asks)
-        is_listed |= kind == "CHECK_EXC_MATCH" and previous == "AttributeError"
-        is_listed |= kind == "PUSH_EXC_INFO" and (
-            following.opname == "WITH_EXCEPT_START" or following.argval == "AttributeError"
-        )
-        previous = value
-        if sets_outer or not is_listed:
-            unlisted = unlisted or _REASONS.get(kind, f"its code has {kind}").format(value)
-        attribute = value if kind in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") else ""
-        hidden = attribute.startswith("__") or attribute in _OF_MODULES
-        if hidden and attribute not in _OF_CLASSES | _OPERATORS:
-            unlisted = unlisted or f"it uses '{attribute}'"
-        names |= {attribute} - {""}  # of a chain too: what it begins with may be chosen by a jump
-        if attribute and chain:
-            chain = (*chain, attribute)
-        else:
-            chains.add(chain)
-            chain = (value,) if kind in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF") else ()
-    written = (each for each in chains if each and not each[0].startswith("@"))  # not by pytest
-    return unlisted, frozenset(written), frozenset(names)
+    texts = [f"{each.opname} {each.argrepr}" for each in instructions]
+    for before, each, after in zip(["", *texts], instructions, [*texts[1:], ""], strict=False):
+        kind, name = each.opname, each.argval
+        may_catch = asks or not _HARMLESS.isdisjoint((before, after))
+        is_listed = may_catch if kind in _CATCHES else _INSTRUCTION.fullmatch(kind)
+        if not is_listed or (kind == "STORE_DEREF" and name not in code.co_cellvars):
+            yield _REASONS.get(kind, f"its code has {kind}").format(name)
+        hidden = kind in _LOADS_ATTRIBUTE and (name.startswith("__") or name in _OF_MODULES)
+        if hidden and name not in _OF_CLASSES | _OPERATORS:
+            yield f"it uses '{name}'"
+
+
+def _chains(instructions: list[dis.Instruction]) -> Iterator[tuple[str, ...]]:
+    """Yield each `a.b.c` whose first name is a global or of an enclosing function."""
+    chain: tuple[str, ...] = ()
+    for each in instructions:
+        if chain and each.opname in _LOADS_ATTRIBUTE:
+            chain = (*chain, each.argval)
+            continue
+        if chain and not chain[0].startswith("@"):  # not by pytest
+            yield chain
+        chain = (each.argval,) if each.opname in _LOADS_NAME else ()
 
 
 class Code:
@@ -169,8 +176,7 @@ class Code:
         for module in modules:
             yield from self._visit_own_code(module)
             if is_of_torch(type(module)) and not isinstance(module, fx.GraphModule):
-                for name in vars(module).keys() - OF_EVERY_MODULE - {"forward"}:
-                    yield from self._visit(vars(module)[name], name)
+                yield from self._look_up([module], vars(module).keys())
                 continue
             self._spaces.append(module)
             yield from self._look_up([module], self.names)
@@ -179,9 +185,8 @@ class Code:
                 yield from self._visit(type(module).forward, "forward")
         while self._pending:
             yield from self._follow(self._pending.pop())
-        attributes_of_functions = set(map(id, map(vars, self.functions)))
-        reached = not attributes_of_functions.issuperset(map(id, self.objects))
-        if reached and not all(map(is_plain, modules)):
+        of_functions = {id(vars(function)) for function in self.functions}
+        if not (of_functions.issuperset(map(id, self.objects)) or all(map(is_plain, modules))):
             yield "a hook or parametrization may change what its code finds"
 
     def _visit_own_code(self, module: nn.Module) -> Iterator[str]:
@@ -190,10 +195,9 @@ class Code:
         own = (each for each in hooks if not is_of_torch(type(each)))
         yield from self._visit((*own, vars(module).get("forward")), "a hook")
 
-    def asks_for_autocast(self) -> bool:
-        """Return whether a function that was looked at names autocast, and may depend on it."""
-        every = (code for function in self.functions for code in codes(function.__code__))
-        return any("autocast" in name for code in every for name in code.co_names)
+    def codes(self) -> Iterator[CodeType]:
+        """Yield the code of each function that was looked at, and of those in it."""
+        return (each for function in self.functions for each in _codes(function.__code__))
 
     def is_new(self, value: Any, name: str) -> bool:
         """Return whether the value under a name may run code that was not looked at."""
@@ -209,7 +213,7 @@ class Code:
         within = {name: (cell, "cell_contents") for name, cell in cells}
         for name in ("__defaults__", "__kwdefaults__", "__dict__"):
             yield from self._visit(self._value_at(function, name), function.__name__)
-        for code in codes(function.__code__):
+        for code in _codes(function.__code__):
             unlisted, chains, names = _scan(code)
             reasons = [unlisted] * bool(unlisted)
             for first, *rest in chains:
@@ -366,20 +370,17 @@ def _is_known(value: Any) -> bool:
     """Return whether a value, but for Python's functions, depends on its arguments alone."""
     if isinstance(value, ModuleType):
         return _is_listed(value) and not _is_of_the_process(value)
-    if isinstance(value, type):
-        if _asks(value):
-            return False
-        listed = value in (FunctionType, MethodType) or value.__name__ in _BUILTINS
-        listed |= _is_listed(value) or _package(value.__module__) == "collections"
-        named = issubclass(value, tuple) and hasattr(value, "_fields")
-        return listed or named or issubclass(value, enum.Enum | nn.Module | BaseException)
     if isinstance(value, _OF_C) or type(value).__name__ == "ufunc":
         return _is_pure(value)
-    named = isinstance(value, tuple) and hasattr(value, "_fields")
-    origin = getattr(value, "__origin__", int) if type(value).__module__ == "typing" else None
-    named |= _package(getattr(origin, "__module__", None)) in _OF_PYTHON
-    named |= isinstance(value, numbers_of_numpy())
-    return named or isinstance(value, enum.Enum | torch.Tensor | logging.Logger)
+    if type(value).__module__ == "typing":
+        return _package(getattr(value, "__origin__", int).__module__) in _OF_PYTHON
+    kind = value if isinstance(value, type) else type(value)
+    if issubclass(kind, enum.Enum) or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        return True
+    if kind is not value:
+        return isinstance(value, (torch.Tensor, logging.Logger, *numbers_of_numpy()))
+    is_listed = value in _TYPES or _is_listed(value) or _package(value.__module__) == "collections"
+    return (is_listed or issubclass(value, nn.Module | BaseException)) and not _asks(value)
 
 
 def _is_pure(function: Any) -> bool:

@@ -43,7 +43,7 @@ from optimizer.core.guards import chooses_a_branch, expect_value
 from optimizer.core.inputs import Call, opened
 from optimizer.core.node import is_plain, is_user_code, overrides_call, user_line
 from optimizer.frontend.names import NUMBERS, is_literal, literal
-from optimizer.frontend.traceable import Code, codes, numbers_of_numpy
+from optimizer.frontend.traceable import Code, numbers_of_numpy
 
 _OF_AUTOGRAD = ("grad", "grad_fn", "names")
 _A_TENSOR = torch.empty(0)
@@ -227,12 +227,10 @@ class Tracer(fx.Tracer):
         self._thread = threading.get_ident()
         self._attributes: dict[int, fx.Proxy] = {}
         self._tensors: set[fx.Node] = set()
-        functions = code.functions if code else ()
         self.tests_for_none = any(  # or asks for a type
             not _TESTS.isdisjoint(each.co_code[::2])
             or not {"isinstance", "is_tensor"}.isdisjoint(each.co_names)
-            for function in functions
-            for each in codes(function.__code__)
+            for each in (code.codes() if code else ())
         )
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:

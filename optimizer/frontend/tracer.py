@@ -90,8 +90,6 @@ class Value(fx.Proxy):
             return super().__str__()
         raise self.tracer.fail("it writes a traced value as text")
 
-    __setitem__ = _recording(operator.setitem)
-
 
 _TEXTS = ("BUILD_STRING", "FORMAT", "CONVERT", "LOAD_FAST", "LOAD_CONST", "LOAD_ATTR", "PRECALL")
 
@@ -103,7 +101,7 @@ def _is_message(frame: FrameType) -> bool:
     return opname.startswith("CALL") and next(rest).opname in ("POP_TOP", "RAISE_VARARGS")
 
 
-for _function in ops.INPLACE_OPERATORS:
+for _function in (operator.setitem, *ops.INPLACE_OPERATORS):
     setattr(Value, f"__{_function.__name__}__", _recording(_function))
 
 
@@ -111,7 +109,7 @@ class Member(Value, fx.proxy.Attribute):
     """An attribute of a traced value: a method if it is called, else recorded when it is used."""
 
 
-class Attribute(Value):
+class Weight(Value):
     """A parameter or buffer. Its shape is the model's own and may steer control flow."""
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor) -> None:
@@ -120,30 +118,29 @@ class Attribute(Value):
         self.dim, self.size = tensor.dim, tensor.size
 
 
-def answer_for_traced(code: Code, is_tensor: Callable[[fx.Node], bool], patcher: Any) -> None:
+def answer_for_traced(code: Code, patcher: Any) -> None:
     """Let a patcher of fx answer what the user's functions ask of traced values and by name."""
-    answer = partial(_is_instance, is_tensor)
     overrides._get_tensor_methods()  # torch keeps these lists: not with a shadow in them
     shadows = {
-        "isinstance": answer, "getattr": partial(_get, code),
+        "isinstance": _is_instance, "getattr": partial(_get, code),
         "hasattr": partial(_of_no_value, hasattr, "it asks what a value has"),
         "type": partial(_of_no_value, type, "it asks for the type of a value"),
     }  # fmt: skip
     for space in {id(each.__globals__): each.__globals__ for each in code.functions}.values():
         for name in shadows.keys() - space.keys():
             patcher.patch(space, name, shadows[name])
-    patcher.patch_method(torch, "is_tensor", lambda value: answer(value, torch.Tensor))
+    patcher.patch_method(torch, "is_tensor", lambda value: _is_instance(value, torch.Tensor))
 
 
-def _is_instance(is_tensor: Callable[[fx.Node], bool], value: Any, kinds: Any) -> bool:
-    if not isinstance(value, fx.Proxy) or isinstance(value, kinds):
+def _is_instance(value: Any, kinds: Any) -> bool:
+    if not isinstance(value, Value) or isinstance(value, kinds):
         return isinstance(value, kinds)
-    if isinstance(value, Attribute):
+    if isinstance(value, Weight):
         return isinstance(value.tensor, kinds)
     classes = kinds if isinstance(kinds, tuple) else (kinds,)
-    if isinstance(value, Value) and is_tensor(value.node) and all(map(_is_clear, classes)):
+    if value.tracer.is_tensor(value.node) and all(map(_is_clear, classes)):
         return isinstance(_A_TENSOR, kinds)
-    raise value.tracer.fail("it asks for the type of an intermediate value")  # type: ignore[attr-defined]
+    raise value.tracer.fail("it asks for the type of an intermediate value")
 
 
 def _is_clear(kind: Any) -> bool:
@@ -225,7 +222,6 @@ class Tracer(fx.Tracer):
         self.record_factories = record_factories
         self.failure: CaptureError | None = None
         self._thread = threading.get_ident()
-        self._attributes: dict[int, fx.Proxy] = {}
         self._tensors: set[fx.Node] = set()
         self.tests_for_none = any(  # or asks for a type
             not _TESTS.isdisjoint(each.co_code[::2])
@@ -304,10 +300,10 @@ class Tracer(fx.Tracer):
         name = self._names.get(id(attr_val)) if isinstance(attr_val, torch.Tensor) else None
         if name is None or self.is_foreign_thread():
             return attr_val
-        if id(attr_val) not in self._attributes:
+        if name not in parameter_proxy_cache:
             node = self.create_node("get_attr", name, (), {})
-            self._attributes[id(attr_val)] = Attribute(node, self, attr_val)
-        return self._attributes[id(attr_val)]
+            parameter_proxy_cache[name] = Weight(node, self, attr_val)
+        return parameter_proxy_cache[name]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         ours = type(m).__module__.startswith("optimizer.passes.")
@@ -327,17 +323,13 @@ class Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        positional: list[Any] = [self.root]
-        keyword: dict[str, Any] = {}
         signature = inspect.signature(root_fn)
         args, kwargs = self.call
-        arguments = signature.bind_partial(self.root, *args, **kwargs).arguments
-        for parameter in list(signature.parameters.values())[1:]:
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                keyword[parameter.name] = self._argument(parameter, arguments)
-            else:
-                positional.append(self._argument(parameter, arguments))
-        return partial(self._call_root, partial(root_fn, **keyword)), positional
+        bound = signature.bind_partial(self.root, *args, **kwargs)
+        _, *parameters = signature.parameters.values()
+        for each in parameters:
+            bound.arguments[each.name] = self._argument(each, bound.arguments)
+        return partial(self._call_root, partial(root_fn, *bound.args, **bound.kwargs)), []
 
     def _argument(self, parameter: inspect.Parameter, arguments: Mapping[str, Any]) -> Any:
         name, default = parameter.name, parameter.default
@@ -364,13 +356,13 @@ class Tracer(fx.Tracer):
             raise self.fail(f"'{name}' holds what may choose a branch")
         return proxy
 
-    def _call_root(self, root: Callable[..., Any], *args: Any) -> Any:
+    def _call_root(self, root: Callable[[], Any]) -> Any:
         patcher: Any = fx_tracing.CURRENT_PATCHER
         for factory in ops.FACTORIES:  # torch.zeros(n) for a traced n; fx would search all of torch
             patcher.patch(vars(torch), factory.__name__, fx_tracing._create_wrapped_func(factory))
         if self.code:
-            answer_for_traced(self.code, self.is_tensor, patcher)
-        output = root(*args)
+            answer_for_traced(self.code, patcher)
+        output = root()
         for leaf in tree_leaves(opened(output)):
             if isinstance(leaf, numbers_of_numpy()):
                 raise self.fail(f"it returns a {type(leaf).__name__}, which code cannot name")

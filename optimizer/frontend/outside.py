@@ -87,10 +87,8 @@ def _put(space: Any, name: str, value: Any) -> None:
 def _back(value: Any) -> Callable[[], object]:
     """Return a function that puts back what an object holds and says whether that had changed."""
     numpy: Any = sys.modules.get("numpy")
-    if isinstance(value, dict | set):
-        return partial(_refill, value, value.copy(), "update")
-    if isinstance(value, list | deque | bytearray):
-        return partial(_refill, value, value.copy(), "extend")
+    if isinstance(value, dict | set | list | deque | bytearray):
+        return partial(_refill, value, value.copy())
     if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())
     if numpy and isinstance(value, numpy.ndarray):
@@ -105,12 +103,13 @@ def _back(value: Any) -> Callable[[], object]:
     return partial(_set_all, value, values)
 
 
-def _refill(container: Any, contents: Any, how: str) -> bool:
+def _refill(container: Any, contents: Any) -> bool:
     old, new = map(items, (contents, container))
     if len(old) == len(new) and all(map(operator.is_, old, new)):
         return False
     container.clear()
-    getattr(container, how)(contents)
+    fill = container.update if isinstance(container, dict | set) else container.extend
+    fill(contents)
     return True
 
 

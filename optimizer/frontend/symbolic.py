@@ -81,17 +81,22 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
         setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
     if call is not None:
         facts = observe(module, call)
-        for node in module.graph.nodes:
-            fact: Fact = node.meta["fact"]
-            may_hide = node.op == "call_module" or node.target is operator.getitem
-            hidden = tests_for_none and may_hide and fact.value is None and not fact.error
-            require(not hidden, "it may test a value inside it that is None")
-            changed = node.args[0] if node.target in _CHANGES else None
-            value = isinstance(changed, fx.Node) and changed.meta["fact"].value
-            require(not isinstance(value, list | dict), f"it changes a container ('{node}')")
+        for node in graph.nodes:
+            _require_seen(node, tests_for_none)
         weights = tensors_of(module)  # what is written is not the caller's, but is shared as before
         part(each for each in weights if facts.any_written(storages_in(facts.to_meta(each))))
     return module
+
+
+def _require_seen(node: fx.Node, tests_for_none: bool) -> None:
+    """Require that a node yields no None that was tested, and changes no list or dict."""
+    fact: Fact = node.meta["fact"]
+    may_hide = node.op == "call_module" or node.target is operator.getitem
+    hidden = tests_for_none and may_hide and fact.value is None and not fact.error
+    require(not hidden, "it may test a value inside it that is None")
+    changed = node.args[0] if node.target in _CHANGES else None
+    value = isinstance(changed, fx.Node) and changed.meta["fact"].value
+    require(not isinstance(value, list | dict), f"it changes a container ('{node}')")
 
 
 def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tuple[fx.Graph, bool]:
@@ -111,8 +116,7 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
     with restored(code) as changed, torch.enable_grad():
         graph = tracer.trace(model)
     require(not changed, "it changes what its code finds")
-    after = _attributes(model)
-    same = len(before) == len(after) and all(map(operator.is_, before, after))
+    same = [*map(id, before)] == [*map(id, _attributes(model))]
     require(same, "its forward changes a module")
     if any("autocast" in name for each in code.codes() for name in each.co_names):
         inputs = graph.find_nodes(op="placeholder")
@@ -139,8 +143,8 @@ def _writes_a_constant(module: fx.GraphModule) -> bool:
 
     It would be made once and not once a call. Without facts, none is let through.
     """
-    nodes = module.graph.nodes
-    constants = [n for n in nodes if n.op == "get_attr" and "_tensor_constant" in str(n.target)]
+    reads = module.graph.find_nodes(op="get_attr")
+    constants = [node for node in reads if "_tensor_constant" in str(node.target)]
     facts: Facts | None = module.meta.get("facts")
     if facts is None:
         return bool(constants)

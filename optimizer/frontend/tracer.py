@@ -101,6 +101,7 @@ def _is_message(frame: FrameType) -> bool:
     return opname.startswith("CALL") and next(rest).opname in ("POP_TOP", "RAISE_VARARGS")
 
 
+_function: Any
 for _function in (operator.setitem, *ops.INPLACE_OPERATORS):
     setattr(Value, f"__{_function.__name__}__", _recording(_function))
 

@@ -409,6 +409,18 @@ with torch.enable_grad(): return m.linear(x)
 class range:
     def __init__(self): self.n = step()
 def forward(m, x): return x * range().n
+== an error that counts : eager : it sets the attribute 'n'
+class Error(Exception):
+    def __init__(self): self.n = step()
+def forward(m, x): return x * Error().n
+== a layer that counts : eager : it sets the attribute 'n'
+class Layer(nn.Module):
+    def __init__(self): super().__init__(); self.n = step()
+def forward(m, x): return x * Layer().n
+== a pair that counts : eager : it uses '__new__'
+class Counted(Pair):
+    def __new__(cls): return Pair.__new__(cls, step(), 0)
+def forward(m, x): return x * Counted().first
 == a module outside : eager : a module outside the model
 held = {"others": [outside]}
 def forward(m, x): return m.others[0](x)

@@ -54,9 +54,8 @@ def affine_as_module(node: fx.Node) -> None:
         return
     weight: Any
     source, weight, bias, *settings = node.args
-    if not (_is_constant(weight) and (bias is None or _is_constant(bias))):
-        return
-    if any(isinstance(leaf, fx.Node) for leaf in torch.utils._pytree.tree_leaves(settings)):
+    constant = _is_constant(weight) and (bias is None or _is_constant(bias))
+    if not constant or not {source, weight, bias}.issuperset(node.all_input_nodes):
         return
     if attribute_of(weight).dim() < 2:
         return  # F.linear takes a vector for a weight, nn.Linear does not

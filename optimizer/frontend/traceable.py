@@ -54,7 +54,8 @@ _BUILTINS = frozenset((
     "divmod", "enumerate", "filter", "float", "frozenset", "getattr", "hasattr", "int",
     "isinstance", "issubclass", "iter", "len", "list", "map", "max", "min", "next", "pow",
     "range", "reversed", "round", "set", "slice", "sorted", "str", "sum", "super", "tuple", "type",
-    "zip",
+    "zip", *(name for name, each in vars(builtins).items()
+             if isinstance(each, type) and issubclass(each, BaseException)),
 ))  # fmt: skip
 _TYPES = {FunctionType, MethodType, *map(vars(builtins).get, _BUILTINS)}
 # Functions of these packages compute with what they are given.
@@ -228,19 +229,16 @@ class Code:
     def _resolve(self, place: tuple[Any, str], path: str, rest: list[str]) -> Iterator[str]:
         """Follow `a.b.c` as far as it names modules and classes."""
         value = self._value_at(*place)
-        if value is MISSING:
-            builtin = getattr(builtins, path, None)
-            error = isinstance(builtin, type) and issubclass(builtin, BaseException)
-            if builtin is not None and path not in _BUILTINS and not error:
-                yield f"it uses {path}()"
-        while (
-            rest and isinstance(value, ModuleType | type) and member(value, rest[0]) is not MISSING
-        ):
+        if value is MISSING and path in vars(builtins).keys() - _BUILTINS:
+            yield f"it uses {path}()"
+        for name in rest:
+            if not isinstance(value, ModuleType | type) or member(value, name) is MISSING:
+                break
             if _is_of_the_process(value):
                 yield f"it asks the process for {path}"
             if isinstance(value, type):
                 yield from self._visit(value, path)
-            value, path, rest = self._value_at(value, rest[0]), f"{path}.{rest[0]}", rest[1:]
+            value, path = self._value_at(value, name), f"{path}.{name}"
         yield from self._visit(value, path)
 
     def _value_at(self, space: Any, name: str) -> Any:
@@ -278,6 +276,8 @@ class Code:
             yield from self._look_into(value, name)
         elif isinstance(value, type):
             yield from self._visit_class(value)
+            is_of_model = any(value in type(module).__mro__ for module in self.modules)
+            contents = [] if is_of_model else _constructors(value)
         elif isinstance(value, tuple | enum.Enum | torch.Tensor):
             inside = value if isinstance(value, tuple) else attributes(value).values()
             contents = [type(value), *inside]
@@ -323,6 +323,14 @@ class Code:
             at = vars(space).get if isinstance(space, nn.Module) else partial(self._value_at, space)
             for name in names & (vars(space).keys() - OF_EVERY_MODULE):
                 yield from self._visit(at(name), name)
+
+
+def _constructors(kind: type) -> list[Any]:
+    """Return what runs where an instance is made: all instances of an enum are there already."""
+    bases = [] if issubclass(kind, enum.Enum) else kind.__mro__
+    own = [vars(base) for base in bases if "_fields" not in vars(base)]  # not those of namedtuple
+    methods = [each.get(name) for each in own for name in ("__init__", "__new__")]
+    return [each for each in methods if isinstance(each, FunctionType | staticmethod)]
 
 
 def is_immutable(value: Any) -> bool:

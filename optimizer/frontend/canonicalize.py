@@ -239,11 +239,9 @@ def _permute(node: fx.Node) -> None:
 
 def _stochastic_depth(node: fx.Node) -> None:
     """Turn torchvision's, known by its name, into a dropout; both return their input here."""
-    function = callee(node)
-    if getattr(function, "__module__", "") != "torchvision.ops.stochastic_depth":
-        return
+    home = getattr(callee(node), "__module__", "")
     args = named_arguments(node, ("input", "p", "mode", "training"))
-    if args.get("training") is False:
+    if home == "torchvision.ops.stochastic_depth" and args.get("training") is False:
         _call(node, F.dropout, args["input"], args["p"], False, False)
 
 

@@ -175,7 +175,9 @@ class Code:
         """Yield each reason why the model may not be recorded with stand-ins."""
         modules = [m for m in self.modules if not isinstance(m, torch.jit.ScriptModule)]
         for module in modules:
-            yield from self._visit_own_code(module)
+            hooks = (each for name in HOOKS for each in vars(module)[name].values())
+            own = (each for each in hooks if not is_of_torch(type(each)))
+            yield from self._visit((*own, vars(module).get("forward")), "a hook")
             if is_of_torch(type(module)) and not isinstance(module, fx.GraphModule):
                 yield from self._look_up([module], vars(module).keys())
                 continue
@@ -189,12 +191,6 @@ class Code:
         of_functions = {id(vars(function)) for function in self.functions}
         if not (of_functions.issuperset(map(id, self.objects)) or all(map(is_plain, modules))):
             yield "a hook or parametrization may change what its code finds"
-
-    def _visit_own_code(self, module: nn.Module) -> Iterator[str]:
-        """Look at what a module calls besides the forward of its class, but for torch's hooks."""
-        hooks = (each for name in HOOKS for each in vars(module)[name].values())
-        own = (each for each in hooks if not is_of_torch(type(each)))
-        yield from self._visit((*own, vars(module).get("forward")), "a hook")
 
     def codes(self) -> Iterator[CodeType]:
         """Yield the code of each function that was looked at, and of those in it."""

@@ -231,9 +231,8 @@ class Tracer(fx.Tracer):
         )
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        self._names: dict[int, str] = {
-            id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]
-        }
+        tensors = (*root.named_buffers(), *root.named_parameters())
+        self._names = {id(tensor): name for name, tensor in tensors}
         self._modes = _modes()
         with ALONE, RecordConstants(self):
             graph = super().trace(root, concrete_args)

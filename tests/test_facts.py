@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 import optimizer
 from optimizer.core.errors import Refused
+from optimizer.core.ops import MAY_COPY
 from optimizer.facts.facts import Facts, fact, is_pure, rank
 from optimizer.testing import assert_equivalent
 from tests.single_pass import Forward, ForwardOfTwo
@@ -385,3 +386,37 @@ def test_what_draws_nothing_of_an_empty_example_may_draw_later(draw: str) -> Non
     torch.manual_seed(0)
     assert fast.report.counts().get("eliminate_common_subexpressions", 0) == 0
     assert fast(torch.ones(1, 2, 8, 8)).any()
+
+
+def shares(function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """Whether a function of a tensor returns memory of it; None if it is of no such function."""
+    try:
+        result = function(x)
+        return result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    except Exception:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_returns_its_input_for_some_tensors_and_a_copy_of_others_is_listed() -> None:
+    dtypes = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool
+    dtypes += torch.half, torch.bfloat16, torch.float, torch.double  # type: ignore[assignment]
+    complex_ones = [torch.ones(2, 3, dtype=each) for each in (torch.cfloat, torch.cdouble)]
+    tensors = [torch.ones(2, 3).to(each) for each in dtypes] + [torch.ones(2, 3).t()]
+    tensors += complex_ones + [each.conj() for each in complex_ones]
+    names = (name for name in vars(torch._C.TensorBase) if name.strip("_") == name)
+    found = {name: {shares(getattr(Tensor, name), x) for x in tensors} for name in names}
+
+    mixed = {name for name, told in found.items() if {True, False} <= told}
+    assert len(mixed) > 15
+    assert mixed <= MAY_COPY
+
+
+@pytest.mark.parametrize("text", ["x.byte()", "x.conj_physical()", "torch.as_tensor(x).byte()"])
+def test_a_copy_of_what_may_be_the_input_stays(text: str) -> None:
+    model = Layers(f"y = ({text}).clone(); x.add_(1); return y * 2")
+    complex_one = torch.ones(3, dtype=torch.cfloat) if "conj" in text else torch.ones(3)
+    fast = optimizer.optimize(model, complex_one, level=0)
+
+    for later in (torch.ones(3), torch.ones(3, dtype=torch.uint8)):
+        assert torch.equal(fast(later.clone()), model(later.clone()))

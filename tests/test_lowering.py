@@ -651,6 +651,20 @@ class TestACandidateThatIsNoGood:
         assert 0 < choice.spent[choice.chosen] < time.perf_counter() - start
 
 
+def test_in_another_mode_it_runs_the_portable_code() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 8, 3)).eval()
+    fast, x = lowered(model, image()), image()
+    assert plan_of(fast, x) is not None
+
+    fast.train()
+    assert plan_of(fast, x) is None
+    torch.testing.assert_close(fast(x), model.train()(x))
+    packed = fast.eval()._plans  # type: ignore[operator]
+    torch.testing.assert_close(fast(x), model.eval()(x))
+    assert plan_of(fast, x) is not None
+    assert fast.eval()._plans is packed  # type: ignore[operator]
+
+
 class TestWithoutTuning:
     @pytest.mark.usefixtures("kernels")
     def test_nothing_is_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,8 +127,10 @@ RANDOM = (
 )  # fmt: skip
 # These return their input, or a copy where dtype, device or strides make them.
 MAY_COPY = frozenset((
-    "bfloat16", "bool", "contiguous", "cpu", "cuda", "double", "flatten", "float", "half", "int",
-    "long", "ravel", "reshape", "reshape_as", "short", "to", "type", "type_as",
+    "as_tensor", "asarray", "bfloat16", "bool", "byte", "cdouble", "cfloat", "chalf", "char",
+    "conj_physical", "contiguous", "cpu", "cuda", "dequantize", "double", "flatten", "float",
+    "half", "int", "long", "ravel", "reshape", "reshape_as", "resolve_conj", "resolve_neg",
+    "short", "sum_to_size", "to", "type", "type_as",
 ))  # fmt: skip
 # Modules that take a tensor, and make a new one.
 MAKE_A_TENSOR = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)

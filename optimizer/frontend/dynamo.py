@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import autograd, fx, nn
@@ -276,11 +276,6 @@ class GuardedModule(Constants):
                     if not (is_ordinary(tensor) and tensor.equal(value)):
                         tensor.copy_(value)
         return tuple(choice for report in self._reports[count:] for choice in report.choices)
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of the snapshot, and record its graphs in that mode."""
-        with self._preparing_anew():
-            return super().train(mode)
 
     def _forget(self) -> None:
         self.__dict__.pop("_recorded", None)

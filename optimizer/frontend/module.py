@@ -156,6 +156,13 @@ class Constants(_Result):
         with self._preparing_anew():
             return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; what was prepared in another one is made anew, as its calls may write."""
+        if all(each.training == mode for each in self.modules()):
+            return self
+        with self._preparing_anew():
+            return super().train(mode)
+
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Refuse, with an InputError, to be trained: what was prepared would stay as it is."""
         if requires_grad:

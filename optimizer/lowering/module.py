@@ -86,7 +86,10 @@ class LoweredModule(Constants, OptimizedModule):
         `judge` says what is wrong with its answer. The plan is put into `plans`, those of the
         weights that it packs: others may be loaded meanwhile.
         """
-        signature, plans = Signature.of(*call), self._plans if plans is None else plans
+        signature, plans = (
+            Signature.of(*call, self.training),
+            self._plans if plans is None else plans,
+        )
         if signature is None:
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
         key, lowered = signature.key, self.meta.get("lowered", {})
@@ -126,8 +129,9 @@ class LoweredModule(Constants, OptimizedModule):
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
         """Return what runs a call instead of the portable code; None if nothing does."""
-        signature = Signature.of(args, kwargs) if self.meta.get("lowered") else None
-        if signature is None:
+        if not self.meta.get("lowered"):
+            return None
+        if (signature := Signature.of(args, kwargs, self.training)) is None:
             return None
         plan, key = self._plans.get(signature.key), signature.key
         if plan is None:

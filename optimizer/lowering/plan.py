@@ -25,7 +25,7 @@ class Key(NamedTuple):
     """The properties of a call that a plan is for.
 
     Attributes:
-        what: the structure of the arguments, and the geometry of each tensor.
+        what: the mode of the module, the structure of the arguments, and each tensor's geometry.
         devices: where the tensors are.
         settings: what besides kernels are chosen by.
     """
@@ -42,7 +42,9 @@ class Signature(NamedTuple):
     tensors: list[torch.Tensor]
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature | None:
+    def of(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool = False
+    ) -> Signature | None:
         """Return the signature of a call; None for a call that must run as it is."""
         if is_watched():
             return None
@@ -59,7 +61,7 @@ class Signature(NamedTuple):
         settings = policy_of(tensors).settings()
         if settings is False:
             return None
-        what = (spec, *map(_geometry, leaves))
+        what = (training, spec, *map(_geometry, leaves))
         return cls(Key(what, tuple(map(_device, tensors)), settings), tensors)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +88,7 @@ def reuse_activations(activation: fx.Node) -> fx.Node | None:
     if settings.get("inplace"):
         return None
     require(_is_spare(arg(activation, 0)), "its input is needed elsewhere")
+    require(not _is_one_place(activation), "its result may be laid out otherwise")
     slope = settings.get("negative_slope", 0.0)
     keeps_signs = function not in (F.leaky_relu, nn.LeakyReLU) or (
         isinstance(slope, int | float) and slope >= 0 and is_read_only(activation)
@@ -139,6 +141,13 @@ def reuse_operands(combination: fx.Node) -> fx.Node | None:
 
     overwritten = 0 if _is_spare(first) else 1
     return insert_function(combination, OVER[callee(combination)], (first, second, overwritten))
+
+
+def _is_one_place(activation: fx.Node) -> bool:
+    """Return whether a result is an image of one place: new tensors of such are contiguous."""
+    value = getattr(activation.meta.get("fact"), "value", None)
+    places = value.shape[2:] if isinstance(value, Tensor) else ()
+    return len(places) > 0 and math.prod(places) == 1
 
 
 def _is_spare(value: object) -> bool:

@@ -304,6 +304,7 @@ ALONE = {
     (y := m.linear(x)) + F.silu(y); ((y := m.linear(x)), (z := y.t()), F.silu(y))[1] + z;
     F.silu(torch.add(x, 1.0, out=x.clone())); F.silu(torch.sigmoid(x))
     """,
+    (ACTIVATION, "its result may be laid out otherwise"): "F.silu(x[..., None, None] + 1)",
     (OPERAND, "its operands are needed elsewhere"): """
     x + x; x * m.w; x + m.linear(x).view(3, 4); (y := m.linear(x), x + y);
     (y := m.linear(x), z := y[0], x + y, z); x * torch.add(x, 1.0, out=x.clone())
@@ -323,6 +324,19 @@ ALONE = {
 def test_one_pass_alone(forward: str, case: Any) -> None:
     name, outcome = case
     tried(name, model_of(forward), X, outcome)
+
+
+def test_one_place_is_laid_out_as_the_models_is() -> None:
+    """A convolution keeps the strides that a pool gives one place; a new tensor does not."""
+    layers = {"conv": nn.Conv2d(4, 4, 1), "pool": nn.AdaptiveAvgPool2d(1)}
+    model = randomize(
+        Forward("y = F.relu(m.pool(m.conv(x))); return torch.cat([y, y], -1)", **layers)
+    )
+    x = torch.randn(2, 4, 4, 4).contiguous(memory_format=torch.channels_last)
+    fast = optimizer.optimize(model.eval(), x, level=1)
+
+    assert fast.report.counts() == {"sink_convolutions": 1}
+    assert fast(x).stride() == model(x).stride()
 
 
 def test_refuses_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,6 +216,31 @@ OF_THE_STUB = {  # what an engine lacks ends its region, and another follows
         "F.avg_pool2d(y, 2, divisor_override=3)", "F.adaptive_max_pool2d(y, 3)",
     )
 }  # fmt: skip
+_BLOCK = "x = x + m.down(F.silu(m.gate(y := {})) * m.up(y)); "
+_LAYERS = {"gate": nn.Linear(8, 16), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+OF_BLOCKS = {  # values that grow from block to block, unless each is divided by its own norm
+    norm: (Forward(_BLOCK.format(norm) * 5 + "return x", **_LAYERS), image(2, 8), regions)
+    for norm, regions in {
+        "F.layer_norm(x, (8,))": 1,
+        "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)": 1,
+        "F.normalize(x, dim=-1)": 1,
+        "x * torch.rsqrt(m.up(x).pow(2).mean(-1, keepdim=True) + 1e-6)": 10,
+        "x": 5,
+    }.items()
+}
+
+
+@rows("model x regions", OF_BLOCKS)
+def test_a_region_ends_before_its_values_may_overflow(
+    model: nn.Module, x: torch.Tensor, regions: int
+) -> None:
+    fast = lowered(model, x, "stub", only=(), tune_seconds=0)
+
+    assert len(compiled(fast, x)) == regions
+    for scale in (1, 1e3, 1e9):
+        torch.testing.assert_close(fast(x * scale), model(x * scale), equal_nan=True)
+
+
 MODELS = {"openvino": OF_OPENVINO, "onnxruntime": OF_ALL, "stub": OF_THE_STUB}
 
 

@@ -108,6 +108,7 @@ NOT_FINITE: dict[str, tuple[Callable[..., Any], torch.Tensor, torch.Tensor, floa
     "deviation": (lambda x: x / x.std(), image(), torch.zeros(2, 3, 8, 8), 1.0),
     "logarithm": (lambda x: x.log(), image().abs() + 1, spoiled(image().abs() + 1, 0.0), 1.0),
     "overflow": (lambda x: x.exp(), image(), spoiled(image(), 100.0), 1.0),
+    "powers": (lambda x: x.pow(2).pow(2).pow(2), _LARGE, _LARGE.abs() * 1e5 + 1e4, 1.0),
     "complex": (lambda x: x.real, _COMPLEX, spoiled(_COMPLEX, complex("nan")), 1.0),
     "imaginary": (lambda x: x.abs(), _COMPLEX, spoiled(_COMPLEX, complex(0, math.inf)), 1.0),
     "integers": (lambda x: 1 / x, _NUMBERS, _NUMBERS - 1, 1.0),

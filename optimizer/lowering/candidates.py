@@ -129,23 +129,15 @@ CANDIDATES: dict[str, Maker] = {
 
 
 class Policy(NamedTuple):
-    """The candidates for a kind of device; by default none, so that level 2 only saves calls.
+    """The candidates for a kind of device; by default none, so that level 2 only saves calls."""
 
-    Attributes:
-        offered: the candidates for a region, the most promising first.
-        pays: whether the first of them is faster for certain, so that it runs without timing.
-        settings: the settings that kernels are chosen by; False while no plan may run.
-        hardware: the name of the hardware that a decision is for.
-        takes_engines: whether there are engines for it.
-        for_calls: the candidates for a whole call, once each of its regions is chosen.
-    """
-
+    # Those for a region, the most promising first, and whether that is faster for certain.
     offered: Callable[[fx.GraphModule, Sequence[torch.Tensor]], list[str]] = lambda *_: []
     pays: Callable[[fx.GraphModule, Sequence[torch.Tensor]], bool] = lambda *_: True
-    settings: Callable[[], Hashable] = tuple
-    hardware: Callable[[], str] = str
+    settings: Callable[[], Hashable] = lambda: ()  # of its kernels; False while no plan may run
+    hardware: Callable[[], str] = lambda: ""  # the name of what a decision is for
     takes_engines: bool = False
-    for_calls: tuple[str, ...] = ()
+    for_calls: tuple[str, ...] = ()  # those for a whole call, once each region is chosen
 
 
 def _offered_on_cpu(region: fx.GraphModule, _: Sequence[torch.Tensor]) -> list[str]:

@@ -33,17 +33,11 @@ _TYPES = {"f32": torch.float32, "boolean": torch.bool}  # by OpenVINO's names
 
 
 class Engine(Protocol):
-    """A compiler or runtime for float32 on the CPU.
+    """A compiler or runtime for float32 on the CPU."""
 
-    Attributes:
-        name: what `engines=` calls it.
-        title: what a report calls it.
-        module: what is imported.
-    """
-
-    name: str
-    title: str
-    module: str
+    name: str  # what `engines=` calls it
+    title: str  # what a report calls it
+    module: str  # what is imported
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
         """Return a program for contiguous float32 inputs of these sizes, or raise anything.

@@ -68,11 +68,8 @@ class LoweredModule(Constants, OptimizedModule):
             reason = str(error)
         if reason:
             raise InputError(f"such a call is not lowered: {reason}.")
-        return self.prepare(call, Chooser(self._tuned_for(tune_seconds))).choices
-
-    def _tuned_for(self, seconds: float) -> Tuning:
-        tuning: Tuning = self.meta["tuning"]
-        return tuning._replace(tune_seconds=require_seconds(seconds))
+        tuning = self.meta["tuning"]._replace(tune_seconds=require_seconds(tune_seconds))
+        return self.prepare(call, Chooser(tuning)).choices
 
     def prepare(
         self,
@@ -149,7 +146,8 @@ class LoweredModule(Constants, OptimizedModule):
         if not plans.lock.acquire(blocking=False):
             return None  # another thread does
         decisions = self.meta["lowered"].get(key)
-        tuning = self.meta["tuning"] if decisions is None else self._tuned_for(0)
+        tuning: Tuning = self.meta["tuning"]
+        tuning = tuning if decisions is None else tuning._replace(tune_seconds=0)
         try:
             return self.prepare(call, Chooser(tuning, decisions or {}), plans=plans)
         except InputError as error:

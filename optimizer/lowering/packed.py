@@ -88,19 +88,13 @@ def _sum(node: fx.Node, products: Set[fx.Node]) -> _Call | None:
     for product, other in ((first, second), (second, first)):
         if product not in products or len(product.users) > 1 or product.args[-3:] != _NOTHING:
             continue
-        if other is not product and alpha == 1 and _is_alike(other, product):
+        kinds = {(each.meta["val"].shape, each.meta["val"].dtype) for each in node.all_input_nodes}
+        if other is not product and alpha == 1 and isinstance(other, fx.Node) and len(kinds) == 1:
             value, *rest = product.args[:-3]
             is_linear = product.target is torch.ops.mkldnn._linear_pointwise.default
             how = ("add",) if is_linear else ("add", None, *_NO_ACTIVATION)
             return product.target.overloadpacket.binary, (value, other, *rest, *how)
     return None
-
-
-def _is_alike(other: Any, product: fx.Node) -> bool:
-    if not isinstance(other, fx.Node):
-        return False
-    first, second = other.meta["val"], product.meta["val"]
-    return bool(first.shape == second.shape and first.dtype == second.dtype)
 
 
 def _activated(

@@ -1,14 +1,15 @@
 """The parts of straight-line code that an engine or a library of kernels may take over.
 
-A region is a run of consecutive functions that make finite numbers of moderate ones, and holds at
-least one product. Everything else stays as it is: a kernel that makes a number of NaN can do no
-harm where no NaN can arise.
+A region is a run of consecutive functions that make finite numbers of moderate ones, also one after
+another, and holds at least one product. Everything else stays as it is: a kernel that makes a
+number of NaN can do no harm where no NaN can arise.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import getitem
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +45,9 @@ MOVED = frozenset((
     "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 ))  # fmt: skip
 KNOWN = WEIGHTED | _COMPUTED | ENLARGED | MOVED | {"pad", "roll", "stack"}
+_BOUNDED = frozenset(("hardsigmoid", "layer_norm", "group_norm", "sigmoid", "softmax", "tanh"))
 LARGEST = 2.0**32  # of what is moderate
+_BITS, _MOST_BITS = 32, 96  # of such a number, and of all before layers may amplify it to 2**128
 _DTYPES = (torch.float32, torch.bool)  # in which it is known what that leads to
 _SMALLEST = 1e-12  # that keeps a norm of equal values from a division by zero
 
@@ -81,17 +84,18 @@ def extract_layers(outer: fx.GraphModule) -> None:
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """Yield the runs with weights, without what moves or enlarges at their ends."""
     ends = MOVED | ENLARGED  # to enlarge DeepLab's answer takes OpenVINO 3 ms of 23 more than torch
-    run: list[fx.Node] = []
+    run: dict[fx.Node, float] = {}  # and how many bits the values of each may take
     for node in graph.nodes:
         if node.op in ("get_attr", "placeholder"):
             continue
-        if _is_moderate(node):
-            run.append(node)
-            continue
-        inner = [place for place, each in enumerate(run) if name_of_call(each) not in ends]
-        if any(name_of_call(each) in WEIGHTED for each in run):
-            yield run[inner[0] : inner[-1] + 1]
-        run = []
+        is_moderate = _is_moderate(node)
+        if not is_moderate or _bits_of_result(node, run) > _MOST_BITS:
+            inner = [place for place, each in enumerate(run) if name_of_call(each) not in ends]
+            if any(name_of_call(each) in WEIGHTED for each in run):
+                yield list(run)[inner[0] : inner[-1] + 1]
+            run = {}
+        if is_moderate:
+            run[node] = _bits_of_result(node, run)
 
 
 def _is_moderate(node: fx.Node) -> bool:
@@ -116,14 +120,66 @@ def _keeps_from_zero(divisor: Any) -> bool:
         return False
     value, least, *alpha = arguments_of(divisor).values()
     enough = isinstance(least, float) and least >= _SMALLEST and alpha in ([], [1])
-    return enough and (name_of_call(divisor) == "clamp_min" or _is_not_negative(value))
+    is_norm = _norm_in(value, ("expand", "mean", "sum")) is not None  # so not below zero
+    return enough and (name_of_call(divisor) == "clamp_min" or is_norm)
 
 
-def _is_not_negative(node: fx.Node) -> bool:
-    """Return whether a value that a norm divides by has no number below zero."""
-    if name_of_call(node) in ("expand", "mean", "sum"):
-        return _is_not_negative(node.all_input_nodes[0])
-    return name_of_call(node) in ("linalg_vector_norm", "pow")
+def _bits_of_result(node: fx.Node, run: Mapping[fx.Node, float]) -> float:
+    """Return the logarithm of the largest number that a node makes, but for what weights do.
+
+    The numbers that enter a run have as many as a moderate one.
+    """
+
+    def bits(value: Any) -> float:
+        if not isinstance(value, fx.Node):
+            return math.log2(max(1.0, abs(value)))
+        is_mask = getattr(value.meta.get("val"), "dtype", None) == torch.bool
+        return 0.0 if is_mask or is_attribute(value) else run.get(value, _BITS)
+
+    name, leaves = name_of_call(node), pytree.tree_leaves((node.args, node.kwargs))
+    kinds = fx.Node if name in WEIGHTED | MOVED | ENLARGED else fx.Node | float | int
+    operands = [bits(each) for each in leaves if isinstance(each, kinds)]
+    if name in _BOUNDED or _is_normalized(node):
+        return 0.0
+    if name == "div":
+        value, divisor, *_ = arguments_of(node).values()
+        return bits(value) + (_BITS if isinstance(divisor, fx.Node) else bits(1 / divisor))
+    if name == "scaled_dot_product_attention":  # means of values, by what scores make
+        query, key, mean = map(bits, node.args[:3])
+        return max(query + key, mean) if query + key > _MOST_BITS else mean
+    if name in WEIGHTED or name in ("addcmul", "mul"):
+        return sum(operands)
+    return max(operands, default=_BITS) * (2 if name == "pow" else 1)
+
+
+def _is_normalized(node: fx.Node) -> bool:
+    """Return whether a value is divided by its own norm, or multiplied with the inverse."""
+    if not _calls(node, ("div", "mul")):
+        return False
+    first, second, *_ = arguments_of(node).values()
+    if name_of_call(node) == "div":
+        return _is_norm_of(first, second)
+    pairs = (first, second), (second, first)
+    return any(
+        _calls(inverse, ("rsqrt",)) and _is_norm_of(value, inverse.args[0])
+        for value, inverse in pairs
+    )
+
+
+def _is_norm_of(value: Any, divisor: Any) -> bool:
+    norm = _norm_in(divisor, ("add", "clamp_min", "expand", "mean", "sqrt", "sum"))
+    return norm is not None and norm.args[0] is value
+
+
+def _norm_in(value: Any, through: Sequence[str]) -> fx.Node | None:
+    """Return the norm or square that a value is made of by some functions, or None."""
+    while _calls(value, through):
+        value = value.args[0]
+    return value if _calls(value, ("linalg_vector_norm", "pow")) else None
+
+
+def _calls(value: Any, names: Sequence[str]) -> bool:
+    return isinstance(value, fx.Node) and name_of_call(value) in names
 
 
 def _enters(mask: fx.Node) -> bool:

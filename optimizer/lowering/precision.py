@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from optimizer.core.errors import InputError, Refused
 from optimizer.core.inputs import tensors_in
 from optimizer.core.node import attribute_of, name_of_call
-from optimizer.lowering.partition import MOVED, POINTWISE, constant_weight
+from optimizer.lowering.partition import MOVED, POINTWISE, WEIGHTED, constant_weight
 from optimizer.verify.equivalence import BOUNDS
 
 HEADROOM = 16  # how much larger the values of later calls may be before they overflow
@@ -63,11 +63,7 @@ class Precision(NamedTuple):
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 
-_PRODUCTS = frozenset((
-    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm",
-    "scaled_dot_product_attention",
-))  # fmt: skip
+_PRODUCTS = WEIGHTED | {"mm", "addmm", "baddbmm"}
 
 
 def in_precision(

@@ -18,7 +18,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from optimizer.core.errors import InputError, OptimizerWarning, PassError
-from optimizer.rewrite.contract import LEVELS, PHASES, Pass
+from optimizer.rewrite.contract import PHASES, REDUCED, Pass
 
 
 @cache
@@ -52,7 +52,7 @@ def explain(name: str) -> str:
     """
     match = _by_name(name)
     text = inspect.cleandoc(match.apply.__doc__ or "")
-    level = min(level for level, numerics in LEVELS.items() if match.numerics in numerics)
+    level = 0 if match.numerics == "exact" else 1
     settings = f"numerics: {match.numerics}   phase: {match.phase}   from level: {level}"
     return f"{name}\n{'=' * len(name)}\n{text}\n\n{settings}"
 
@@ -61,7 +61,7 @@ def select(
     level: int, only: Iterable[str | Pass] | None, disable: Iterable[str]
 ) -> tuple[Pass, ...]:
     """Return the passes that `optimize` runs, or raise InputError or PassError of what is none."""
-    if type(level) is not int or level not in LEVELS:
+    if type(level) is not int or level not in range(REDUCED + 1):
         raise InputError(
             f"level {level!r} does not exist: use 0 (the same bits), 1 (up to rounding), 2"
             " (with kernels of the device) or 3 (in a lower precision)."
@@ -69,7 +69,7 @@ def select(
     listed = all_passes() if only is None else _listed("only", only)
     selected = [each if isinstance(each, Pass) else _by_name(each) for each in listed]
     disabled = {_by_name(name).name for name in _listed("disable", disable)}
-    permitted = {each.name: each for each in selected if each.numerics in LEVELS[level]}
+    permitted = {each.name: each for each in selected if level or each.numerics == "exact"}
     return _in_order(each for name, each in permitted.items() if name not in disabled)
 
 

@@ -28,10 +28,6 @@ Numerics: TypeAlias = Literal["exact", "rounding"]
 Phase: TypeAlias = Literal["simplify", "fold", "fuse", "memory"]
 
 PHASES: tuple[Phase, ...] = ("simplify", "fold", "fuse", "memory")
-LEVELS: dict[int, frozenset[Numerics]] = {
-    0: frozenset({"exact"}),
-    **dict.fromkeys((1, 2, 3), frozenset[Numerics]({"exact", "rounding"})),
-}
 LOWERED = 2  # the level from which on calls are lowered to kernels of their device
 REDUCED = 3  # the level at which they are computed in a lower precision
 

@@ -43,7 +43,7 @@ def _divided(module: Any, inputs: Any) -> tuple[int, list[int]]:
     if line is None:
         return len(_calls(module.graph)), []
     program = offered("torch.fx", "GraphModule")(line, copy.deepcopy(line.graph))
-    offered("optimizer.lowering.partition", "extract_layers")(program)
+    offered("optimizer.lowering.partition", "extract_regions")(program)
     regions = [node for node in program.graph.nodes if node.op == "call_module"]
     parts = {part for region in regions for part in region.users}  # that take its outputs apart
     outside = [node for node in _calls(program.graph) if node not in {*regions, *parts}]

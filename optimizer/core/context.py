@@ -73,7 +73,7 @@ def is_tracing() -> bool:
 
 
 def is_watched() -> bool:
-    """Return whether a mode, a transform or a hook sees the operators or modules of a call."""
+    """Return whether a dispatch mode, a transform or a hook sees what a call runs or calls."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._is_tracing()

@@ -224,7 +224,7 @@ def _clone(tensor: torch.Tensor, only_ordinary: bool) -> torch.Tensor:
     return copied
 
 
-def part(tensors: Iterable[torch.Tensor]) -> None:
+def unshare(tensors: Iterable[torch.Tensor]) -> None:
     """Give tensors new memory with the same values, which they share as before."""
     storages: Storages = {}
     for tensor in tensors:

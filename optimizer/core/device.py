@@ -1,4 +1,4 @@
-"""The one place that talks to a device: is it here, is it done, how much memory did a run take."""
+"""What a device is asked: is it here, is it done, how much memory did a run take."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LINEAR_LAYERS = (
     nn.Linear, *CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
-LAYOUTS = (torch.permute, torch.transpose, torch.t, torch.movedim)
+PERMUTATIONS = (torch.permute, torch.transpose, torch.t, torch.movedim)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

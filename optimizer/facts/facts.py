@@ -2,7 +2,8 @@
 
 They are learned by running a graph once on meta tensors, which hold no data.
 Shapes, strides and shared storage are read off the results; writes and randomness are read
-off the schemas of the ATen operators that each node runs. Nothing is guessed from a name.
+off the schemas of the ATen operators that each node runs. What only another call of a node shows
+is known by names: to return its input, to drop dimensions.
 What layers and sums of the same form yielded is remembered: their meta kernels are slow Python.
 
 To ask for a fact that is not known is to be refused (`Refused`), so a rewrite whose safety
@@ -451,7 +452,7 @@ def is_returned(node: fx.Node) -> bool:
     return not fact(node).storages.isdisjoint(output.storages)
 
 
-def is_written(node: fx.Node) -> bool:
+def weights_exposed(node: fx.Node) -> bool:
     """Return whether a node or a caller may write the tensors of the module that this one calls."""
     if has_plain_tensors(module_of(node)):  # of those nothing is known
         return True
@@ -474,7 +475,7 @@ def is_pure(node: fx.Node) -> bool:
     """Return whether a node only yields its value, so that it may go when no node reads it."""
     result: Fact | None = node.meta.get("fact")
     if result is None:
-        return callee(node) in (*ops.LAYOUTS, *ops.LINEAR_LAYERS, nn.Identity)
+        return callee(node) in (*ops.PERMUTATIONS, *ops.LINEAR_LAYERS, nn.Identity)
     nothing = result.value is None  # a guard, for one; what is not known may write all it is given
     if result.writes or result.random or nothing:
         return False

@@ -27,7 +27,7 @@ from optimizer.core.node import has_global_hooks, hold, line_of, reason_of
 from optimizer.core.ops import FACTORIES
 from optimizer.core.report import Choice, Report
 from optimizer.facts.facts import Facts
-from optimizer.frontend.module import Constants, OptimizedModule
+from optimizer.frontend.module import OptimizedModule, Prepared
 from optimizer.frontend.outside import Outside, restored
 from optimizer.frontend.symbolic import finished, observe
 
@@ -209,7 +209,7 @@ def _compiled(model: nn.Module, backend: Callable[..., Any], **options: Any) -> 
     return torch.compile(call, backend=compile_graph, **options, **_RECORDINGS)
 
 
-class GuardedModule(Constants):
+class GuardedModule(Prepared):
     """A snapshot of a model that runs as the optimized graphs that Dynamo finds in it.
 
     Dynamo guards a graph by all that the model's Python looks at, and records another one where

@@ -23,7 +23,7 @@ from optimizer.core.copy import ModuleType, Storages, held_tensors, on_storage, 
 from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.inputs import Call, ExampleInputs, storages_in
 from optimizer.core.report import Report, Size, listing
-from optimizer.frontend.names import rename_attributes, require_written
+from optimizer.frontend.names import rename_attributes, require_printable
 from optimizer.frontend.tracer import Tracer
 
 _META = torch.device("meta")
@@ -127,7 +127,7 @@ class _Result(nn.Module):
         return self
 
 
-class Constants(_Result):
+class Prepared(_Result):
     """A result that was prepared for its weights: only its own methods change them."""
 
     def _forget(self) -> None:
@@ -187,7 +187,7 @@ class OptimizedModule(_Result, fx.GraphModule):
     ) -> OptimizedModule:
         """Return an optimized module of a graph, its modules and a report, which gets its size."""
         rename_attributes(module, module.graph, cls._class())
-        require_written(module.graph)
+        require_printable(module.graph)
         optimized = cls(module, module.graph, type(module).__name__)
         graph = report.graph_after or listing(module)
         report = replace(report, after=Size.of(optimized), graph_after=graph)

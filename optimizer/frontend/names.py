@@ -125,13 +125,13 @@ def _names_of(kind: Any) -> frozenset[str]:
     return frozenset(dir(kind(nn.Module(), fx.Graph())))
 
 
-def require_written(graph: fx.Graph) -> None:
+def require_printable(graph: fx.Graph) -> None:
     """Require that code can be written of a graph.
 
     Raises:
-        CaptureError: a number, or the default of an argument, has no literal; the name of an
-            argument is that by which the code names something else; or a user's function has the
-            name of one of torch's, as `functools.wraps(torch.relu)` gives it.
+        Refused: a number, or the default of an argument, has no literal; the name of an argument
+            is that by which the code names something else; or a user's function has the name of
+            one of torch's, as `functools.wraps(torch.relu)` gives it.
     """
     for node in graph.nodes:
         is_function = isinstance(node.target, FunctionType)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from optimizer.core.node import HOOKS
-from optimizer.frontend.module import Constants
+from optimizer.frontend.module import Prepared
 from optimizer.frontend.traceable import MISSING, OF_EVERY_MODULE, Code, attributes, items, member
 
 
@@ -55,7 +55,7 @@ class Outside(Code):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        modules = [m for m in self.modules if not isinstance(m, torch.jit.ScriptModule | Constants)]
+        modules = [m for m in self.modules if not isinstance(m, torch.jit.ScriptModule | Prepared)]
         self.modules = [each for each in modules if not _is_installed(type(each).forward)]
         for forward, table in ((type(each).forward, vars(each)) for each in modules):
             self.objects += table, table["_parameters"], table["_buffers"], table["_modules"]

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from optimizer.core.context import undisturbed
-from optimizer.core.copy import part, structural_copy
+from optimizer.core.copy import structural_copy, unshare
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.guards import autocast, expect_autocast
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, storages_in
@@ -18,7 +18,7 @@ from optimizer.core.node import clean, has_global_hooks, is_plain, module_of, re
 from optimizer.facts.facts import Fact, Facts, is_exposed, runs_known_code
 from optimizer.frontend.canonicalize import from_aten, spell
 from optimizer.frontend.materialize import materialize
-from optimizer.frontend.names import rename_attributes, require_written
+from optimizer.frontend.names import rename_attributes, require_printable
 from optimizer.frontend.outside import restored
 from optimizer.frontend.traceable import Code
 from optimizer.frontend.tracer import ALONE, Tracer, sees_how_it_is_called
@@ -53,7 +53,7 @@ def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
         if call is not None and _writes_a_constant(module):
             module = _captured(model, call, record_factories=True)
         require(not _writes_a_constant(module), "it writes a tensor that it makes itself")
-        part(tensor for _, tensor in _constants(module))
+        unshare(tensor for _, tensor in _constants(module))
         return finished(module)
     except Exception as error:  # whatever a user's forward does with traced values
         raise CaptureError(reason_of(error)) from error
@@ -62,7 +62,7 @@ def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
 def finished(module: fx.GraphModule) -> fx.GraphModule:
     """Bring a graph that was recorded, and observed, to the form of a captured one."""
     spell(module)
-    require_written(module.graph)
+    require_printable(module.graph)
     module.graph.lint()
     return module
 
@@ -84,7 +84,7 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
         for node in graph.nodes:
             _require_seen(node, tests_for_none)
         weights = tensors_of(module)  # what is written is not the caller's, but is shared as before
-        part(each for each in weights if facts.any_written(storages_in(facts.to_meta(each))))
+        unshare(each for each in weights if facts.any_written(storages_in(facts.to_meta(each))))
     return module
 
 

@@ -23,7 +23,7 @@ from optimizer.core.node import name_of_call, tensors_of
 from optimizer.core.report import Choice
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, LaidOut, Maker, Program, policy_of
 from optimizer.lowering.engines import Engines, compiled, engines_here, engines_named
-from optimizer.lowering.partition import WEIGHTED, extract_layers
+from optimizer.lowering.partition import WEIGHTED, extract_regions
 from optimizer.lowering.precision import Precision
 from optimizer.lowering.trace import exact_copy
 from optimizer.rewrite.contract import LOWERED, REDUCED
@@ -84,7 +84,7 @@ class Times:
     def slower(self, runs: Runs, deadline: float) -> str:
         """Return why the "plan" is not worth it beside the "portable" code; empty if it is.
 
-        It may lose one round of seven: were it no faster, chance would let it in once in 16 races.
+        It may lose one round of seven, which chance allows once in 16 races of so many rounds.
         """
         seconds = self.race(runs, deadline, fewest=1)
         ratio = seconds["plan"] / seconds["portable"]
@@ -101,7 +101,7 @@ class Times:
         return several and all(max(times) <= share * min(each) for each in rest)
 
 
-def key_of(
+def region_key(
     region: fx.GraphModule, inputs: Sequence[torch.Tensor], engines: Iterable[str] = ()
 ) -> str:
     """Return one key for all regions that compute the same of alike inputs, by other weights.
@@ -140,7 +140,7 @@ class Tuning(NamedTuple):
                 "level=3 goes with precision='bf16', 'fp16' or 'int8', and each of these with"
                 " level=3."
             )
-        return self._replace(engines=engines_named(self.engines) * (level >= LOWERED))
+        return self._replace(engines=engines_named(self.engines) if level >= LOWERED else ())
 
     @property
     def reduced(self) -> Precision | None:
@@ -156,7 +156,7 @@ class Chooser:
 
     Args:
         tuning: how long the timing of all regions may take, though every candidate gets two
-            rounds; with 0 seconds nothing is timed, and only regions that convolve are lowered.
+            rounds; with 0 seconds nothing is timed: engines run all, or kernels convolutions.
         decisions: what to choose, by the key of a region; regions not in it are timed.
     """
 
@@ -221,7 +221,7 @@ class Chooser:
         defaults = [*engines, *kernels[: policy.pays(region, inputs)]]
         counts = Counter(name for n in region.graph.nodes if (name := name_of_call(n)) in WEIGHTED)
         what = ", ".join(f"{count} x {name}" for name, count in counts.items()) or "attention"
-        key, makers = key_of(region, inputs, engines), self._makers(region, times)
+        key, makers = region_key(region, inputs, engines), self._makers(region, times)
         program = self.choose(what, key, makers, [*engines, *kernels], defaults, times)
         if program is not region:
             size = sum(each.numel() * each.element_size() for each in tensors_of(region))
@@ -236,7 +236,7 @@ class Chooser:
         offered = policy_of(inputs).for_calls if self.tuning.cuda_graph else ()
         if not offered:
             return program
-        key, times = f"call {key_of(line, inputs)}", Times(inputs)
+        key, times = f"call {region_key(line, inputs)}", Times(inputs)
         makers = self._makers(program, times)
         return self.choose("the whole call", key, makers, offered, offered[:1], times)
 
@@ -292,7 +292,7 @@ class ByRegion(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, chooser: Chooser) -> None:
         copied = fx.GraphModule(module, copy.deepcopy(module.graph))
-        extract_layers(copied)
+        extract_regions(copied)
         copied.recompile()
         super().__init__(copied)
         self.choose = chooser.for_region

@@ -1,8 +1,8 @@
 """Compilers and runtimes that others keep, for regions on the CPU.
 
 What enters is a region and example inputs; what leaves is a program that takes such inputs. An
-engine says what it is called, what pip installs it by, and compiles. Nothing else in the package
-knows one.
+engine says what it is called, what pip installs it by, and compiles. What OpenVINO lacks, or is
+slow at, ends a region (`partition`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import fx
 
 from optimizer.core.errors import InputError
 from optimizer.core.node import name_of_call
-from optimizer.lowering.partition import ENLARGED, ForModerate, as_function, may_lose_nan
+from optimizer.lowering.partition import ENLARGED, ForModerate, as_function, tolerates_lost_nan
 from optimizer.lowering.trace import Recorder, layout_of
 
 Run: TypeAlias = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -53,7 +53,7 @@ def compiled(engine: Engine, region: fx.GraphModule, inputs: Sequence[torch.Tens
     Raises:
         ValueError: the engine may not run it.
     """
-    if not may_lose_nan(region, inputs):
+    if not tolerates_lost_nan(region, inputs):
         raise ValueError("it is not in float32 on the CPU, or a constant is not finite, or huge")
     run = engine.compile(in_aten(region, inputs), inputs, torch.get_num_threads())
     run_region, process = as_function(region), os.getpid()

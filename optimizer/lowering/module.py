@@ -22,7 +22,7 @@ from optimizer.core.inputs import Call, ExampleInputs, as_call, require_seconds
 from optimizer.core.node import tensors_of
 from optimizer.core.report import Choice
 from optimizer.facts.facts import obstacle
-from optimizer.frontend.module import Constants, OptimizedModule
+from optimizer.frontend.module import OptimizedModule, Prepared
 from optimizer.frontend.symbolic import capture_call
 from optimizer.lowering.candidates import require_one_device
 from optimizer.lowering.choose import Chooser, Times, Tuning
@@ -33,7 +33,7 @@ from optimizer.verify.equivalence import Answer, Difference
 Judge = Callable[[Answer], Difference | None]
 
 
-class LoweredModule(Constants, OptimizedModule):
+class LoweredModule(Prepared, OptimizedModule):
     """An optimized model that runs calls like the example's on fused kernels of their device.
 
     Those calls return tensors that carry no gradient, and run no hooks of its submodules; a call
@@ -54,8 +54,8 @@ class LoweredModule(Constants, OptimizedModule):
 
         Args:
             example_inputs: a tensor, a tuple of positional, or a mapping of keyword arguments.
-            tune_seconds: how long candidates are timed; with 0 none is, and convolutions are
-                lowered.
+            tune_seconds: how long candidates are timed; with 0 none is: engines run all, or
+                kernels convolutions.
 
         Raises:
             InputError: such a call can only run the portable code; the message says why.

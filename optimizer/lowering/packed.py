@@ -20,11 +20,11 @@ from optimizer.lowering.partition import (
     ForModerate,
     arguments_of,
     constant_weight,
-    may_lose_nan,
+    tolerates_lost_nan,
 )
 
 _Activation = tuple[str, list[float], str]  # as the operator names it, its numbers, its algorithm
-_Call = tuple[Any, tuple[Any, ...]]  # an operator and its arguments
+_Operation = tuple[Any, tuple[Any, ...]]  # an operator and its arguments
 _OPERATORS = (
     "_linear_pointwise", "_reorder_linear_weight",
     "_convolution_pointwise", "_reorder_convolution_weight",
@@ -69,7 +69,7 @@ def with_packed_weights(
     for node in packable_in(module):
         if convolutions or name_of_call(node) == "linear":
             products.add(_replace(node, *_product(module, node)))
-    activations = _ACTIVATIONS | (_LOSING_NAN if may_lose_nan(region, inputs) else {})
+    activations = _ACTIVATIONS | (_LOSING_NAN if tolerates_lost_nan(region, inputs) else {})
     names = set[str]()
     for node in module.graph.nodes:
         if fused := _sum(node, products) or _activated(node, products, activations):
@@ -80,7 +80,7 @@ def with_packed_weights(
     return packed if names.isdisjoint(_LOSING_NAN) else ForModerate(region, packed)
 
 
-def _sum(node: fx.Node, products: Set[fx.Node]) -> _Call | None:
+def _sum(node: fx.Node, products: Set[fx.Node]) -> _Operation | None:
     """Return the product of which a node is the sum with another value, if it alone reads it."""
     if name_of_call(node) != "add":
         return None
@@ -99,7 +99,7 @@ def _sum(node: fx.Node, products: Set[fx.Node]) -> _Call | None:
 
 def _activated(
     node: fx.Node, products: Set[fx.Node], activations: Mapping[str, Callable[..., _Activation]]
-) -> _Call | None:
+) -> _Operation | None:
     """Return the product or sum whose activation a node is, if it alone reads that."""
     make = activations.get(name_of_call(node))
     product: Any = node.args[0] if node.args else None
@@ -119,7 +119,7 @@ def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
     return call
 
 
-def _product(module: fx.GraphModule, node: fx.Node) -> _Call:
+def _product(module: fx.GraphModule, node: fx.Node) -> _Operation:
     """Return the operator that computes a layer on packed weights, and its arguments."""
     mkldnn = torch.ops.mkldnn
     value, read, bias, *geometry = arguments_of(node).values()

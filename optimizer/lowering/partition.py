@@ -75,10 +75,10 @@ def convolutions_of(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if name_of_call(node) in CONVOLUTIONS]
 
 
-def extract_layers(outer: fx.GraphModule) -> None:
+def extract_regions(outer: fx.GraphModule) -> None:
     """Replace each region by a call of a GraphModule of its own."""
     for place, nodes in enumerate(list(_regions(outer.graph))):
-        extract(outer, nodes, f"region_{place}")
+        _extract(outer, nodes, f"region_{place}")
 
 
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -207,7 +207,7 @@ _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
-def extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
+def _extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
     """Put nodes into a module of their own, with the constants that they read."""
     inside = dict.fromkeys(nodes)
     constants = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if is_attribute(a))
@@ -234,7 +234,7 @@ def extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
         outer.graph.erase_node(node)
 
 
-def may_lose_nan(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
+def tolerates_lost_nan(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
     """Return whether a region is in float32 on the CPU, or of masks, with moderate constants."""
     read = region.graph.find_nodes(op="get_attr")
     read = [node for node in read if any(name_of_call(user) != "index" for user in node.users)]

@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 
 from optimizer.core.context import is_watched
 from optimizer.core.errors import require
-from optimizer.core.guards import key_of as key_of_value
+from optimizer.core.guards import key_of
 from optimizer.core.inputs import Call, storages_in
 from optimizer.lowering.candidates import AS_IT_IS, policy_of
-from optimizer.lowering.choose import ByRegion, Chooser, Runs, Times, key_of, varied
+from optimizer.lowering.choose import ByRegion, Chooser, Runs, Times, region_key, varied
 from optimizer.lowering.partition import as_function
 from optimizer.lowering.precision import Precision, in_precision
 from optimizer.lowering.trace import LITERALS, StraightLine, exact_copy
@@ -68,8 +68,7 @@ class Signature(NamedTuple):
 def _geometry(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.layout
-    key: Hashable = key_of_value(leaf)
-    return key
+    return key_of(leaf)  # type: ignore[no-any-return]
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
@@ -77,7 +76,7 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 _FINDING = 1e-3  # seconds that it takes to find a plan, at most
-_CLEARLY = 0.1  # of a call's time, at least
+_WORTH_NO_RACE = 0.1  # of a call's time, at least
 
 
 class Plan:
@@ -139,7 +138,7 @@ class Plan:
         seconds = {each.key: each.seconds for each in self.choices if each.seconds}
         timed = [(seconds[c.key], c.chosen) for c in self.choices if c.key in seconds]
         saved = sum(times_of[AS_IT_IS] - times_of[chosen] for times_of, chosen in timed)
-        if self.precision or saved <= _CLEARLY * times.spent + _FINDING:
+        if self.precision or saved <= _WORTH_NO_RACE * times.spent + _FINDING:
             slower = times.slower(runs, chooser.deadline)
             require(not slower, f"it is not faster so: {slower}")
         return None
@@ -160,7 +159,7 @@ def make_plan(line: StraightLine, chooser: Chooser) -> Plan:
     """Return the plan for calls like one that was recorded, in a lower precision if that pays."""
     if (precision := chooser.tuning.reduced) is None:
         return Plan(line, chooser)
-    key, names = f"{precision.name} {key_of(line.module, line.inputs)}", [precision.name]
+    key, names = f"{precision.name} {region_key(line.module, line.inputs)}", [precision.name]
     makers: dict[str, Callable[[bool], Plan]] = {
         AS_IT_IS: lambda _: Plan(line, chooser),
         precision.name: lambda _: Plan(line, chooser, precision),

@@ -13,7 +13,7 @@ from torch.nn.modules.utils import _reverse_repeat_tuple, _single
 from optimizer.core.errors import require
 from optimizer.core.node import arg, callee, has_plain_tensors, module_of, named_arguments
 from optimizer.core.ops import CONVOLUTIONS
-from optimizer.facts.facts import is_unchanged, is_written, tensor
+from optimizer.facts.facts import is_unchanged, tensor, weights_exposed
 from optimizer.rewrite.affine import layer_like, may_keep_odd_strides, require_only_reader
 from optimizer.rewrite.contract import call, rewrite
 from optimizer.rewrite.edit import insert_copy, insert_module
@@ -124,7 +124,7 @@ def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
     require(after < before, "the pool would cost more than it saves")
     require_only_reader(conv, pool)
     require(is_unchanged(source, conv, pool), "what is convolved is written before it is pooled")
-    require(not is_written(conv), "the forward writes their tensors")
+    require(not weights_exposed(conv), "the forward writes their tensors")
 
     pooled = insert_copy(pool, pool, lambda _: source)
     return insert_copy(pool, conv, lambda _: pooled)

@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from optimizer.core.errors import require
 from optimizer.core.node import arg, attribute_of, callee, is_attribute, module_of, owner
 from optimizer.core.ops import LINEAR_LAYERS
-from optimizer.facts.facts import dtype, is_read_only, is_unchanged, is_written, rank, tensor
+from optimizer.facts.facts import dtype, is_read_only, is_unchanged, rank, tensor, weights_exposed
 from optimizer.rewrite.affine import (
     Affine,
     Layer,
@@ -61,7 +61,7 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
         return None
     linear = module_of(layer)
     transform = _affine_over(affine, linear, channels(linear)[0])
-    require(not is_written(layer), "the forward writes their tensors")
+    require(not weights_exposed(layer), "the forward writes their tensors")
     require_only_reader(layer, flat or affine)
     if flat is not None:
         require_only_reader(flat, affine)
@@ -118,7 +118,7 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
         return None
     linear = module_of(layer)
     transform = _affine_over(affine, linear, channels(linear)[1])
-    require(not is_written(layer), "the forward writes their tensors")
+    require(not weights_exposed(layer), "the forward writes their tensors")
     require_only_reader(affine, layer)
     unchanged = is_unchanged(source, affine)
     require(unchanged, "what the layer would keep for gradients is written later")
@@ -208,7 +208,7 @@ def _of_batchnorm(node: fx.Node, layer: Layer, channels: int) -> Affine:
     require(dimensions == layer.weight.ndim, "BatchNorm normalizes another axis than the layer's")
     require(channels == bn.num_features, "the number of features differs")
     require(_fits(layer.weight, bn.running_var), "dtype or device differ")
-    require(not is_written(node), "the forward writes their tensors")
+    require(not weights_exposed(node), "the forward writes their tensors")
     scale = (1.0 if bn.weight is None else wide(bn.weight)) / (wide(bn.running_var) + bn.eps).sqrt()
     shift = (0.0 if bn.bias is None else wide(bn.bias)) - scale * wide(bn.running_mean)
     return Affine(scale, shift)

@@ -20,7 +20,7 @@ from optimizer.core.node import (
     module_of,
     named_arguments,
 )
-from optimizer.core.ops import LAYOUTS, alike, iadd, imul, isub, itruediv
+from optimizer.core.ops import PERMUTATIONS, alike, iadd, imul, isub, itruediv
 from optimizer.facts.facts import fact, is_read_only, is_unchanged, rank, tensor
 from optimizer.rewrite.contract import call, rewrite
 from optimizer.rewrite.edit import erase_run, insert_function, insert_module
@@ -213,7 +213,7 @@ def recognize_linear(product: fx.Node) -> fx.Node | None:
     if len(terms) != 3 or not isinstance(terms[1], fx.Node):
         return None
     bias, source, right = terms
-    moved = isinstance(right, fx.Node) and callee(right) in LAYOUTS
+    moved = isinstance(right, fx.Node) and callee(right) in PERMUTATIONS
     matrix = arg(right, 0) if moved and right.all_input_nodes == [arg(right, 0)] else right
     if not (is_attribute(matrix) and (bias is None or is_attribute(bias))):
         return None

@@ -23,8 +23,8 @@ from optimizer.facts.facts import (
     is_read_only,
     is_returned,
     is_unchanged,
-    is_written,
     tensor,
+    weights_exposed,
 )
 from optimizer.rewrite.contract import call, rewrite, whole_graph
 from optimizer.rewrite.edit import insert_buffer
@@ -51,7 +51,7 @@ def eliminate_common_subexpressions(again: fx.Node) -> fx.Node | None:
     if first is None or not is_pure(again):
         return None
     unchanged = all(is_unchanged(node, first, again) for node in again.all_input_nodes)
-    of_constants = again.op != "call_module" or not is_written(again)
+    of_constants = again.op != "call_module" or not weights_exposed(again)
     read_only = is_read_only(first) and is_read_only(again)
     require(unchanged and of_constants, "what it reads may be written in between")
     require(read_only, "a result is written, which the other must not see")
@@ -181,7 +181,7 @@ def _foldable(last: fx.Node) -> list[fx.Node]:
     attributes = [attribute_of(n) for n in nodes if n.op in ("get_attr", "call_module")]
     tensors = ([a] if isinstance(a, torch.Tensor) else tensors_of(a) for a in attributes)
     read = {id(each): each for several in tensors for each in several}.values()
-    written = (not is_read_only(n) or (n.op == "call_module" and is_written(n)) for n in nodes)
+    written = (not is_read_only(n) or (n.op == "call_module" and weights_exposed(n)) for n in nodes)
     learns = owner(last).training and any(each.requires_grad for each in read)
     require(not any(written), "the forward writes it, or what it is made of")
     require(not is_returned(last), "it is returned, and so has to be new in each call")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from optimizer.core.errors import Refused, require
 from optimizer.core.node import arg, callee, name_of_call
-from optimizer.core.ops import LAYOUTS
+from optimizer.core.ops import PERMUTATIONS
 from optimizer.facts.facts import aliases, is_pure, rank, tensor
 from optimizer.rewrite.contract import call, rewrite
 from optimizer.rewrite.edit import insert_copy, insert_function
@@ -29,7 +29,7 @@ REPEATING = frozenset(
 )
 
 
-@rewrite(call(*LAYOUTS, name="outer"), numerics="exact", phase="simplify")
+@rewrite(call(*PERMUTATIONS, name="outer"), numerics="exact", phase="simplify")
 def compose_transposes(outer: fx.Node) -> fx.Node | None:
     """Compose a run of transposes and permutes into one, or into none if they cancel.
 
@@ -40,9 +40,9 @@ def compose_transposes(outer: fx.Node) -> fx.Node | None:
     is seen through the others, and replacing one view by an equal one changes nothing.
     """
     inner: fx.Node = arg(outer, 0)
-    if _swap(outer) is not None and callee(inner) in LAYOUTS and _swap(inner) == _swap(outer):
+    if _swap(outer) is not None and callee(inner) in PERMUTATIONS and _swap(inner) == _swap(outer):
         return inner.all_input_nodes[0]
-    if callee(inner) not in LAYOUTS:
+    if callee(inner) not in PERMUTATIONS:
         return _without_identity(outer)
     require(_has_constant_axes(inner) and _has_constant_axes(outer), "its axes are computed")
     written = [len(arg(n, 1)) for n in (inner, outer) if n.target is torch.permute]
@@ -78,7 +78,7 @@ def _has_constant_axes(node: fx.Node) -> bool:
     return node.all_input_nodes == [arg(node, 0)]
 
 
-@rewrite(call(*LAYOUTS, name="outer"), numerics="exact", phase="simplify")
+@rewrite(call(*PERMUTATIONS, name="outer"), numerics="exact", phase="simplify")
 def sink_transposes(outer: fx.Node) -> fx.Node | None:
     """Move transposes behind elementwise operations where another one waits, to be composed.
 
@@ -95,7 +95,7 @@ def sink_transposes(outer: fx.Node) -> fx.Node | None:
     between, inners = _sandwich(outer)
     if not between or not all(map(_has_constant_axes, (outer, *inners))):
         return None
-    if any(callee(arg(node, 0)) in LAYOUTS for node in inners):
+    if any(callee(arg(node, 0)) in PERMUTATIONS for node in inners):
         return None  # first compose the two: a chain then halves at each sweep
     readers = {user for node in between for user in node.users}
     require(readers <= {outer, *between}, "a value between the transposes is read elsewhere")
@@ -124,7 +124,7 @@ def _sandwich(outer: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     pending = [arg(outer, 0)]
     while pending:
         node = pending.pop()
-        if callee(node) in LAYOUTS:
+        if callee(node) in PERMUTATIONS:
             inners.add(node)
         elif callee(node) not in ELEMENTWISE or not is_pure(node):
             return [], []

@@ -14,7 +14,7 @@ from optimizer.testing import assert_equivalent
 from tests.single_pass import Forward, callees, optimized_by, spelled, texts, tried
 
 COMPOSE, SINK = "compose_transposes", "sink_transposes"
-LAYOUTS = (torch.permute, torch.transpose, torch.t, torch.movedim)
+PERMUTATIONS = (torch.permute, torch.transpose, torch.t, torch.movedim)
 UNKNOWN_RANK = "its rank depends on sizes, through a squeeze"
 
 
@@ -143,7 +143,7 @@ def sunk(text: str, outcome: Any, *inputs: Tensor, later: Any = ()) -> Any:
     fast = optimized_by(SINK, model, *inputs, only=[SINK, COMPOSE])
     fired = SINK in fast.report.counts()
     reasons = [each.reason for each in fast.report.refused if each.name == SINK]
-    left = sum(called in LAYOUTS for called in callees(fast))
+    left = sum(called in PERMUTATIONS for called in callees(fast))
     assert (left if fired else reasons) == ([outcome] if isinstance(outcome, str) else outcome)
     for x in (*inputs, *later):
         assert_equivalent(model, fast, (x,), exact=True)
@@ -178,7 +178,7 @@ def test_a_layer_is_an_operation_unless_it_has_a_hook(kind: type[nn.Module]) -> 
     model.layer.register_forward_hook(lambda module, args, result: result.cumsum(-1))
     hooked = optimizer.optimize(model, CUBE, level=1)
 
-    assert [sum(c in LAYOUTS for c in callees(each)) for each in (fast, hooked)] == [0, 2]
+    assert [sum(c in PERMUTATIONS for c in callees(each)) for each in (fast, hooked)] == [0, 2]
     assert_equivalent(model, hooked, (CUBE,), exact=True)
 
 

@@ -188,6 +188,8 @@ def _arithmetic(node: fx.Node) -> None:
     function = _ARITHMETIC.get(callee(node))
     if function is None or (node.op == "call_method" and not _is_tensor(node.args[0])):
         return
+    if all("fact" in each.meta and not _is_tensor(each) for each in node.all_input_nodes):
+        return  # torch makes a tensor of numbers
     args = named_arguments(node, ("input", "other"))
     if len(args) == len(node.args) + len(node.kwargs) == 2 and args.keys() == {"input", "other"}:
         _call(node, function, args["input"], args["other"])

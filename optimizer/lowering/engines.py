@@ -21,7 +21,7 @@ from torch import fx
 
 from optimizer.core.errors import InputError
 from optimizer.core.node import name_of_call
-from optimizer.lowering.partition import ENLARGED, ForModerate, as_function, tolerates_lost_nan
+from optimizer.lowering.partition import ENLARGED, ForModerate, as_function, makes_no_nan
 from optimizer.lowering.trace import Recorder, layout_of
 
 Run: TypeAlias = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -53,7 +53,7 @@ def compiled(engine: Engine, region: fx.GraphModule, inputs: Sequence[torch.Tens
     Raises:
         ValueError: the engine may not run it.
     """
-    if not tolerates_lost_nan(region, inputs):
+    if not makes_no_nan(region, inputs):
         raise ValueError("it is not in float32 on the CPU, or a constant is not finite, or huge")
     run = engine.compile(in_aten(region, inputs), inputs, torch.get_num_threads())
     run_region, process = as_function(region), os.getpid()

@@ -16,12 +16,7 @@ import torch
 from torch import fx, nn
 
 from optimizer.core.node import attribute_of, name_of_call
-from optimizer.lowering.partition import (
-    ForModerate,
-    arguments_of,
-    constant_weight,
-    tolerates_lost_nan,
-)
+from optimizer.lowering.partition import ForModerate, arguments_of, constant_weight, makes_no_nan
 
 _Activation = tuple[str, list[float], str]  # as the operator names it, its numbers, its algorithm
 _Operation = tuple[Any, tuple[Any, ...]]  # an operator and its arguments
@@ -69,7 +64,7 @@ def with_packed_weights(
     for node in packable_in(module):
         if convolutions or name_of_call(node) == "linear":
             products.add(_replace(node, *_product(module, node)))
-    activations = _ACTIVATIONS | (_LOSING_NAN if tolerates_lost_nan(region, inputs) else {})
+    activations = _ACTIVATIONS | (_LOSING_NAN if makes_no_nan(region, inputs) else {})
     names = set[str]()
     for node in module.graph.nodes:
         if fused := _sum(node, products) or _activated(node, products, activations):

@@ -234,8 +234,8 @@ def _extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None
         outer.graph.erase_node(node)
 
 
-def tolerates_lost_nan(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
-    """Return whether a region is in float32 on the CPU, or of masks, with moderate constants."""
+def makes_no_nan(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether a region is one of float32 and masks on the CPU, with moderate constants."""
     read = region.graph.find_nodes(op="get_attr")
     read = [node for node in read if any(name_of_call(user) != "index" for user in node.users)]
     weights = list(map(attribute_of, read))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from optimizer import CaptureError
-from optimizer.lowering import engines as _engines
+from optimizer.lowering import partition as _partition
 from optimizer.lowering.engines import engines_here
 from optimizer.testing import (
     Optimize,
@@ -84,7 +84,7 @@ def test_a_model_that_ends_the_process_ends_a_batch_of_the_soak(
 def test_a_soak_at_level_2_counts_regions_and_sees_a_nan_that_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_engines, "_is_moderate", lambda tensor: True)
+    monkeypatch.setattr(_partition, "is_moderate", lambda tensor: True)
     relu = Spec(("conv", "relu", "conv"), (2, 4, 4, 4), "random", 0, "contiguous", "module")
     monkeypatch.setattr(_soak, "models", lambda: st.just(relu))
     tally = _soak.tried(Optimize(2), 1, torch.float32, 0)

@@ -31,6 +31,16 @@ NOT_MET = {
     "what ends a recording as item() does": {".numpy", ".tolist"},
     "an address, or of autograd": {".data_ptr", ".untyped_storage", ".requires_grad_"},
     "needs a GPU": {".cuda"},
+    "tried by test_facts on each dtype": {
+        ".cdouble",
+        ".cfloat",
+        ".chalf",
+        ".conj_physical",
+        ".dequantize",
+        ".resolve_conj",
+        ".resolve_neg",
+        ".sum_to_size",
+    },
     "Python, of which fx records the method": {"F.sigmoid", "F.tanh"},
     "what passes make": {"add_over", "mul_over"},
 }
@@ -98,8 +108,8 @@ def produced(words: Iterable[str]) -> set[str]:
 
 @cache
 def of_all() -> dict[tuple[str, ...], set[str]]:
-    """The same for all words, a few at a time."""
-    return {words: produced(words) for words in map(tuple, batched([*TOKENS], 16))}
+    """The same for all words, four at a time: with more, some get no two values of one shape."""
+    return {words: produced(words) for words in map(tuple, batched([*TOKENS], 4))}
 
 
 def test_a_word_produces_each_operation_that_is_named() -> None:

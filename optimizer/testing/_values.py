@@ -202,7 +202,7 @@ IDENTITIES: dict[str, Word] = {
     "dropout_feature_torch": "torch.feature_alpha_dropout({v}, 0.5, False)",
     "clone_torch": "torch.clone({v})",
     "cpu": "{v}.cpu()",
-    "casts": "{v} * ({v} > 0).float().half().bfloat16().int().long().short().bool()",
+    "casts": "{v} * ({v} > 0).float().half().bfloat16().int().long().short().char().byte().bool()",
     "type": "{v} * ({v} > 0).type({v}.dtype)",
     "resize_inplace": "{v}.clone().resize_({v}.shape)",
     "resize_as_inplace": "{v}.clone().resize_as_({v})",

@@ -229,10 +229,8 @@ class Run:
         if isinstance(optimized, LoweredModule):
             remark = lower(optimized, self.call, reason, self.tuning, self._output_difference)
             seconds = time.perf_counter() - self.started
-            all_remarks = (*optimized.report.remarks, *filter(None, [remark]))
-            optimized.meta["report"] = replace(
-                optimized.report, remarks=all_remarks, seconds=seconds
-            )
+            more = (*optimized.report.remarks, *filter(None, [remark]))
+            optimized.meta["report"] = replace(optimized.report, remarks=more, seconds=seconds)
         return optimized
 
     def _captured(self) -> tuple[fx.GraphModule, list[str]]:

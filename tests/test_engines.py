@@ -219,12 +219,15 @@ OF_THE_STUB = {  # what an engine lacks ends its region, and another follows
 _BLOCK = "x = x + m.down(F.silu(m.gate(y := {})) * m.up(y)); "
 _LAYERS = {"gate": nn.Linear(8, 16), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
 OF_BLOCKS = {  # values that grow from block to block, unless each is divided by its own norm
-    norm: (Forward(_BLOCK.format(norm) * 5 + "return x", **_LAYERS), image(2, 8), regions)
+    norm: (Forward(_BLOCK.format(norm) * 5 + "return x", **_LAYERS), image(8, 8), regions)
     for norm, regions in {
         "F.layer_norm(x, (8,))": 1,
         "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)": 1,
         "F.normalize(x, dim=-1)": 1,
         "x * torch.rsqrt(m.up(x).pow(2).mean(-1, keepdim=True) + 1e-6)": 10,
+        # The norms of other rows, and a sum with what may cancel one.
+        "x / torch.linalg.vector_norm(x, dim=-1).clamp_min(1e-6)": 6,
+        "x / (x.norm(dim=-1, keepdim=True) + x).clamp_min(1e-6)": 6,
         "x": 5,
     }.items()
 }

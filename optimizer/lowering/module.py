@@ -83,11 +83,8 @@ class LoweredModule(Prepared, OptimizedModule):
         `judge` says what is wrong with its answer. The plan is put into `plans`, those of the
         weights that it packs: others may be loaded meanwhile.
         """
-        signature, plans = (
-            Signature.of(*call, self.training),
-            self._plans if plans is None else plans,
-        )
-        if signature is None:
+        plans = self._plans if plans is None else plans
+        if (signature := Signature.of(*call, self.training)) is None:
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
         key, lowered = signature.key, self.meta.get("lowered", {})
         try:

@@ -120,7 +120,7 @@ def _keeps_from_zero(divisor: Any) -> bool:
         return False
     value, least, *alpha = arguments_of(divisor).values()
     enough = isinstance(least, float) and least >= _SMALLEST and alpha in ([], [1])
-    is_norm = _norm_in(value, ("expand", "mean", "sum")) is not None  # so not below zero
+    is_norm = bool(_path_to_norm(value, ("expand", "mean", "sum")))  # so not below zero
     return enough and (name_of_call(divisor) == "clamp_min" or is_norm)
 
 
@@ -146,7 +146,7 @@ def _bits_of_result(node: fx.Node, run: Mapping[fx.Node, float]) -> float:
         return bits(value) + (_BITS if isinstance(divisor, fx.Node) else bits(1 / divisor))
     if name == "scaled_dot_product_attention":  # means of values, by what scores make
         query, key, mean = map(bits, node.args[:3])
-        return max(query + key, mean) if query + key > _MOST_BITS else mean
+        return query + key if query + key > _MOST_BITS else mean
     if name in WEIGHTED or name in ("addcmul", "mul"):
         return sum(operands)
     return max(operands, default=_BITS) * (2 if name == "pow" else 1)
@@ -167,15 +167,20 @@ def _is_normalized(node: fx.Node) -> bool:
 
 
 def _is_norm_of(value: Any, divisor: Any) -> bool:
-    norm = _norm_in(divisor, ("add", "clamp_min", "expand", "mean", "sqrt", "sum"))
-    return norm is not None and norm.args[0] is value
+    path = _path_to_norm(divisor, ("add", "clamp_min", "expand", "mean", "sqrt", "sum"))
+    # Of a lower rank, it may be the norm of other rows; a sum with another value is no norm.
+    ranks = ([each.meta["val"].dim() for each in node.all_input_nodes] for node in path)
+    aligned = (rank == [value.meta["val"].dim()] for rank in ranks)
+    return bool(path) and path[-1].args[0] is value and all(aligned)
 
 
-def _norm_in(value: Any, through: Sequence[str]) -> fx.Node | None:
-    """Return the norm or square that a value is made of by some functions, or None."""
+def _path_to_norm(value: Any, through: Sequence[str]) -> list[fx.Node]:
+    """Return the calls from a value back to the norm or square that it is made of, if it is."""
+    path = []
     while _calls(value, through):
+        path.append(value)
         value = value.args[0]
-    return value if _calls(value, ("linalg_vector_norm", "pow")) else None
+    return [*path, value] if _calls(value, ("linalg_vector_norm", "pow")) else []
 
 
 def _calls(value: Any, names: Sequence[str]) -> bool:

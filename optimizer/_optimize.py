@@ -219,8 +219,11 @@ class Run:
         lowers = self.level >= LOWERED
         reason = obstacle(module.graph) if lowers else ""  # the facts stay behind
         outcome = {"fired": tuple(pipeline.fired), "refused": tuple(pipeline.refused)}
-        kind = LoweredModule if lowers else OptimizedModule
-        optimized = kind.of(module, self._report(*remarks, **before, **outcome), self._recipe())
+        kind, again = LoweredModule if lowers else OptimizedModule, self._options()
+        recipe = None  # what a graph of Dynamo was made of is not known
+        if self.front_end == SYMBOLIC:
+            recipe = Recipe.of(self.model, self.call, partial(optimize, **again))
+        optimized = kind.of(module, self._report(*remarks, **before, **outcome), recipe)
         if part := self._difference(optimized):
             if self.check == "each":
                 raise CaptureError(f"the optimized model gives another answer ({part})")
@@ -249,12 +252,6 @@ class Run:
             if part := self._difference(module):
                 raise CaptureError(f"the captured graph gives another answer ({part})")
         return module, remarks
-
-    def _recipe(self) -> Recipe | None:
-        """Return what `refit` needs, where the model is known that the graph was made of."""
-        if self.front_end != SYMBOLIC:
-            return None
-        return Recipe.of(self.model, self.call, partial(optimize, **self._options()))
 
     def _options(self) -> dict[str, Any]:
         """Return the options of `optimize` to do the same again."""

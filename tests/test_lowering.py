@@ -30,7 +30,7 @@ from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES
 from optimizer.lowering.choose import Chooser, varied
 from optimizer.lowering.engines import engines_here, engines_named
 from optimizer.lowering.module import LoweredModule
-from optimizer.lowering.plan import Signature
+from optimizer.lowering.plan import signature_of
 from optimizer.verify.equivalence import BOUNDS
 from tests.level_2 import (
     Running,
@@ -427,7 +427,7 @@ class TestMoving:
         torch.testing.assert_close(fast(image()), net()(image()))
 
         plan_of(_pickled(fast), image())
-        again = fast.meta["lowered"][Signature.of((image(),), {}).key]  # type: ignore[union-attr]
+        again = fast.meta["lowered"][signature_of((image(),), {})[0]]  # type: ignore[index]
         assert [(tuning.tune_seconds, *rest) for tuning, *rest in made] == [(1, {}), (0, again)]
 
     def test_where_it_cannot_be_the_report_says_why(
@@ -442,7 +442,7 @@ class TestMoving:
 
     def test_what_was_packed_is_let_go(self) -> None:
         fast = lowered(net(), image())
-        packed = weakref.ref(fast._plans[Signature.of((image(),), {}).key])  # type: ignore[union-attr]
+        packed = weakref.ref(fast._plans[signature_of((image(),), {})[0]])  # type: ignore[index]
         fast.to("cpu")
 
         assert packed() is None

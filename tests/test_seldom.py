@@ -22,7 +22,7 @@ from optimizer.core.inputs import as_call
 from optimizer.core.report import Rewrite
 from optimizer.frontend.canonicalize import affine_as_module, from_aten
 from optimizer.lowering.choose import varied
-from optimizer.lowering.plan import Signature
+from optimizer.lowering.plan import signature_of
 from optimizer.rewrite.edit import operands, overwrites, replace_later_uses, supersede
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
 from optimizer.testing import Optimize, assert_equivalent
@@ -330,8 +330,8 @@ def test_what_nobody_reads_is_removed_and_leaves_no_reader() -> None:
 
 
 def test_a_call_with_what_is_no_number_has_no_signature() -> None:
-    assert Signature.of((ROWS, object()), {}) is None
-    assert Signature.of((ROWS, 1), {}) is not None
+    assert signature_of((ROWS, object()), {}) is None
+    assert signature_of((ROWS, 1), {}) is not None
 
 
 def test_a_node_gives_way_where_nothing_is_known_of_the_graph() -> None:

@@ -8,6 +8,7 @@ written (`torch._lazy_clone`).
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 import warnings
 from collections import Counter, OrderedDict
@@ -202,6 +203,22 @@ class _Snapshot:
             with suppress(RuntimeError):  # memory of a file or of another process
                 return torch._lazy_clone(whole).untyped_storage()
         return storage.clone()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def read_only(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values that a tensor has now, for a reader that asks for memory as if to write it.
+
+    What is copied on write would be copied then: the result holds the bytes themselves.
+    """
+    if not torch._C._is_cow_tensor(tensor):  # type: ignore[attr-defined]
+        return tensor
+    held = torch._lazy_clone(tensor)
+    storage = held.untyped_storage()
+    first = torch._C._data_address(held)  # type: ignore[attr-defined]
+    place = first - held.storage_offset() * held.element_size()
+    memory = (ctypes.c_byte * storage.nbytes()).from_address(place)
+    memory.held = held  # type: ignore[attr-defined]  # as long as the result is
+    return on_storage(held, torch.frombuffer(memory, dtype=torch.uint8).untyped_storage())
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:

@@ -78,8 +78,10 @@ def callee(node: fx.Node) -> Any:
     return type(module) if is_plain(module) else None
 
 
-def name_of_call(node: fx.Node) -> str:
-    """Return the name of the function, overload, method or, in lower case, module's class."""
+def name_of_call(node: Any) -> str:
+    """Return the name of the function, overload, method or, in lower case, class; "" of no node."""
+    if not isinstance(node, fx.Node):
+        return ""
     if node.op == "call_module":
         return type(module_of(node)).__name__.lower()
     target: Any = node.target

@@ -66,29 +66,29 @@ class Value(fx.Proxy):
         if name.startswith("_"):
             raise AttributeError(name)
         if name in _OF_AUTOGRAD or not hasattr(torch.Tensor, name):
-            raise self.tracer.fail(f"it asks a value for its attribute '{name}'")
+            raise CaptureError(f"it asks a value for its attribute '{name}'")
         return Member(self, name)
 
     def __hash__(self) -> int:
-        raise self.tracer.fail("it looks a traced value up in a set or dict")
+        raise CaptureError("it looks a traced value up in a set or dict")
 
     def __len__(self) -> int:
-        raise self.tracer.fail("it takes the len() of a traced value")
+        raise CaptureError("it takes the len() of a traced value")
 
     def __index__(self) -> int:
-        raise self.tracer.fail("it needs a traced value as a number")
+        raise CaptureError("it needs a traced value as a number")
 
     __int__ = __float__ = __complex__ = __index__
 
     def __str__(self) -> str:
         if is_user_code(sys._getframe(1).f_code.co_filename):
-            raise self.tracer.fail("it writes a traced value as text")
+            raise CaptureError("it writes a traced value as text")
         return super().__str__()
 
     def __format__(self, specification: str) -> str:
         if _is_message(sys._getframe(1)):  # which is read where something is wrong
             return super().__str__()
-        raise self.tracer.fail("it writes a traced value as text")
+        raise CaptureError("it writes a traced value as text")
 
 
 _TEXTS = ("BUILD_STRING", "FORMAT", "CONVERT", "LOAD_FAST", "LOAD_CONST", "LOAD_ATTR", "PRECALL")
@@ -141,7 +141,7 @@ def _is_instance(value: Any, kinds: Any) -> bool:
     classes = kinds if isinstance(kinds, tuple) else (kinds,)
     if value.tracer.is_tensor(value.node) and all(map(_is_clear, classes)):
         return isinstance(_A_TENSOR, kinds)
-    raise value.tracer.fail("it asks for the type of an intermediate value")
+    raise CaptureError("it asks for the type of an intermediate value")
 
 
 def _is_clear(kind: Any) -> bool:
@@ -152,13 +152,13 @@ def _is_clear(kind: Any) -> bool:
 
 def _of_no_value(function: Callable[..., Any], reason: str, value: Any, *rest: Any) -> Any:
     if isinstance(value, Value):
-        raise value.tracer.fail(reason)
+        raise CaptureError(reason)
     return function(value, *rest)
 
 
 def _get(code: Code, owner: Any, name: str, *default: Any) -> Any:
     if isinstance(owner, Value) and (default or name.startswith("_")):
-        raise owner.tracer.fail("it asks what a value has")
+        raise CaptureError("it asks what a value has")
     value = getattr(owner, name, *default)
     if not isinstance(value, fx.Proxy) and code.is_new(value, name):
         raise CaptureError(f"it finds '{name}' by getattr()")
@@ -198,7 +198,7 @@ class RecordConstants(TorchFunctionMode):
         if of_another_kind or not (traced or (constant and name not in ops.METADATA)):
             return func(*args, **kwargs)
         if not traced and name in ops.READS_DATA:
-            raise self.tracer.fail("it reads the value of a tensor")
+            raise CaptureError("it reads the value of a tensor")
         # fx asks torch whether it is a method, which swaps the filters of warnings each time.
         if func in overrides._get_tensor_methods() or name == "__get__":
             return self.tracer.create_proxy("call_method", name, args, kwargs)
@@ -221,7 +221,6 @@ class Tracer(fx.Tracer):
         self.call, self.code = call or Call((), {}), code
         # Whether tensors that are made of nothing are recorded, as random ones are, or made now.
         self.record_factories = record_factories
-        self.failure: CaptureError | None = None
         self._thread = threading.get_ident()
         self._tensors: set[fx.Node] = set()
         self.tests_for_none = any(  # or asks for a type
@@ -236,26 +235,19 @@ class Tracer(fx.Tracer):
         self._modes = _modes()
         with ALONE, RecordConstants(self):
             graph = super().trace(root, concrete_args)
-        if self.failure is not None:  # a try statement of the forward swallowed it
-            raise self.failure
         for node in graph.nodes:
             if node.target in ops.FACTORIES:
                 node.meta.pop("is_wrapped", None)  # or the code would mark torch's own for fx
         return graph
 
-    def fail(self, reason: str) -> CaptureError:
-        """Return an error, and remember it, should the code that is traced swallow it."""
-        self.failure = CaptureError(reason)
-        return self.failure
-
     def to_bool(self, obj: fx.Proxy) -> bool:
-        raise self.fail("its control flow depends on a traced value")
+        raise CaptureError("its control flow depends on a traced value")
 
     def iter(self, obj: fx.Proxy) -> Any:
-        raise self.fail("it iterates over a traced value")
+        raise CaptureError("it iterates over a traced value")
 
     def keys(self, obj: fx.Proxy) -> Any:
-        raise self.fail("it asks a traced value for its keys")
+        raise CaptureError("it asks a traced value for its keys")
 
     def is_foreign_thread(self) -> bool:
         """Return whether a thread is not to notice that tracing patches nn.Module for all."""
@@ -272,21 +264,21 @@ class Tracer(fx.Tracer):
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if kind == "call_method" and target in ops.CHANGES_SHAPE:
-            raise self.fail(f"it changes the shape of a tensor in place ({target})")
+            raise CaptureError(f"it changes the shape of a tensor in place ({target})")
         if target in (torch.autograd.grad, "backward", "requires_grad_"):
-            raise self.fail("it uses autograd")
+            raise CaptureError("it uses autograd")
         if _modes() != self._modes:
-            raise self.fail("it enters autocast or a gradient mode inside its forward")
+            raise CaptureError("it enters autocast or a gradient mode inside its forward")
         node = super().create_node(kind, target, *args, **kwargs)
         node.meta["source"] = user_line()
         return node
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, torch.Generator):  # fx would keep it as an attribute of the model
-            raise self.fail("it draws by a generator of its own")
+            raise CaptureError("it draws by a generator of its own")
         if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
             if type(a) is not OrderedDict:
-                raise self.fail(f"it makes a {type(a).__name__}, which a graph cannot hold")
+                raise CaptureError(f"it makes a {type(a).__name__}, which a graph cannot hold")
             items = [(key, self.create_arg(value)) for key, value in a.items()]
             return self.create_node("call_function", type(a), (items,), {})
         if not (isinstance(a, NUMBERS) or type(a).__module__ == "numpy"):
@@ -294,7 +286,7 @@ class Tracer(fx.Tracer):
         try:
             return literal(a)
         except TypeError as error:
-            raise self.fail(str(error)) from error
+            raise CaptureError(str(error)) from error
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
         name = self._names.get(id(attr_val)) if isinstance(attr_val, torch.Tensor) else None
@@ -314,7 +306,7 @@ class Tracer(fx.Tracer):
         if self.is_foreign_thread():
             return forward(*args, **kwargs)
         if overrides_call(type(m)):
-            raise self.fail("it calls a module whose class has a __call__ of its own")
+            raise CaptureError("it calls a module whose class has a __call__ of its own")
         name = self.path_of_module(m)
         if self.is_leaf_module(m, name):
             return self.create_proxy("call_module", name, args, kwargs)
@@ -336,7 +328,7 @@ class Tracer(fx.Tracer):
         optional = default is not parameter.empty
         unwritable = optional and not is_literal(default)
         if unwritable and (name in arguments or isinstance(default, torch.Tensor)):
-            raise self.fail(f"the default of '{name}' has no literal")
+            raise CaptureError(f"the default of '{name}' has no literal")
         written: Any = ... if unwritable else default
         node = self.create_node("placeholder", name, (written,) if optional else (), {})
         if unwritable:  # as it is, in a call that gives no other
@@ -353,7 +345,7 @@ class Tracer(fx.Tracer):
         if isinstance(value, torch.Tensor):
             self._tensors.add(node)
         elif any(map(chooses_a_branch, tree_leaves(value))):
-            raise self.fail(f"'{name}' holds what may choose a branch")
+            raise CaptureError(f"'{name}' holds what may choose a branch")
         return proxy
 
     def _call_root(self, root: Callable[[], Any]) -> Any:
@@ -365,7 +357,7 @@ class Tracer(fx.Tracer):
         output = root()
         for leaf in tree_leaves(opened(output)):
             if isinstance(leaf, numbers_of_numpy()):
-                raise self.fail(f"it returns a {type(leaf).__name__}, which code cannot name")
+                raise CaptureError(f"it returns a {type(leaf).__name__}, which code cannot name")
         return output
 
 

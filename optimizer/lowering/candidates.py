@@ -150,11 +150,6 @@ def _offered_on_cpu(region: fx.GraphModule, _: Sequence[torch.Tensor]) -> list[s
     return ["packed weights, channels_last", *["packed Linear, channels_last"] * grouped]
 
 
-def _pays_on_cpu(region: fx.GraphModule, _: Sequence[torch.Tensor]) -> bool:
-    """Products were faster by oneDNN on one processor (AVX-512), and slower on another."""
-    return 2 * len(convolutions_of(region)) >= len(packable_in(region))
-
-
 def _pays_on_cuda(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
     """In 16 bits, where no convolution is grouped."""
     floating = {each.dtype for each in inputs if each.is_floating_point()}
@@ -175,7 +170,12 @@ def _settings_on_cuda() -> Hashable:
 _UNKNOWN = Policy(settings=bool)
 POLICIES = {
     "cpu": Policy(
-        _offered_on_cpu, _pays_on_cpu, torch.get_num_threads, get_cpu_capability, takes_engines=True
+        _offered_on_cpu,
+        # Products were faster by oneDNN on one processor (AVX-512), and slower on another.
+        lambda region, _: 2 * len(convolutions_of(region)) >= len(packable_in(region)),
+        torch.get_num_threads,
+        get_cpu_capability,
+        takes_engines=True,
     ),
     "cuda": Policy(
         lambda region, _: ["channels_last"] if convolutions_of(region) else [],

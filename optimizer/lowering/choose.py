@@ -207,8 +207,9 @@ class Chooser:
         return good[best]
 
     def _is_needless(self, name: str, good: Iterable[str], times: Times) -> bool:
-        """Return whether an engine is so much faster that only engines are worth a try."""
-        fast = (each for each in good if times.is_clearly_faster(each, [AS_IT_IS], _BY_FAR))
+        """Return whether an engine is by far faster, or time is up: others are not worth a try."""
+        share = _CLEARLY if time.perf_counter() > self.deadline else _BY_FAR
+        fast = (each for each in good if times.is_clearly_faster(each, [AS_IT_IS], share))
         return name not in self.engines and not self.engines.keys().isdisjoint(fast)
 
     def for_region(

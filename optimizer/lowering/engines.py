@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import fx
 
+from optimizer.core.copy import read_only
 from optimizer.core.errors import InputError
 from optimizer.core.node import name_of_call
 from optimizer.lowering.partition import ENLARGED, ForModerate, as_function, makes_no_nan
@@ -67,15 +68,13 @@ def compiled(engine: Engine, region: fx.GraphModule, inputs: Sequence[torch.Tens
 
 
 def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Return the basic operators that a region runs for inputs like these, on its weights.
-
-    An engine may keep the memory of those beside what it packs; it takes it as if to write it,
-    so that a snapshot copies it by then.
-    """
-    recorder = _Recorder(inputs, region.buffers(), ENLARGED)
+    """Return the basic operators that a region runs for such inputs, on weights to be kept."""
+    recorder = _Recorder(inputs, region.buffers(), ENLARGED | {"linear"})
     with torch.inference_mode(), recorder:
         outputs = region(*inputs)
     module = recorder.finished(outputs)
+    for name, weight in module.named_buffers():
+        module.register_buffer(name, read_only(weight))
     if not all(node.meta["val"].numel() for node in module.graph.nodes if "val" in node.meta):
         raise ValueError("a tensor is empty")  # OpenVINO ends the process
     return module.eval()

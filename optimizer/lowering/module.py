@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from optimizer.core.context import undisturbed
+from optimizer.core.context import release_freed_memory, undisturbed
 from optimizer.core.errors import CaptureError, InputError, Refused, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_seconds
 from optimizer.core.node import tensors_of
@@ -26,7 +26,7 @@ from optimizer.frontend.module import OptimizedModule, Prepared
 from optimizer.frontend.symbolic import capture_call
 from optimizer.lowering.candidates import require_one_device
 from optimizer.lowering.choose import Chooser, Times, Tuning
-from optimizer.lowering.plan import Key, Plan, Signature, make_plan
+from optimizer.lowering.plan import Key, Plan, make_plan, signature_of
 from optimizer.lowering.trace import straight_line
 from optimizer.verify.equivalence import Answer, Difference
 
@@ -84,11 +84,11 @@ class LoweredModule(Prepared, OptimizedModule):
         weights that it packs: others may be loaded meanwhile.
         """
         plans = self._plans if plans is None else plans
-        if (signature := Signature.of(*call, self.training)) is None:
+        if (signature := signature_of(*call, self.training)) is None:
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
-        key, lowered = signature.key, self.meta.get("lowered", {})
+        (key, tensors), lowered = signature, self.meta.get("lowered", {})
         try:
-            require_one_device([*signature.tensors, *tensors_of(self)])
+            require_one_device([*tensors, *tensors_of(self)])
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 line = straight_line(self.run_portable, tensors_of(self), call)
                 plan = make_plan(line, chooser)
@@ -102,6 +102,8 @@ class LoweredModule(Prepared, OptimizedModule):
             lowered = self.meta.get("lowered", {})
             self.meta["lowered"] = {each: lowered[each] for each in lowered if each != key}
             raise InputError(f"such a call is not lowered: {error}.") from error
+        finally:
+            release_freed_memory()
         return plan
 
     def _require_right_and_fast(
@@ -125,17 +127,18 @@ class LoweredModule(Prepared, OptimizedModule):
         """Return what runs a call instead of the portable code; None if nothing does."""
         if not self.meta.get("lowered"):
             return None
-        if (signature := Signature.of(args, kwargs, self.training)) is None:
+        if (signature := signature_of(args, kwargs, self.training)) is None:
             return None
-        plan, key = self._plans.get(signature.key), signature.key
+        key, tensors = signature
+        plan = self._plans.get(key)
         if plan is None:
             lowered = self.meta["lowered"]  # on other devices, if never tried on these
             decided = lowered.get(key) is not None
             if decided or (key not in lowered and any(each.what == key.what for each in lowered)):
                 plan = self._prepare_here(key, Call(args, kwargs))
-        if plan is None or not plan.takes(signature.tensors):
+        if plan is None or not plan.takes(tensors):
             return None
-        return functools.partial(plan, signature.tensors)
+        return functools.partial(plan, tensors)
 
     def _prepare_here(self, key: Key, call: Call) -> Plan | None:
         """Pack the weights for what was decided; choose anew on a device where nothing was."""

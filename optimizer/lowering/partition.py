@@ -154,16 +154,14 @@ def _bits_of_result(node: fx.Node, run: Mapping[fx.Node, float]) -> float:
 
 def _is_normalized(node: fx.Node) -> bool:
     """Return whether a value is divided by its own norm, or multiplied with the inverse."""
-    if not _calls(node, ("div", "mul")):
+    if name_of_call(node) not in ("div", "mul"):
         return False
     first, second, *_ = arguments_of(node).values()
     if name_of_call(node) == "div":
         return _is_norm_of(first, second)
-    pairs = (first, second), (second, first)
-    return any(
-        _calls(inverse, ("rsqrt",)) and _is_norm_of(value, inverse.args[0])
-        for value, inverse in pairs
-    )
+    inverses = (first, second), (second, first)
+    pairs = [pair for pair in inverses if name_of_call(pair[1]) == "rsqrt"]
+    return any(_is_norm_of(value, inverse.args[0]) for value, inverse in pairs)
 
 
 def _is_norm_of(value: Any, divisor: Any) -> bool:
@@ -177,21 +175,17 @@ def _is_norm_of(value: Any, divisor: Any) -> bool:
 def _path_to_norm(value: Any, through: Sequence[str]) -> list[fx.Node]:
     """Return the calls from a value back to the norm or square that it is made of, if it is."""
     path = []
-    while _calls(value, through):
+    while name_of_call(value) in through:
         path.append(value)
         value = value.args[0]
-    return [*path, value] if _calls(value, ("linalg_vector_norm", "pow")) else []
-
-
-def _calls(value: Any, names: Sequence[str]) -> bool:
-    return isinstance(value, fx.Node) and name_of_call(value) in names
+    return [*path, value] if name_of_call(value) in ("linalg_vector_norm", "pow") else []
 
 
 def _enters(mask: fx.Node) -> bool:
     """Whether a mask comes from outside a region: an engine asks there if each query has a key."""
     source = mask.args[0] if name_of_call(mask) == "expand" else mask
     is_mask = mask.meta["val"].dtype == torch.bool  # a number that is added may be huge
-    return is_mask and name_of_call(source) not in KNOWN  # type: ignore[arg-type]
+    return is_mask and name_of_call(source) not in KNOWN
 
 
 _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -35,34 +36,27 @@ class Key(NamedTuple):
     settings: Hashable
 
 
-class Signature(NamedTuple):
-    """The key of a call's plan, and the call's tensors."""
-
-    key: Key
-    tensors: list[torch.Tensor]
-
-    @classmethod
-    def of(
-        cls, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool = False
-    ) -> Signature | None:
-        """Return the signature of a call; None for a call that must run as it is."""
-        if is_watched():
-            return None
-        leaves: Sequence[Any] = args
-        spec: Hashable = None  # pytree takes ten times as long
-        if kwargs or not all(type(arg) is torch.Tensor for arg in args):
-            leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
-            spec = str(tree)
-        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
-        if not all(type(leaf) is torch.Tensor or type(leaf) in LITERALS for leaf in leaves):
-            return None
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return None
-        settings = policy_of(tensors).settings()
-        if settings is False:
-            return None
-        what = (training, spec, *map(_geometry, leaves))
-        return cls(Key(what, tuple(map(_device, tensors)), settings), tensors)
+def signature_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], training: bool = False
+) -> tuple[Key, list[torch.Tensor]] | None:
+    """Return the key of a call's plan, and its tensors; None for a call that must run as it is."""
+    if is_watched():
+        return None
+    leaves: Sequence[Any] = args
+    spec: Hashable = None  # pytree takes ten times as long
+    if kwargs or not all(type(arg) is torch.Tensor for arg in args):
+        leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        spec = str(tree)
+    tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
+    if not all(type(leaf) is torch.Tensor or type(leaf) in LITERALS for leaf in leaves):
+        return None
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return None
+    settings = policy_of(tensors).settings()
+    if settings is False:
+        return None
+    what = (training, spec, *map(_geometry, leaves))
+    return Key(what, tuple(map(_device, tensors)), settings), tensors
 
 
 def _geometry(leaf: Any) -> Hashable:
@@ -71,10 +65,7 @@ def _geometry(leaf: Any) -> Hashable:
     return key_of(leaf)  # type: ignore[no-any-return]
 
 
-def _device(tensor: torch.Tensor) -> torch.device:
-    return tensor.device
-
-
+_device = attrgetter("device")
 _FINDING = 1e-3  # seconds that it takes to find a plan, at most
 _WORTH_NO_RACE = 0.1  # of a call's time, at least
 
@@ -95,7 +86,8 @@ class Plan:
         self.is_open, module, start = line.is_open, line.module, len(chooser.choices)
         inputs, variants = list(map(exact_copy, line.inputs)), list(map(varied, line.inputs))
         if precision:
-            require(not line.has_aliases, "it writes what has other names")
+            aliased = any(node.meta.get("aliased") for node in module.graph.nodes)
+            require(not aliased, "it writes what has other names")
             module = in_precision(module, (inputs, variants), precision.dtype)
         with torch.no_grad():
             regions = ByRegion(module, chooser)

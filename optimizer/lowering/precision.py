@@ -172,13 +172,9 @@ def in_int8(line: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
     return module
 
 
-def int8_linear(
-    input: torch.Tensor,  # noqa: A002 - as torch calls it
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def int8_linear(value: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
     """Call `linear` under a name that no library of kernels takes over.
 
     torchao reads positional arguments only.
     """
-    return F.linear(input, weight, bias)
+    return F.linear(value, weight, bias)

@@ -47,7 +47,6 @@ class StraightLine:
         after: the same after it.
         outputs: the tensors that it returned for them, each once.
         rebuild: makes the call's output of the tensors that `module` returns.
-        has_aliases: whether some of the code is aliased.
         is_open: whether it writes an input, or returns memory that the caller knows already.
     """
 
@@ -56,7 +55,6 @@ class StraightLine:
     after: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     rebuild: Callable[[Sequence[torch.Tensor]], Any]
-    has_aliases: bool
     is_open: bool
 
 
@@ -81,7 +79,7 @@ def straight_line(
     read, returned = storages_in(inputs), storages_in(outputs)
     is_open = not read.isdisjoint(aliased | returned) or not returned.isdisjoint(aliased)
     before = tuple(tensors_in(call.copied())) if is_open else inputs
-    return StraightLine(module, before, inputs, outputs, _rebuild(output), bool(aliased), is_open)
+    return StraightLine(module, before, inputs, outputs, _rebuild(output), is_open)
 
 
 def _distinct(value: Any) -> tuple[torch.Tensor, ...]:

@@ -1,18 +1,28 @@
-"""The table of how good the fuzz is says what its commands measured."""
+"""What the commands of tests/quality measure, and the table of how good the fuzz is."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import multiprocessing
+import os
 import shlex
+import signal
 import subprocess
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import strategies as st
 from torch import nn
 
-import optimizer
-from optimizer.testing import MOTIFS
+from optimizer.lowering import partition as _partition
+from optimizer.lowering.engines import engines_here
+from optimizer.testing import MOTIFS, Optimize, Spec
 from tests.quality import __main__ as _quality
+from tests.quality import coverage as _coverage
 from tests.quality import figures as _figures
 from tests.quality import firing as _firing
 from tests.quality import generic as _generic
@@ -20,6 +30,7 @@ from tests.quality import hunt as _hunt
 from tests.quality import mutants as _mutants
 from tests.quality import record as _record
 from tests.quality import score as _score
+from tests.quality import shrink as _shrink
 from tests.quality import soak as _soak
 from tests.quality.__main__ import main
 from tests.repository import committed, table
@@ -30,6 +41,7 @@ REAL, OWN = (
     next(name for name, mutant in _mutants.catalogue().items() if mutant.is_real is real)
     for real in (True, False)
 )
+A_PASS = _mutants.catalogue()["fuse_linear_relu: the bias lost"]
 SAME = next(iter(_generic.equivalent()))
 
 
@@ -167,15 +179,6 @@ def test_the_commit_has_a_mark_where_files_differ(tmp_path, monkeypatch):
     assert _record.commit() == f"{commit[:7]}+"
 
 
-@pytest.mark.parametrize(("named", "given"), [("none", ()), ("auto", "auto")])
-def test_a_soak_goes_without_engines_where_it_is_asked_to(monkeypatch, named, given):
-    seen = []
-    monkeypatch.setattr(_soak, "soak", lambda subject, *rest, **more: seen.append(subject) or [])
-    main(["soak", "--level", "2", "--engines", named])
-    monkeypatch.setattr(optimizer, "optimize", lambda *rest, **options: options["engines"])
-    assert seen[0](nn.ReLU(), ()) == given
-
-
 COMMANDS = ("hunt", "firing", "soak --examples 3", "score", "quick")
 
 
@@ -228,3 +231,142 @@ def test_what_is_measured_anew_is_every_figure_but_generic_mistakes():
     assert {_quality._figure(each) for each in options} == {
         name for name in named if not name.startswith("generic")
     }
+
+
+def test_a_pass_fires_in_a_fifth_of_its_own_fuzz_and_reasons_that_no_model_met_are_named():
+    read_elsewhere, name = "the layer's output is read elsewhere", "fuse_linear_relu"
+    seen, unseen = _firing.firing(name, 40), _firing.Firing(name)
+
+    assert seen.examples >= 40
+    assert 0.2 * seen.examples <= seen.fired < seen.examples
+    assert seen.refused[read_elsewhere] > 0
+    assert read_elsewhere in unseen.never()
+    assert set(unseen.never()) == _firing.reasons(name)
+
+
+def test_the_table_of_firing_has_a_row_for_each_pass(monkeypatch, capsys):
+    monkeypatch.setattr(_firing, "firing", lambda name, examples: _firing.Firing(name, 4, 1))
+
+    assert main(["firing"]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split(" | ")[:2] for row in rows] == [[f"| {name}", "25%"] for name in MOTIFS]
+
+
+def covered(*tokens, dtype=torch.float64):
+    coverage = _coverage.Coverage()
+    coverage.add(Spec(tokens, (2, 3)), dtype)
+    return coverage
+
+
+def test_an_operation_is_met_with_rank_dtype_and_reader():
+    seen = covered("unsqueeze", "relu", "linear", dtype=torch.float32)
+
+    assert seen.operations() == {".unsqueeze", "F.relu", "Linear"}
+    assert seen.ranks == {(".unsqueeze", "2"), ("F.relu", "3"), ("Linear", "3")}
+    assert {dtype for _, dtype in seen.dtypes} == {"float32"}
+    assert seen.readers == {(".unsqueeze", "F.relu"), ("F.relu", "Linear")}
+
+
+def test_operations_that_were_not_met_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(_coverage, "feasible", lambda: covered("relu", "unsqueeze", "linear"))
+    monkeypatch.setattr(_coverage, "met", lambda examples: covered("relu", "linear"))
+
+    assert main(["coverage"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "operations: 2 of 3 (66.7%)",
+        "ranks: 1 of 3 (33.3%)",
+        "dtypes: 2 of 3 (66.7%)",
+        "readers: 1 of 9 (11.1%)",
+        "never, operations: .unsqueeze",
+        "never, ranks: .unsqueeze of rank 2, Linear of rank 3",
+        "never, dtypes: .unsqueeze of float64",
+        "never, read by none: Linear",
+    ]
+
+
+def test_few_models_meet_most_words():
+    """Were examples copies of one another, 100 models would meet half of it."""
+    assert len(_coverage.met(100).operations()) > 130
+
+
+def test_each_word_alone_is_possible(monkeypatch):
+    monkeypatch.setattr(_coverage, "TOKENS", ["relu"])
+    ranks = {("F.relu", str(rank)) for rank in range(1, 6)}
+    dtypes = {("F.relu", "float64"), ("F.relu", "float32")}
+
+    assert _coverage.feasible() == _coverage.Coverage(ranks, dtypes)
+
+
+@table(
+    "tokens fails",
+    (("relu", "bn"), lambda tokens: "bn" in tokens),
+    (("bn", "relu", "bn", "relu", "bn"), lambda t: t.count("bn") == t.count("relu") + 1),
+    (("conv",), lambda tokens: tokens in (("conv",), ("linear",))),
+    (("bn",) * 11, lambda tokens: len(tokens) == 11),
+)
+def test_a_program_that_is_not_minimal_is_told(tokens, fails):
+    assert not _shrink.is_minimal(Spec(tokens), lambda spec: fails(spec.tokens))
+
+
+@pytest.mark.integration
+def test_a_planted_mistake_shrinks_to_what_shows_it():
+    found = _shrink.shrink(A_PASS, 100)
+
+    assert (found.program, found.minimal) == ("linear relu", True)
+    assert found.words_before >= 2
+    assert _shrink.shrink(A_PASS, 1) is None
+
+
+def test_the_table_of_shrinking_has_a_row_for_each_mistake_that_was_found(monkeypatch, capsys):
+    found = _shrink.Shrunk("linear leaky", minimal=False, words_before=9, seconds=1.25)
+    monkeypatch.setattr(_shrink, "shrink", lambda m, budget: found if m == A_PASS else None)
+
+    assert len({mutant.concerns for mutant in _shrink.sample(30)}) >= 15
+    assert main(["shrink", "--sample", "9999"]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert rows == [f"| {A_PASS.name} | 9 | linear leaky | no | 1.2 |"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadly(Optimize):
+    """Ends the process, as a kernel may; at level 0 its answer is what cannot be called."""
+
+    def __call__(self, model, inputs):
+        if self.level:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.Module()
+
+
+def test_a_soak_counts_what_it_tries_and_what_is_wrong_or_ends_its_process(monkeypatch):
+    forked = partial(ProcessPoolExecutor, 1, multiprocessing.get_context("fork"))
+    monkeypatch.setattr(_soak, "_pool", forked)
+    monkeypatch.setattr(_soak, "BATCH", 2)
+    (right, _), (wrong, _), (ended, _) = (
+        list(_soak.soak(subject, 3, dtype=torch.float64, first_seed=5))
+        for subject in (Optimize(1), Deadly(0), Deadly(1))
+    )
+
+    assert (right.examples, right.wrong, right.lowered, right.seconds > 0) == (3, [], 0, True)
+    assert (wrong.examples, len(wrong.wrong)) == (3, 3)
+    assert ended.wrong == [f"a model of seed {seed} ended the process" for seed in (5, 6)]
+
+
+def test_a_soak_at_level_2_counts_regions_and_sees_a_nan_that_is_lost(monkeypatch):
+    monkeypatch.setattr(_partition, "is_moderate", lambda tensor: True)
+    relu = Spec(("conv", "relu", "conv"), (2, 4, 4, 4), "random", 0, "contiguous", "module")
+    monkeypatch.setattr(_soak, "models", lambda: st.just(relu))
+    tally = _soak.tried(Optimize(2), 1, torch.float32, 0)
+
+    [engine] = engines_here(["openvino"])
+    assert (tally.examples, tally.lowered, tally.regions) == (1, 1, {engine: 1})
+    assert f"(regions: 1 {engine})" in str(tally)
+    assert [told.splitlines()[0] for told in tally.wrong] == ["nan in input 0 is lost"]
+
+
+@table("named given", ("none", ()), ("auto", "auto"))
+def test_a_soak_goes_without_engines_where_it_is_asked_to(monkeypatch, named, given):
+    seen = []
+    monkeypatch.setattr(_soak, "soak", lambda subject, *rest, **more: seen.append(subject) or [])
+    main(["soak", "--level", "2", "--engines", named])
+
+    assert seen == [Optimize(2, engines=given)]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch import nn
@@ -19,106 +18,82 @@ from torch import nn
 import optimizer
 from optimizer.testing import MOTIFS, Spec
 from tests.quality import examples as _examples
+from tests.quality import generic as _generic
 from tests.quality import mutants as _mutants
+from tests.quality import record as _record
 from tests.quality import score as _score
 from tests.quality.__main__ import main
 
 CATALOGUE = _mutants.catalogue()
 A_PASS = CATALOGUE["fuse_linear_relu: the bias lost"]
+IDLE = CATALOGUE["fuse_linear_relu: does nothing"]
+FILE = "passes/fuse.py"
 # The first of each pass, which is what every run of the tests plants.
 OF_PASSES = {name: m for name, m in CATALOGUE.items() if m.file.startswith("passes/")}
 SAMPLE = {each.concerns: name for name, each in reversed(OF_PASSES.items())}
 
 
 @pytest.mark.parametrize("file", sorted({mutant.file for mutant in CATALOGUE.values()}))
-def test_what_a_mutant_replaces_stands_there_once(file: str) -> None:
+def test_what_a_mutant_replaces_stands_there_once(file):
     written = (_mutants.PACKAGE / file).read_text()
     for mutant in (each for each in CATALOGUE.values() if each.file == file):
         compile(mutant.source(), file, "exec")
         assert mutant.source() != written, mutant.name
 
 
-def test_a_mutant_of_what_is_gone_is_an_error() -> None:
+def test_every_row_of_the_catalogue_is_a_mutant_or_an_error():
+    rows = Path(_mutants.__file__).with_name("mutants.txt").read_text().splitlines()
+
+    assert sum(row.startswith("# ") for row in rows) == len(CATALOGUE)
     with pytest.raises(ValueError, match=r"stands 0 times in passes/fuse\.py"):
         replace(A_PASS, old="what is gone").source()
 
 
-def test_every_row_of_the_catalogue_is_a_mutant() -> None:
-    rows = Path(_mutants.__file__).with_name("mutants.txt").read_text().splitlines()
-
-    assert sum(row.startswith("# ") for row in rows) == len(CATALOGUE)
+AFFINE = """fold_affine fold_affine_forward fold_padding fuse_linear_relu reuse_activations
+    reuse_operands sink_convolutions"""
 
 
-def test_the_catalogue_is_large_and_much_of_it_has_happened() -> None:
-    assert len(CATALOGUE) >= 70
-    assert sum(mutant.is_real for mutant in CATALOGUE.values()) >= 30
+@pytest.mark.parametrize(
+    ("file", "concerns", "concerned"),
+    [
+        (A_PASS.file, A_PASS.concerns, ["fuse_linear_relu"]),
+        (A_PASS.file, (), ["fuse_linear_relu", "reuse_activations", "reuse_operands"]),
+        ("rewrite/affine.py", (), AFFINE.split()),
+        ("frontend/canonicalize.py", (), ["capture"]),
+        ("frontend/tracer.py", (), ["capture"]),
+        ("facts/facts.py", (), list(MOTIFS)),
+    ],
+)
+def test_a_mistake_concerns_its_pass_or_those_that_import_it(file, concerns, concerned):
+    assert _mutants.concerned(replace(A_PASS, file=file, concerns=concerns)) == concerned
 
 
-def test_a_mistake_concerns_its_pass_or_those_that_import_it() -> None:
-    def concerned(start: str) -> list[str]:
-        return _mutants.concerned(next(m for n, m in CATALOGUE.items() if n.startswith(start)))
-
-    assert concerned("fuse_linear_relu:") == ["fuse_linear_relu"]
-    assert concerned("affine:") == [
-        "fold_affine", "fold_affine_forward", "fold_padding", "fuse_linear_relu",
-        "reuse_activations", "reuse_operands", "sink_convolutions",
-    ]  # fmt: skip
-    assert concerned("canonicalize:") == ["capture"]
-    assert concerned("facts:") == list(MOTIFS)
-    assert _mutants.concerned(replace(A_PASS, file="frontend/tracer.py", concerns=())) == [
-        "capture"
-    ]
-
-
-def test_a_mistake_is_planted_in_a_copy_only() -> None:
+def test_a_mistake_is_planted_in_a_copy_only():
     with _mutants.planted(A_PASS, "optimizer.passes.fuse") as planted:
-        ours = sys.modules["optimizer"]
-
-        assert ours is not optimizer
-        assert "self.bias" not in Path(planted.__file__ or "").read_text().partition("F.linear(")[0]
-        assert planted.fuse_linear_relu is not None
-        _mutants.homes.cache_clear()
-        assert _mutants.concerned(replace(A_PASS, concerns=())) == [
-            "fuse_linear_relu", "reuse_activations", "reuse_operands",
-        ]  # fmt: skip
+        assert sys.modules["optimizer"] is not optimizer
+        assert "self.bias" not in Path(planted.__file__).read_text().partition("F.linear(")[0]
     assert sys.modules["optimizer"] is optimizer
     assert sys.modules["tests.quality.score"] is _score
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", [*MOTIFS, "capture", "lowering"])
-def test_the_package_as_it_is_passes(name: str) -> None:
+def test_the_package_as_it_is_passes(name):
     tried = _examples.first_failing_model([name], 5)
 
     assert (len(tried.done), tried.failure) == (5, "")
 
 
-def test_a_model_that_is_left_as_it_is_though_no_word_asks_for_it_is_a_failure() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_examples, "check_spec", lambda *_, **__: nn.Identity())
-        _examples.examine(Spec(("relu", "t_inplace")), "capture")
-        with pytest.raises(AssertionError, match="the model is not recorded"):
-            _examples.examine(Spec(("relu",)), "capture")
-
-
-def test_passes_are_fuzzed_alone_and_together() -> None:
-    tried: list[tuple[str, ...] | None] = []
-
-    class Seen(_examples.Optimize):
-        def __call__(self, *given: Any) -> Any:
-            tried.append(self.only)
-            return super().__call__(*given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_examples, "Optimize", Seen)
-        _examples.examine(Spec(("relu",)), "remove_clones", among=["remove_clones", "fold_padding"])
-
-    assert tried == [("remove_clones",), ("remove_clones", "fold_padding")]
+def test_a_model_that_is_left_as_it_is_though_no_word_asks_for_it_is_a_failure(monkeypatch):
+    monkeypatch.setattr(_examples, "check_spec", lambda *_, **__: nn.Identity())
+    _examples.examine(Spec(("relu", "t_inplace")), "capture")
+    with pytest.raises(AssertionError, match="the model is not recorded"):
+        _examples.examine(Spec(("relu",)), "capture")
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", SAMPLE.values())
-def test_a_mutant_of_each_pass_is_killed(name: str) -> None:
+def test_a_mutant_of_each_pass_is_killed(name):
     verdict = _score.try_mutant(CATALOGUE[name], ["motifs", "models"])
 
     assert verdict.killed
@@ -126,19 +101,16 @@ def test_a_mutant_of_each_pass_is_killed(name: str) -> None:
 
 
 @pytest.mark.integration
-def test_generated_models_alone_find_a_mistake() -> None:
-    verdict = _score.try_mutant(CATALOGUE["fuse_linear_relu: the bias lost"])
+def test_generated_models_alone_find_a_mistake():
+    verdict = _score.try_mutant(A_PASS)
 
     assert (verdict.killed, verdict.by) == (True, "models")
     assert 0 < verdict.examples <= _score.BUDGET
 
 
 @pytest.mark.integration
-def test_a_pass_that_many_models_leave_idle_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_examples, "MANY", 9)
-    idle = CATALOGUE["fuse_linear_relu: does nothing"]
-
-    with _mutants.planted(idle, _examples.__name__) as fresh:
+def test_a_pass_that_many_models_leave_idle_is_found(monkeypatch):
+    with _mutants.planted(IDLE, _examples.__name__) as fresh:
         monkeypatch.setattr(fresh, "MANY", 9)
         own, both = ["fuse_linear_relu"], ["fuse_linear_relu", "remove_clones"]
         assert fresh.first_failing_model(own, 8).failure == ""
@@ -148,20 +120,19 @@ def test_a_pass_that_many_models_leave_idle_is_found(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.integration
-def test_a_rewrite_that_refuses_what_it_used_to_accept_is_found() -> None:
-    by, idle = ["models"], CATALOGUE["fuse_linear_relu: does nothing"]
-    sound = _score.try_sound(idle, by, 9)
+def test_a_rewrite_that_refuses_what_it_used_to_accept_is_found():
+    sound = _score.try_sound(IDLE, ["models"], 9)
     fired = next(place for place, done in enumerate(sound["models"].done, 1) if done)
 
-    verdict = _score.try_mutant(idle, by, 9, sound)
+    verdict = _score.try_mutant(IDLE, ["models"], 9, sound)
 
     assert (verdict.killed, verdict.examples) == (True, fired)
     assert verdict.evidence == "AssertionError: fuse_linear_relu fires less often than it did"
-    assert not _score.try_mutant(idle, by, 9).killed
+    assert not _score.try_mutant(IDLE, ["models"], 9).killed
 
 
 @pytest.mark.integration
-def test_some_models_at_level_2_run_on_a_real_engine() -> None:
+def test_some_models_at_level_2_run_on_a_real_engine():
     pytest.importorskip("openvino")
     program = ("conv_k3", "relu", "conv_k3")
     real, own = (
@@ -173,7 +144,7 @@ def test_some_models_at_level_2_run_on_a_real_engine() -> None:
     assert own == {"new"}
 
 
-def test_an_engine_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_wrong_is_found(monkeypatch):
     wrong = nn.Sequential(nn.ReLU(), nn.ReLU())
     monkeypatch.setattr(_examples, "Optimize", lambda *_, **__: lambda *_: wrong)
 
@@ -181,18 +152,18 @@ def test_an_engine_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         _examples.examine(Spec(("linear",), seed=_examples.ENGINES_IN), "lowering")
 
 
-def passes_or_fails(*failures: str) -> Any:
-    """A finder that finds what it is told, first of all in the package as it is."""
-    rest = iter(failures)
-    return lambda *_: _examples.Tried(done=[Counter()], failure=next(rest))
+@pytest.fixture
+def in_threads(monkeypatch):
+    """Mistakes are tried in threads of this process."""
+    monkeypatch.setattr(_score, "ProcessPoolExecutor", lambda n, *_: ThreadPoolExecutor(n))
+    monkeypatch.setattr(_score, "_limited", nullcontext)
 
 
-def test_where_the_package_itself_fails_no_figure_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for pool in ("ThreadPoolExecutor", "ProcessPoolExecutor"):
-        monkeypatch.setattr(_score, pool, in_this_process)
-    monkeypatch.setitem(_score.FINDERS, "motifs", passes_or_fails("values differ", "found"))
+@pytest.mark.usefixtures("in_threads")
+def test_where_the_package_itself_fails_no_figure_is_told(monkeypatch, capsys):
+    failures = iter(["values differ", "found"])
+    finder = lambda *_: _examples.Tried(done=[Counter()], failure=next(failures))  # noqa: E731
+    monkeypatch.setitem(_score.FINDERS, "motifs", finder)
 
     assert main(["score", A_PASS.name, "--by", "motifs"]) == 1
     told = capsys.readouterr().out
@@ -201,40 +172,26 @@ def test_where_the_package_itself_fails_no_figure_is_told(
     assert "killed" not in told
 
 
-def test_the_package_as_it_is_runs_once_for_all_that_is_looked_for_alike(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[tuple[str, int]] = []
+@pytest.mark.usefixtures("in_threads")
+def test_the_package_as_it_is_runs_once_for_all_that_is_looked_for_alike(monkeypatch):
+    seen = []
 
-    def finder(mutant: Any, budget: int, sound: Any) -> Any:
+    def finder(mutant, budget, sound):
         seen.append((mutant.name, budget))
         return _examples.Tried(failure="found" * (mutant.new != mutant.old))
 
-    for pool in ("ThreadPoolExecutor", "ProcessPoolExecutor"):
-        monkeypatch.setattr(_score, pool, in_this_process)
     monkeypatch.setitem(_score.FINDERS, "motifs", finder)
     alike = [mutant for mutant in CATALOGUE.values() if mutant.file == A_PASS.file][:3]
+    for trusted, first in (([], [("the package as it is", 7)]), (["motifs"], [])):
+        verdicts = list(_score.score(alike, ["motifs"], 7, 1, trusted))
 
-    verdicts = list(_score.score(alike, ["motifs"], 7))
-
-    assert all(each.killed for each in verdicts)
-    assert seen == [("the package as it is", 7), *((each.name, 7) for each in alike)]
-
-    seen.clear()
-    assert len(list(_score.score(alike, ["motifs"], 7, trusted=["motifs"]))) == 3
-    assert seen == [(each.name, 7) for each in alike]
-
-
-@contextmanager
-def in_this_process(*_: Any, **__: Any) -> Iterator[Any]:
-    def submit(work: Any, *arguments: Any) -> Any:
-        return SimpleNamespace(result=lambda: work(*arguments))
-
-    yield SimpleNamespace(map=map, submit=submit)
+        assert [each.killed for each in verdicts] == [True] * 3
+        assert seen == [*first, *((each.name, 7) for each in alike)]
+        seen.clear()
 
 
 @pytest.mark.integration
-def test_a_mistake_that_ends_its_process_is_found() -> None:
+def test_a_mistake_that_ends_its_process_is_found():
     """Some arguments that are wrong end in a kernel that divides by 0."""
     line = "import torch\n"
     fatal = replace(A_PASS, name="fatal", old=line, new=f"import os\n\nos.abort()\n{line}")
@@ -245,15 +202,23 @@ def test_a_mistake_that_ends_its_process_is_found() -> None:
     assert verdict.evidence == _score.ENDED
 
 
-def test_time_of_the_processor_is_limited_and_its_end_finds_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def busy(*_: Any) -> Any:
+def test_what_does_not_run_is_found_and_where_no_test_runs_there_is_an_error(monkeypatch):
+    found = _score.try_mutant(replace(A_PASS, new="there is no such name"))
+    assert found.killed
+    assert found.evidence.startswith("SyntaxError: ")
+
+    monkeypatch.setattr(pytest, "main", lambda arguments: 4)
+    with pytest.raises(RuntimeError, match="pytest could not run"):
+        _score.try_mutant(A_PASS, ["tests"])
+
+
+def test_time_of_the_processor_is_limited_and_its_end_finds_nothing(monkeypatch):
+    def busy(*_):
         while True:
             sum(range(1000))
 
-    def waiting(*_: Any) -> Any:
-        time.sleep(0.5)
+    def waiting(*_):
+        time.sleep(0.3)
         return _examples.Tried(failure="found")
 
     monkeypatch.setattr(_score, "_SECONDS", 0.2)
@@ -266,8 +231,8 @@ def test_time_of_the_processor_is_limited_and_its_end_finds_nothing(
     assert _score.try_mutant(A_PASS, ["models", "motifs"]).killed
 
 
-def test_the_tests_of_a_mistake_are_those_that_import_its_file() -> None:
-    def near(file: str) -> set[str]:
+def test_the_tests_of_a_mistake_are_those_that_import_its_file():
+    def near(file):
         return {Path(each).stem for each in _mutants.tests_of(replace(A_PASS, file=file))}
 
     assert near("lowering/packed.py") >= {"test_packed", "test_lowering"}
@@ -278,13 +243,13 @@ def test_the_tests_of_a_mistake_are_those_that_import_its_file() -> None:
     assert not near("rewrite/affine.py") & {"test_fuzz", "test_mutants"}
 
 
-def test_every_change_plants_some_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_change_plants_some_others(monkeypatch):
     lines = (Path(__file__).parent.parent / ".ci" / "run").read_text().replace("\\\n", "")
     (command,) = (line for line in lines.splitlines() if "tests.quality score" in line)
     *given, count = shlex.split(command.partition("tests.quality ")[2])
-    planted: list[set[str]] = []
+    planted = []
 
-    def tried(mutants: Any, by: list[str], *_: int) -> Any:
+    def tried(mutants, by, *_):
         planted.append({mutant.name for mutant in mutants})
         assert set(by) == set(_score.FINDERS)
         return iter(())
@@ -297,25 +262,120 @@ def test_every_change_plants_some_others(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(planted[0] | planted[1]) > len(planted[0]) == 4
 
 
+def test_the_rest_is_what_is_not_on_record_as_found(monkeypatch, tmp_path):
+    def tried(mutants, by, *_):
+        for number, each in enumerate(mutants):
+            seen.append(each.name)
+            yield _score.Verdict(each, by[0], number > 0, 1, 1.0, "values differ")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_score, "score", tried)
+    seen, sample = [], ["score", "--seed", "1", "--by", "tests", "--record", "--sample"]
+    first, second, third = (each.name for each in _mutants.sample(CATALOGUE.values(), 3, 1))
+
+    assert main([*sample, "2"]) == 1  # one survives
+    main([*sample, "3", "--rest"])
+
+    assert seen == [first, second, first, third]
+    assert list(_record.read(_record.FOLDER, "catalogue_by_tests")) == [second, first, third]
+
+
+def test_what_nothing_can_find_may_survive(monkeypatch):
+    survive = lambda mutants, *_: [_score.Verdict(m, "tests", False, 1, 1.0, "") for m in mutants]  # noqa: E731
+    monkeypatch.setattr(_score, "score", survive)
+
+    assert main(["score", "--of", "generic", *_generic.equivalent()]) == 0
+    assert main(["score", A_PASS.name]) == 1
+
+
 @pytest.mark.mutants
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_every_mutant_is_killed(name: str) -> None:
+def test_every_mutant_is_killed(name):
     assert _score.try_mutant(CATALOGUE[name], list(_score.FINDERS)).killed
 
 
-def test_the_table_names_survivors_and_counts_examples() -> None:
-    real = replace(A_PASS, name="a real one", origin="project #1")
-    same = replace(A_PASS, name="no mistake")
+def test_the_table_names_survivors_and_counts_examples():
+    real, same = replace(A_PASS, name="a real one", origin="project #1"), "no mistake"
     verdicts = [
         _score.Verdict(A_PASS, "models", killed=True, examples=3, seconds=0.5, evidence="differ"),
         _score.Verdict(real, "tests", killed=False, examples=9, seconds=1.0, evidence=""),
-        _score.Verdict(same, "tests", killed=False, examples=9, seconds=1.0, evidence=""),
     ]
+    verdicts.append(replace(verdicts[1], mutant=replace(A_PASS, name=same)))
 
-    text = "\n".join(_score.table(verdicts, {"no mistake": "it is the same"}))
+    text = "\n".join(_score.table(verdicts, {same: "it is the same"}))
 
     assert "| fuse_linear_relu: the bias lost | own | 3 models | 0.5 | differ |" in text
     assert "| a real one | project #1 | survives | 1.0 |  |" in text
     assert "| no mistake | own | survives | 1.0 | it is the same |" in text
     assert "killed 1 of 2 (50.0%); from real issues 0 of 1;" in text
     assert "median and ninth decile: 3, 3" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("a < b", {"a <= b"}),
+        ("a and b", {"a or b"}),
+        ("not a", {"not not a"}),
+        ("a - b", {"a + b"}),
+        ("a if b else c", {"a if not b else c"}),
+        ("[a for a in b if a]", {"[a for a in b]"}),
+        ("a = all(b)", {"a = any(b)"}),
+        ("a if b and c else d", {"a if b or c else d", "a if not (b and c) else d"}),
+        ("a[0]", {"a[1]"}),
+        ("a = True", {"a = False"}),
+        ("require(a)", {"None"}),
+        ("def f(a: int | None) -> int | None: ...", set()),
+        ("A: TypeAlias = int | None", set()),
+    ],
+)
+def test_every_kind_of_change_is_made_but_of_types(text, changed):
+    tree = ast.parse(text)
+    assert changed == {
+        _generic.with_changed(tree, node, field, value)
+        for node in _generic.code_of(tree)
+        for field, value in _generic.changes(node)
+    }
+
+
+def test_each_generic_mutant_is_another_program_and_has_a_name_of_its_own():
+    files = [FILE, "facts/facts.py", "passes/fold_affine.py", "passes/transposes.py"]
+    mutants = [mutant for file in files for mutant in _generic.mutants_of(file)]
+
+    assert len({(mutant.file, mutant.new) for mutant in mutants}) == len(mutants) > 2
+    assert len({mutant.name for mutant in mutants}) == len(mutants)
+    assert any(mutant.name.endswith(" (2)") for mutant in mutants)
+    assert any(f"{FILE}: - require(len(linear.users) == 1" in each.name for each in mutants)
+    for mutant in _generic.mutants_of(FILE):
+        compile(mutant.source(), FILE, "exec")
+    assert {"frontend/tracer.py", "frontend/symbolic.py", *files} <= {*_generic.files()}
+
+
+def test_a_sample_is_the_same_for_a_seed_and_outlives_code():
+    every = _generic.mutants_of(FILE) + _generic.mutants_of("core/ops.py")
+    before = _mutants.sample(every, 5, 1)
+    assert before == _mutants.sample(every, 5, 1) != _mutants.sample(every, 5, 2)
+    assert len(_mutants.sample(every, None, 1)) == len(every)
+
+    kept = [each for each in every if each != before[2]]
+    assert _mutants.sample(kept, 4, 1) == [*before[:2], *before[3:]]
+
+
+@pytest.mark.integration
+def test_what_changes_nothing_survives_and_what_only_a_test_sees_does_not():
+    file, before = "passes/masks.py", "it is filled in place and saves no copy"
+    text = (_mutants.PACKAGE / file).read_text()
+    as_it_is = _mutants.Mutant("as it is", file, text, text + "\n", "generic")
+    reworded = replace(as_it_is, new=text.replace(before, "reworded"))
+    assert reworded.new != text
+
+    survivor, seen = _score.score([as_it_is, reworded], ["tests"], trusted=["tests"])
+
+    assert not survivor.killed
+    assert (seen.by, seen.evidence) == ("tests", "its tests fail")
+
+
+def test_what_is_called_equivalent_is_a_mutant_still():
+    for name, why in _generic.equivalent().items():
+        assert name in {mutant.name for mutant in _generic.mutants_of(name.partition(":")[0])}
+        assert len(why.split()) > 5

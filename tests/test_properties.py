@@ -15,6 +15,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -57,7 +58,8 @@ PROPERTIES: dict[str, str] = {
     "every front end does": "test_graphs_of_dynamo_keep_the_answer",
     "other batch sizes": "test_fuzz.py test_the_answer_holds_at_other_batch_sizes",
     "one row, more rows, another rank": "test_later.py test_each_later_call_is_spoiled_and_seen",
-    "empty and single dimensions": "test_testing.py test_every_token_runs_on_every_rank",
+    "empty and single dimensions": "test_testing.py "
+    "test_every_token_runs_on_every_rank_in_the_shape_that_is_kept_of_it",
     "expanded inputs": "test_expanded_inputs",
     "other strides than the example's": "test_another_layout_later",
     "keyword arguments": "test_keyword_arguments",
@@ -173,17 +175,19 @@ def test_nans_and_infinities_stay(regime: str) -> None:
     each(lambda spec: check_spec(spec, subject), regimes=[regime])
 
 
-@on_models(count=120)
+@on_models(count=80, max_size=8)
 def test_every_prefix_keeps_the_answer(spec: Spec) -> None:
     count = 1 + len(spec.source()) % (len(PASSES) - 1)
     check_spec(spec, Optimize(only=tuple(PASSES[:count])))
 
 
-@on_models(count=15, max_size=8)
+@on_models(count=30, max_size=8)
 def test_any_order_keeps_the_answer(spec: Spec) -> None:
-    start = spec.seed * 5 % len(PASSES)
+    """Of the passes that fire in their own order, and two that do not or not yet."""
+    fired = Optimize()(spec.build(), spec.inputs()).report.counts()
+    order = Random(spec.seed).sample(PASSES, len(PASSES))
     candidate = spec.build()
-    for name in (*PASSES[start:], *PASSES[:start])[::-1]:
+    for name in [each for each in order if each in fired or each in order[:2]]:
         candidate = Optimize(only=(name,))(candidate, spec.inputs())
     assert_equivalent(spec.build(), candidate, spec.inputs())
 
@@ -410,18 +414,14 @@ for name, motif in MOTIFS.items():
 
 def test_another_process_gives_the_same_code() -> None:
     other_hashes = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    environment = os.environ | {"PYTHONHASHSEED": other_hashes, "PYTHONPATH": str(ROOT)}
     with redirect_stdout(StringIO()) as here:
         exec(CODES, {})
-    elsewhere = subprocess.run(
-        [sys.executable, "-c", CODES],
-        env={**os.environ, "PYTHONHASHSEED": other_hashes, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        check=True,
-        text=True,
-    ).stdout
+    command = [sys.executable, "-c", CODES]
+    elsewhere = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
 
-    assert elsewhere.count("def forward") > len(PASSES) / 2
-    assert here.getvalue() == elsewhere
+    assert elsewhere.stdout.count("def forward") > len(PASSES) / 2
+    assert here.getvalue() == elsewhere.stdout
 
 
 @on_models()

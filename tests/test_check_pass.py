@@ -1,12 +1,18 @@
-"""`check_pass` fails where it checked nothing, and sees each guard of the page's pass go."""
+"""`check_pass` fails where it checked nothing, and sees each guard of the pages' passes go."""
 
 from __future__ import annotations
 
 import copy
+import os
 import re
+import runpy
+import shutil
+import subprocess
+import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,30 +20,34 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer import InputError, Pass, PassError
+from optimizer import InputError, PassError
 from optimizer.testing import Counterexample, Motif, Optimize, Spec, check_pass, check_spec
 from optimizer.testing._check_pass import is_changed
 from optimizer.testing._lowering import Lower
 from optimizer.toolkit import arg, call, insert_function, rewrite
 
-PAGE = Path(__file__).parents[1] / "docs" / "passes.md"
+ROOT = Path(__file__).parents[1]
+PAGE, OWN = ROOT / "docs" / "passes.md", ROOT / "docs" / "own_pass"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 PASS, (CHECK,) = BLOCKS[0], [block for block in BLOCKS if "check_pass(" in block]
-GUARDS = [line for line in PASS.splitlines(keepends=True) if line.startswith("    require(")]
-Inputs = tuple[torch.Tensor, ...]
+OWN_PASS = (OWN / "double_negation.py").read_text()
+FUSE = Optimize(only=("fuse_linear_relu",))
+
+
+def guards(code: str) -> list[str]:
+    return [line for line in code.splitlines(keepends=True) if line.startswith("    require(")]
 
 
 def run_page(code: str) -> None:
-    namespace = {"__name__": "page"}
-    exec(compile(code + CHECK, str(PAGE), "exec"), namespace)
+    exec(compile(code + CHECK, str(PAGE), "exec"), {"__name__": "page"})
 
 
 def test_the_page_has_three_guards() -> None:
-    assert len(GUARDS) == 3
+    assert len(guards(PASS)) == 3
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("guard", GUARDS)
+@pytest.mark.parametrize("guard", guards(PASS))
 def test_the_check_of_the_page_sees_each_guard_go(guard: str) -> None:
     with pytest.raises(Counterexample):
         run_page(PASS.replace(guard, ""))
@@ -51,37 +61,68 @@ def test_the_check_of_the_page_sees_that_its_pass_no_longer_fires() -> None:
         run_page(broken)
 
 
-@rewrite(call(torch.neg, name="node"), numerics="exact", phase="simplify")
+@pytest.mark.integration
+def test_the_tests_of_a_pass_in_a_repository_of_its_own_pass(tmp_path: Path) -> None:
+    copied = shutil.copytree(OWN, tmp_path / "own_pass")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(copied), str(ROOT)])}
+    ran = subprocess.run(command, cwd=copied, env=environment, capture_output=True, text=True)
+
+    assert "4 passed" in ran.stdout
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("guard", guards(OWN_PASS))
+def test_they_see_each_guard_go(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = ModuleType("double_negation")
+    exec(OWN_PASS.replace(guard, ""), vars(without))
+    monkeypatch.setitem(sys.modules, "double_negation", without)
+    tests = runpy.run_path(str(OWN / "tests" / "test_double_negation.py"))
+
+    with pytest.raises(Counterexample):
+        tests["test_it_keeps_the_answer"]()
+
+
+def of_negations(change: Any) -> Any:
+    """A pass that does something to each negation."""
+    return rewrite(call(torch.neg, name="node"), numerics="exact", phase="simplify")(change)
+
+
+@of_negations
 def endless(node: fx.Node) -> fx.Node:
     """Replace a negation by itself."""
     return insert_function(node, torch.neg, (arg(node, 0),))
 
 
-@rewrite(call(torch.neg, name="node"), numerics="exact", phase="simplify")
+@of_negations
 def raising(node: fx.Node) -> fx.Node:
     """Raise an error."""
     raise RuntimeError("planted")
 
 
-def alone(each: Pass, *, silent: bool) -> Callable[[nn.Module, Inputs], nn.Module]:
-    def subject(model: nn.Module, inputs: Inputs) -> nn.Module:
-        with warnings.catch_warnings():
-            if silent:
-                warnings.simplefilter("ignore")
-            return optimizer.optimize(model, inputs, level=1, only=[each], check=None)
-
-    return subject
+@of_negations
+def wrong(node: fx.Node) -> fx.Node:
+    """Take a negation for an absolute value."""
+    return insert_function(node, torch.abs, (arg(node, 0),))
 
 
 @pytest.mark.parametrize("each", [endless, raising], ids=str)
-def test_a_pass_that_is_rolled_back_does_not_pass(each: Pass) -> None:
-    for subject in (each, alone(each, silent=False), alone(each, silent=True)):
+def test_a_pass_that_is_rolled_back_does_not_pass(each: Any) -> None:
+    def silent(model, inputs):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return loud(model, inputs)
+
+    def loud(model, inputs):
+        return optimizer.optimize(model, inputs, level=1, only=[each], check=None)
+
+    for subject in (each, loud, silent):
         with pytest.raises(Counterexample, match="rolled back"):
             check_pass(subject, "neg_torch relu")
 
 
 def test_a_warning_of_this_package_does_not_pass() -> None:
-    def warns(model: nn.Module, inputs: Inputs) -> nn.Module:
+    def warns(model, inputs):
         warnings.warn("planted", optimizer.OptimizerWarning, stacklevel=2)
         return Optimize(level=0)(model, inputs)
 
@@ -89,29 +130,19 @@ def test_a_warning_of_this_package_does_not_pass() -> None:
         check_spec(Spec(("dup", "linear", "drop")), warns)
 
 
-def test_a_subject_that_leaves_its_motif_alone_does_not_pass() -> None:
-    for same in (copy.deepcopy, fx.symbolic_trace, Optimize(only=("fold_affine",))):
+def test_a_subject_that_leaves_its_motif_or_all_models_alone_does_not_pass() -> None:
+    for same in (
+        lambda model, inputs: copy.deepcopy(model),
+        lambda model, inputs: fx.symbolic_trace(model),
+        Optimize(only=("fold_affine",)),
+    ):
         with pytest.raises(PassError, match="any model of its motif 'linear relu'"):
-            check_pass(lambda model, inputs, same=same: _of(same, model, inputs), "linear relu")
-
-
-def _of(same: Callable[..., nn.Module], model: nn.Module, inputs: Inputs) -> nn.Module:
-    return same(model, inputs) if isinstance(same, Optimize) else same(model)
-
-
-def test_each_program_of_a_motif_must_be_rewritten() -> None:
-    subject = Optimize(only=("fuse_linear_relu",))
-
-    with pytest.raises(PassError, match="motif 'linear tanh'"):
-        check_pass(subject, Motif(("linear relu", "linear tanh")))
-
-
-def test_a_subject_that_leaves_all_models_alone_does_not_pass() -> None:
-    subject = Optimize(only=("fuse_linear_relu",))
-
+            check_pass(same, "linear relu")
+    with pytest.raises(PassError, match="motif 'linear tanh'"):  # each program must be rewritten
+        check_pass(FUSE, Motif(("linear relu", "linear tanh")))
     with pytest.raises(PassError, match="any of 5 models"):
-        check_pass(subject, "linear relu", alphabet=["tanh"], max_examples=5)
-    assert check_pass(subject, "linear relu", max_examples=5) is None
+        check_pass(FUSE, "linear relu", alphabet=["tanh"], max_examples=5)
+    assert check_pass(FUSE, "linear relu", max_examples=5) is None
 
 
 def test_an_unknown_word_is_refused() -> None:
@@ -121,14 +152,13 @@ def test_an_unknown_word_is_refused() -> None:
         check_pass(Optimize(), "xyzzy")
 
 
-def doubled(model: nn.Module, inputs: Inputs) -> nn.Module:
-    candidate = copy.deepcopy(model)
-    for parameter in candidate.parameters():
+def doubled(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
         parameter.data *= 2
-    return candidate
+    return model
 
 
-def retraced(model: nn.Module, inputs: Inputs) -> nn.Module:
+def retraced(model: nn.Module) -> nn.Module:
     traced = fx.symbolic_trace(model)
     for node in traced.graph.find_nodes(op="call_function", target=F.relu):
         node.target = torch.relu
@@ -137,43 +167,21 @@ def retraced(model: nn.Module, inputs: Inputs) -> nn.Module:
 
 
 @pytest.mark.parametrize("entry", ["module", "graph"])
-def test_what_counts_as_a_change(entry: str) -> None:
-    spec = Spec(("linear", "relu_F"), entry=entry)  # type: ignore[arg-type]
+def test_what_counts_as_a_change(entry: Any) -> None:
+    spec = Spec(("linear", "relu_F"), entry=entry)
+    opaque = Spec(("linear_opaque", "mask"))  # cannot be traced, and is told by its modules
     model, inputs = spec.build(), spec.inputs()
-    own = Optimize(only=("fuse_linear_relu",))(model, inputs)
 
-    assert not is_changed(spec, copy.deepcopy(model))
-    assert not is_changed(spec, spec.build(torch.float32))
-    assert is_changed(spec, doubled(model, inputs))
-    assert is_changed(spec, retraced(model, inputs))
-    assert is_changed(spec, nn.Sequential(model))
-    assert is_changed(spec, own)
-    assert not is_changed(spec, Optimize(only=())(model, inputs))
-    assert is_changed(spec, Lower()(model, inputs))
+    for same in (copy.deepcopy(model), spec.build(torch.float32), Optimize(only=())(model, inputs)):
+        assert not is_changed(spec, same)
+    changed = (retraced(model), nn.Sequential(model), FUSE(model, inputs), Lower()(model, inputs))
+    for other in (*changed, doubled(model)):
+        assert is_changed(spec, other)
+    assert not is_changed(opaque, opaque.build())
+    assert is_changed(opaque, nn.Sequential(opaque.build()))
 
 
-def test_a_model_that_cannot_be_traced_is_told_by_its_modules() -> None:
-    spec = Spec(("linear_opaque", "mask"))
-
-    assert not is_changed(spec, spec.build())
-    assert is_changed(spec, nn.Sequential(spec.build()))
-
-
-def test_a_counterexample_to_a_pass_names_where_it_is_from() -> None:
-    with pytest.raises(Counterexample) as caught:
-        check_pass(endless, "neg_torch relu")
-
-    assert f"from {__name__} import endless\n" in str(caught.value)
-    assert "Optimize(level=1, only=(endless,), engines='auto')(model" in str(caught.value)
-
-
-@rewrite(call(torch.neg, name="node"), numerics="exact", phase="simplify")
-def wrong(node: fx.Node) -> fx.Node:
-    """Take a negation for an absolute value."""
-    return insert_function(node, torch.abs, (arg(node, 0),))
-
-
-def test_a_wrong_pass_is_told_with_the_verdict_and_the_test_first() -> None:
+def test_a_wrong_pass_is_told_with_its_place_the_verdict_and_the_test_first() -> None:
     with pytest.raises(Counterexample) as caught:
         check_pass(wrong, "neg_torch relu")
 
@@ -181,6 +189,8 @@ def test_a_wrong_pass_is_told_with_the_verdict_and_the_test_first() -> None:
     program, _, details = rest.partition("\n# ")
     assert verdict.startswith("AssertionError: output 0: values differ by ")
     assert program.startswith("paste-ready test:\n\nimport torch\n")
+    assert f"from {__name__} import wrong\n" in program
+    assert "Optimize(level=1, only=(wrong,), engines='auto')(model" in program
     assert all(line.startswith("# ") for line in details.splitlines()[1:])
     for word in ("Spec(", "first guilty pass: wrong", "first divergent node: ", "expected tensor"):
         assert word not in program

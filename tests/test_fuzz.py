@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import optimizer
-from optimizer.frontend.module import Unchanged
 from optimizer.testing import MOTIFS, Optimize, Spec, assert_equivalent, check_spec, models
 from optimizer.testing._strategies import NOT_RECORDED
 from optimizer.testing._tokens import TOKENS
@@ -37,15 +37,17 @@ PLACES = (
 )
 
 
-def fuzz(property_: Callable[[Spec], None], *, focus: str | None = None, shard: int = 0) -> None:
-    """Try `property_` on as many models as the profile says; other ones in each shard."""
+def fuzz(
+    property_: Callable[[Spec], object], *, count: int = 0, shard: int = 0, **choices: Any
+) -> None:
+    """Try a property on so many models, or as the profile says; other ones in each shard."""
 
-    @given(models(focus=focus))
+    @given(models(**choices))
     def holds(spec: Spec) -> None:
         property_(spec)
 
-    if is_quick():
-        holds = seed(shard)(holds)
+    holds = seed(shard)(holds) if is_quick() else holds
+    holds = settings(max_examples=count)(holds) if count else holds
     holds()
 
 
@@ -129,20 +131,6 @@ def test_any_subset_of_the_passes_keeps_the_answer(shard: int) -> None:
     seed(shard)(holds)()
 
 
-@pytest.mark.parametrize("shard", SHARDS)
-def test_the_answer_holds_at_other_batch_sizes(shard: int) -> None:
-    def holds(spec: Spec) -> None:
-        model = spec.build()
-        candidate = Optimize()(model, spec.inputs())
-        for batch in (1, 5):
-            inputs = spec.inputs(batch=batch)
-            if accepts(spec.build(), inputs):
-                event("another batch size")
-                assert_equivalent(model, candidate, inputs)
-
-    fuzz(holds, shard=shard)
-
-
 def test_the_answer_holds_where_arguments_are_given_by_keyword() -> None:
     def holds(spec: Spec) -> None:
         inputs = dict(zip(spec.argument_names(), spec.inputs(), strict=True))
@@ -159,8 +147,7 @@ def test_optimizing_twice_changes_nothing_more() -> None:
         once = Optimize()(spec.build(), spec.inputs())
         twice = Optimize()(once, spec.inputs())
 
-        left = isinstance(once, Unchanged)  # which is one opaque call the second time
-        assert left or shape_of(twice) == shape_of(once)
+        assert not twice.report.fired
         assert_equivalent(once, twice, spec.inputs(), exact=True)
 
     fuzz(holds)
@@ -224,32 +211,8 @@ def assert_kept(spec: Spec, subject: Optimize, **options: bool | torch.dtype) ->
         event(f"refused: {reason}")
 
 
-def accepts(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bool:
-    try:
-        model(*inputs)
-    except (RuntimeError, ValueError, IndexError):
-        return False
-    return True
-
-
 def code(module: nn.Module) -> str:
     return module.code if isinstance(module, fx.GraphModule) else repr(module)
-
-
-def shape_of(module: nn.Module) -> list[str]:
-    """The graph up to the names of its nodes and modules."""
-    if not isinstance(module, fx.GraphModule):
-        return [repr(module)]
-    order = {node: f"%{index}" for index, node in enumerate(module.graph.nodes)}
-    return [
-        f"{node.op} {described(module, node)} {fx.map_arg((node.args, node.kwargs), order.get)}"
-        for node in module.graph.nodes
-    ]
-
-
-def described(module: fx.GraphModule, node: fx.Node) -> str:
-    is_module = node.op == "call_module"
-    return repr(module.get_submodule(str(node.target)) if is_module else node.target)
 
 
 def test_what_failed_is_kept_where_a_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,18 +32,12 @@ NOT_MET = {
     "an address, or of autograd": {".data_ptr", ".untyped_storage", ".requires_grad_"},
     "needs a GPU": {".cuda"},
     "tried by test_facts on each dtype": {
-        ".cdouble",
-        ".cfloat",
-        ".chalf",
-        ".conj_physical",
-        ".dequantize",
-        ".resolve_conj",
-        ".resolve_neg",
-        ".sum_to_size",
+        ".cdouble", ".cfloat", ".chalf", ".conj_physical", ".dequantize", ".resolve_conj",
+        ".resolve_neg", ".sum_to_size",
     },
     "Python, of which fx records the method": {"F.sigmoid", "F.tanh"},
     "what passes make": {"add_over", "mul_over"},
-}
+}  # fmt: skip
 
 
 def key(value: Any) -> str:

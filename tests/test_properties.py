@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, seed, settings
 from torch import fx, nn
 
 import optimizer
@@ -32,9 +31,8 @@ from optimizer.testing import (
     Spec,
     assert_equivalent,
     check_spec,
-    models,
-    untouched,
 )
+from tests.test_fuzz import fuzz
 
 ROOT = Path(__file__).parents[1]
 PASSES = [each.name for each in optimizer.all_passes()]
@@ -56,13 +54,12 @@ PROPERTIES: dict[str, str] = {
     "any subset of the passes does": "test_fuzz.py test_any_subset_of_the_passes_keeps_the_answer",
     "any order of the passes does": "test_any_order_keeps_the_answer",
     "every front end does": "test_graphs_of_dynamo_keep_the_answer",
-    "other batch sizes": "test_fuzz.py test_the_answer_holds_at_other_batch_sizes",
     "one row, more rows, another rank": "test_later.py test_each_later_call_is_spoiled_and_seen",
     "empty and single dimensions": "test_testing.py "
     "test_every_token_runs_on_every_rank_in_the_shape_that_is_kept_of_it",
     "expanded inputs": "test_expanded_inputs",
-    "other strides than the example's": "test_another_layout_later",
-    "keyword arguments": "test_keyword_arguments",
+    "other strides than the example's": "test_later.py test_each_later_call_is_spoiled_and_seen",
+    "keyword arguments": "test_fuzz.py test_the_answer_holds_where_arguments_are_given_by_keyword",
     # The passes
     "optimizing twice changes nothing more": "test_fuzz.py "
     "test_optimizing_twice_changes_nothing_more",
@@ -91,7 +88,8 @@ PROPERTIES: dict[str, str] = {
     "the inputs are untouched": "test_testing.py "
     "test_a_subject_that_writes_to_its_inputs_is_caught",
     "aliases, statistics, random state": "test_oracles.py test_a_spoiled_candidate_is_seen",
-    "results share no memory with weights": "test_a_written_result_changes_no_later_one",
+    "results share no memory with weights": "test_later.py "
+    "test_each_later_call_is_spoiled_and_seen",
     "a checkpoint can be loaded": "test_its_own_checkpoint_can_be_loaded",
     "copies and pickles": "test_snapshot.py test_a_copy_keeps_the_answer_and_the_report",
     "the same code again": "test_fuzz.py test_optimizing_again_gives_the_same_code",
@@ -106,26 +104,12 @@ PROPERTIES: dict[str, str] = {
 }
 
 
-def each(holds: Callable[[Spec], object], *, count: int | None = None, **choices: object) -> None:
-    """Try a property on as many models as the profile says, or on `count` of them."""
-
-    @given(models(**choices))  # type: ignore[arg-type]
-    def tried(spec: Spec) -> None:
-        with torch.no_grad():
-            holds(spec)
-
-    tried = seed(0)(tried)
-    if count is not None:
-        tried = settings(max_examples=count)(tried)
-    tried()
-
-
 def on_models(**choices: Any) -> Callable[[Callable[[Spec], object]], Callable[[], None]]:
     """Make a property a test that tries it on each of such models."""
 
     def test_of(holds: Callable[[Spec], object]) -> Callable[[], None]:
         def test() -> None:
-            each(holds, **choices)
+            fuzz(torch.no_grad()(holds), **choices)
 
         return test
 
@@ -158,7 +142,7 @@ def test_level_2_keeps_the_answer(dtype: torch.dtype) -> None:
         fast = check_spec(spec, subject, dtype=dtype)
         lowered.append(bool(getattr(fast, "meta", {}).get("lowered")))
 
-    each(holds)
+    fuzz(holds)
 
     assert any(lowered)
 
@@ -172,7 +156,7 @@ def test_float32_is_as_precise_as_the_model(spec: Spec) -> None:
 def test_nans_and_infinities_stay(regime: str) -> None:
     subject = Optimize(only=tuple(name for name in PASSES if name not in NOT_FOR_SPECIALS))
 
-    each(lambda spec: check_spec(spec, subject), regimes=[regime])
+    fuzz(lambda spec: check_spec(spec, subject), regimes=[regime])
 
 
 @on_models(count=80, max_size=8)
@@ -203,7 +187,7 @@ def test_graphs_of_dynamo_keep_the_answer() -> None:
     layers = ("kept_", "py_", "unknown_py_")
     words = [each for each in TOKENS if not each.startswith(layers)]
 
-    each(lambda spec: check_spec(spec, compiled), count=20, alphabet=words)
+    fuzz(lambda spec: check_spec(spec, compiled), count=20, alphabet=words)
 
 
 def test_expanded_inputs() -> None:
@@ -220,23 +204,7 @@ def test_expanded_inputs() -> None:
         alphabet = [token for token in TOKENS if writes_nothing(token)]
 
     assert len(alphabet) > len(TOKENS) / 2
-    each(lambda spec: check_spec(spec, Optimize()), alphabet=alphabet, layouts=["expanded"])
-
-
-@on_models(layouts=["contiguous"])
-def test_another_layout_later(spec: Spec) -> None:
-    candidate = optimized(spec)
-    for layout in ("channels_last", "transposed", "strided"):
-        later = replace(spec, layout=layout)
-        assert_equivalent(spec.build(), candidate, later.inputs())
-
-
-@pytest.mark.filterwarnings("ignore:the model is in training mode")
-@on_models()
-def test_keyword_arguments(spec: Spec) -> None:
-    inputs = dict(zip(spec.argument_names(), spec.inputs(), strict=True))
-    candidate = optimizer.optimize(spec.build(), inputs, check=None, level=1)
-    assert_equivalent(spec.build(), candidate, inputs)
+    fuzz(lambda spec: check_spec(spec, Optimize()), alphabet=alphabet, layouts=["expanded"])
 
 
 @on_models()
@@ -323,7 +291,7 @@ def test_a_wrapped_model_keeps_the_answer() -> None:
         left.append(not isinstance(candidate, fx.GraphModule))
         assert_equivalent(model, candidate, inputs)
 
-    each(holds, entries=["module"])
+    fuzz(holds, entries=["module"])
     assert sum(left) < len(left) / 4
 
 
@@ -381,17 +349,6 @@ def test_rows_can_be_split(spec: Spec) -> None:
 def answers(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     result = module(x.clone())
     return [result] if isinstance(result, torch.Tensor) else list(result)
-
-
-@on_models(alphabet=["linear", "bn", "conv", "relu", "constant", "dup", "add", "scale"])
-def test_a_written_result_changes_no_later_one(spec: Spec) -> None:
-    model, inputs = spec.build(), spec.inputs()
-    candidate = Optimize()(model, inputs)
-    with untouched(model):
-        result = candidate(*(tensor.clone() for tensor in inputs))
-        for tensor in [result] if isinstance(result, torch.Tensor) else []:
-            tensor.mul_(0)
-    assert_equivalent(spec.build(), candidate, inputs)
 
 
 @on_models()

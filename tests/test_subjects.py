@@ -17,6 +17,7 @@ from benchmarks import subjects
 from benchmarks.peers._table import tables
 from benchmarks.subjects import HUNTED, PEER, VARIANT, all_subjects, named, names
 from tests.quality import hunt
+from tests.repository import table
 
 ROOT = Path(__file__).parents[1]
 
@@ -85,18 +86,11 @@ def test_an_unknown_name_is_told_with_those_that_there_are():
         named("nonesuch")
 
 
-@pytest.mark.parametrize(
-    ("line", "ask", "said"),
-    [
-        (
-            "broken = no_such_module:subject",
-            lambda: "broken" in names(VARIANT) and named("broken"),
-            "'broken' of elsewhere cannot be loaded .*uninstall",
-        ),
-        ("fx_fuse = somewhere:subject", all_subjects, "two subjects named 'fx_fuse': rename some"),
-    ],
-    ids=["broken", "twice"],
-)
+@table("line ask said",
+    ("broken = no_such_module:subject", lambda: "broken" in names(VARIANT) and named("broken"),
+     "'broken' of elsewhere cannot be loaded .*uninstall"),
+    ("fx_fuse = somewhere:subject", all_subjects, "two subjects named 'fx_fuse': rename some"),
+)  # fmt: skip
 def test_what_a_package_declares_wrong_names_it(line, ask, said, tmp_path, monkeypatch):
     info = tmp_path / "elsewhere-1.0.dist-info"
     info.mkdir()
@@ -118,7 +112,7 @@ def test_peers_stand_before_ours_and_an_unknown_one_last():
     assert found == ["fx_fuse", "openvino", "optimized-1", "gone"]
 
 
-@pytest.mark.parametrize(("difference", "shown"), [(0.005, True), (0.02, False)])
+@table("difference shown", (0.005, True), (0.02, False))
 def test_a_speed_up_within_a_promised_error_counts(difference, shown):
     """Beyond it the answer is wrong, and has none."""
     cell = {"eager_seconds": [2.0] * 6, "prepared": 1.0, "peak_memory": 1}

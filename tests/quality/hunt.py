@@ -6,7 +6,6 @@ import copy
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,8 @@ class Hunted:
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         subject = named(self.name)
-        with tempfile.TemporaryDirectory() as folder, _quiet():
+        logging.getLogger("torch.onnx").setLevel(logging.CRITICAL)
+        with tempfile.TemporaryDirectory() as folder:
             task = Task(copy.deepcopy(model), inputs, 1, Path(folder))
             made = subject.prepare(task)
         if subject.values_only:
@@ -82,17 +82,6 @@ class _ValuesOnly(nn.Module):
             assert leaf.shape == value.shape, f"expected {leaf.shape}, got {value.shape}"
             leaf.copy_(value)
         return pytree.tree_unflatten(leaves, structure)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def targets() -> list[str]:

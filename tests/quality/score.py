@@ -178,8 +178,8 @@ def score(
     with ThreadPoolExecutor(processes) as threads:
         for name in by:
             survive = []
-            tries = _tried_trusting if name in trusted else _tried_by
-            for each in tries(name, rest, budget, threads):
+            sound = [{}] * len(rest) if name in trusted else _sound(name, rest, budget, threads)
+            for each in threads.map(partial(_try_next_to, name, budget), rest, sound):
                 if each.killed or name == by[-1]:
                     yield each
                 else:
@@ -187,21 +187,13 @@ def score(
             rest = survive
 
 
-def _tried_by(name: str, mutants: Sequence[Mutant], budget: int, pool: Any) -> Iterator[Verdict]:
-    """What one finder says of each mistake, after the package without any."""
+def _sound(name: str, mutants: Sequence[Mutant], budget: int, pool: Any) -> list[Sound]:
+    """What one finder says of the package without a mistake, for each mistake."""
     alike = {_looked_for_with(each, [name]): each for each in mutants}
     ended: Sound = {name: Tried(failure=ENDED)}
     found = pool.map(lambda each: _alone(ended, try_sound, each, [name], budget), alike.values())
     sound = dict(zip(alike, map(_require_sound, alike.values(), found), strict=True))
-    own = [sound[_looked_for_with(each, [name])] for each in mutants]
-    yield from pool.map(partial(_try_next_to, name, budget), mutants, own)
-
-
-def _tried_trusting(
-    name: str, mutants: Sequence[Mutant], budget: int, pool: Any
-) -> Iterator[Verdict]:
-    """What one finder says of each mistake."""
-    yield from pool.map(lambda each: _try_next_to(name, budget, each, {}), mutants)
+    return [sound[_looked_for_with(each, [name])] for each in mutants]
 
 
 def _try_next_to(name: str, budget: int, mutant: Mutant, sound: Sound) -> Verdict:

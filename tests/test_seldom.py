@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 from typing import Any
@@ -145,18 +146,17 @@ def test_the_cost_of_a_factory_is_known() -> None:
 
 class Swallows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        try:
+        positive = False
+        with contextlib.suppress(Exception):
             positive = bool(x.sum() > 0)
-        except Exception:
-            positive = False
         return x + positive
 
 
 def test_a_child_that_swallows_what_cannot_be_recorded_is_called() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Swallows()).eval()
-    fast = optimized(model)
+    model = nn.Sequential(nn.Identity(), Swallows()).eval()
+    fast = optimizer.optimize(model, -ROWS, level=1)  # where it answers as if it had raised
 
-    for x in (-ROWS, ROWS + 9):
+    for x in (-ROWS, ROWS):
         torch.testing.assert_close(fast(x), model(x))
 
 

@@ -1,28 +1,34 @@
-"""Names of a model's own, in the code and the module that are made of it, and what has no name."""
+"""Names of a model's own in the code that is made of it, and values that code cannot write."""
 
 from __future__ import annotations
 
 import collections
 import copy
 import enum
-import io
+import math
+import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer import InputError
+from optimizer import InputError, Refused, toolkit
 from optimizer.frontend.dynamo import GuardedModule
 from optimizer.frontend.module import OptimizedModule, Unchanged
-from tests.single_pass import Forward
+from optimizer.frontend.names import literal
+from optimizer.rewrite.edit import insert_function
+from tests.single_pass import Forward, ForwardOfTwo, function_of, texts
+from tests.test_snapshot import saved_and_loaded
 
 ROWS = torch.linspace(-2, 2, 32).reshape(1, 2, 4, 4)
 LEVELS = pytest.mark.parametrize("level", [1, 2])
+ALL_LEVELS = pytest.mark.parametrize("level", [0, 1, 2])
 
 # Of the results' own API, of the GraphModule that they are, of Python, and of generated code.
 NAMES = (
@@ -56,21 +62,15 @@ class Held(nn.Module):
         return self.last(x)
 
 
-def reloaded(module: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def optimized(model: nn.Module, *args: Any, **options: Any) -> OptimizedModule | Unchanged:
+def optimized(model: nn.Module, *args: Any, **options: Any) -> Any:
     return optimizer.optimize(model, args, tune_seconds=0, engines=(), **options)
 
 
+@torch.no_grad()
 def assert_lives(model: nn.Module, fast: Any, *args: Any) -> None:
     """The result computes what the model does, whatever an owner does to it."""
     expected = model(*args)
-    again = reloaded(fast)
+    again = saved_and_loaded(fast)
     again.load_state_dict(fast.state_dict())
     for each in (fast, copy.copy(fast), copy.deepcopy(fast), again):
         torch.testing.assert_close(each(*args), expected, equal_nan=True)
@@ -78,31 +78,20 @@ def assert_lives(model: nn.Module, fast: Any, *args: Any) -> None:
     assert isinstance(fast.report, optimizer.Report)
 
 
-@LEVELS
+@pytest.mark.parametrize("options", [{"level": 1}, {"level": 2}, {"only": (), "check": None}])
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "layer", "outer", "inner"])
-@torch.no_grad()
-def test_a_model_may_call_its_own_what_it_likes(kind: str, level: int) -> None:
+def test_a_model_may_call_its_own_what_it_likes(kind: str, options: Any) -> None:
     model = Held(kind, *NAMES).eval()
 
-    fast = optimized(model, ROWS, level=level)
+    fast = optimized(model, ROWS, **options)
 
     assert isinstance(fast, OptimizedModule)
-    assert level < 2 or "is not lowered" not in str(fast.report)
+    assert "is not lowered" not in str(fast.report)
     assert_lives(model, fast, ROWS)
-
-
-@LEVELS
-@pytest.mark.parametrize("name", ["report", "class", "self"])
-@torch.no_grad()
-def test_it_may_do_so_where_no_pass_runs_and_nothing_is_checked(name: str, level: int) -> None:
-    model = Held("layer", name).eval()
-
-    assert_lives(model, optimized(model, ROWS, level=level, only=(), check=None), ROWS)
 
 
 @pytest.mark.parametrize("kind", ["parameter", "layer", "inner"])
 @pytest.mark.parametrize("name", ["report", "class", "code", 'a"b'])
-@torch.no_grad()
 def test_what_it_calls_so_can_be_exported_and_optimized_again(name: str, kind: str) -> None:
     model = Held(kind, name).eval()
     fast = optimized(model, ROWS, level=1)
@@ -114,21 +103,7 @@ def test_what_it_calls_so_can_be_exported_and_optimized_again(name: str, kind: s
     torch.testing.assert_close(optimizer.capture(model, ROWS)(ROWS), model(ROWS))
 
 
-class Opaque(Held):
-    """A layer that is called as it is keeps its names; what the model reads of it has others."""
-
-    def __init__(self) -> None:
-        super().__init__("sub", "layer")
-        self.sub = Iterated()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last(self.sub(x) + self.sub["class"](x))
-
-
 class Iterated(nn.ModuleDict):
-    def __init__(self) -> None:
-        super().__init__({"class": nn.Linear(4, 4)})
-
     def forward(self, x: Tensor) -> Tensor:
         scale = 1 if bool((x > 100).any()) else len(self)  # chosen by data
         for layer in self.values():
@@ -136,26 +111,31 @@ class Iterated(nn.ModuleDict):
         return x
 
 
+class Opaque(nn.Module):
+    """What the model reads of its layer has other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sub, self.last = Iterated({"class": nn.Linear(4, 4)}), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.sub(x) + self.sub["class"](x))
+
+
 @LEVELS
-@torch.no_grad()
 def test_a_layer_that_is_called_as_it_is_keeps_its_names(level: int) -> None:
     model = Opaque().eval()
 
     fast = optimized(model, ROWS, level=level)
 
-    assert level == 0 or isinstance(fast, GuardedModule)
+    assert isinstance(fast, GuardedModule)
     assert_lives(model, fast, ROWS)
-
-
-def called_refit() -> nn.Module:
-    """Left as it is: its branch is chosen by data."""
-    text = "m.refit(x) if x.sum() > 100 else m.refit(x) * 2"
-    return Forward(text, refit=nn.Linear(4, 4)).eval()
 
 
 @torch.no_grad()
 def test_a_layer_called_refit_is_not_called_to_refit() -> None:
-    model, other = called_refit(), called_refit()
+    text = "m.refit(x) if x.sum() > 100 else m.refit(x) * 2"
+    model, other = (Forward(text, refit=nn.Linear(4, 4)).eval() for _ in range(2))
     fast = optimized(model, ROWS)
 
     fast.refit(other.state_dict())
@@ -164,56 +144,35 @@ def test_a_layer_called_refit_is_not_called_to_refit() -> None:
     torch.testing.assert_close(fast(ROWS), other(ROWS))
 
 
-class Nan(nn.Module):
-    def forward(self, x: Tensor, nan: Tensor) -> Tensor:
-        return torch.where(nan > 0, float("nan"), x)
-
-
-class Inf(nn.Module):
-    def forward(self, x: Tensor, inf: Tensor) -> Tensor:
-        return x.clamp(max=float("inf")).masked_fill(inf > 0, float("-inf"))
-
-
-class Device(nn.Module):
-    def forward(self, x: Tensor, device: Tensor) -> Tensor:
-        return x.relu().to(torch.device("cpu")) + device
-
-
-class Torch(nn.Module):
-    def forward(self, x: Tensor, torch: Tensor) -> Tensor:
-        return F.gelu(x) + torch
-
-
-class Slice(nn.Module):
-    def forward(self, x: Tensor, slice: Tensor) -> Tensor:  # noqa: A002
-        return x[..., 1:] + slice[..., 1:]
-
-
-class Getattr(nn.Module):
+class Layered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-
-    def forward(self, x: Tensor, getattr: Tensor) -> Any:  # noqa: A002
-        return self.layers(x) + getattr
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 
 
-class Self(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
+def taking(arguments: str, text: str) -> nn.Module:
+    """A model whose forward names its arguments so, and whose class can be pickled."""
+    forward = function_of(f"m, {arguments}", text)
+    kind = type(f"Taking {arguments}", (Layered,), {"forward": forward})
+    globals()[kind.__name__] = kind
+    return kind().eval()
 
-    def forward(this, x: Tensor, self: Tensor) -> Any:  # noqa: N805
-        return this.layer(x) + self
+
+NAMED = {
+    "nan": "torch.where(nan > 0, float('nan'), x)",
+    "inf": "x.clamp(max=float('inf')).masked_fill(inf > 0, float('-inf'))",
+    "device": "x.relu().to(torch.device('cpu')) + device",
+    "torch": "F.gelu(x) + torch",
+    "slice": "x[..., 1:] + slice[..., 1:]",
+    "getattr": "m.layer(x) + getattr",
+    "self": "m.layer(x) + self",
+}
 
 
 @pytest.mark.parametrize(("level", "check"), [(0, "each"), (1, "final"), (2, None)])
-@pytest.mark.parametrize("kind", [Nan, Inf, Device, Torch, Slice, Getattr, Self])
-@torch.no_grad()
-def test_an_argument_may_be_called_as_what_code_names(
-    kind: Callable[[], nn.Module], check: Any, level: int
-) -> None:
-    model, name = kind().eval(), kind.__name__.lower()
+@pytest.mark.parametrize("name", NAMED)
+def test_an_argument_may_be_called_as_what_code_names(name: str, check: Any, level: int) -> None:
+    model = taking(f"x, {name}", NAMED[name])
 
     fast = optimized(model, ROWS, ROWS, level=level, check=check)
 
@@ -222,19 +181,9 @@ def test_an_argument_may_be_called_as_what_code_names(
     assert_lives(model, fast, ROWS, ROWS)
 
 
-class Harmless(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, input: Tensor, nan: float = float("nan")) -> Tensor:  # noqa: A002
-        return F.relu(self.layer(input)) * nan
-
-
 @LEVELS
-@torch.no_grad()
 def test_an_argument_hides_no_name_that_is_not_needed(level: int) -> None:
-    model = Harmless().eval()
+    model = taking("input, nan=math.nan", "F.relu(m.layer(input)) * nan")
 
     fast = optimized(model, ROWS, level=level)
 
@@ -349,3 +298,151 @@ def test_what_is_returned_is_written_down_or_left(case: str, check: Any, level: 
     fast = optimized(model, ROWS, level=level, check=check)
 
     assert repr(fast(ROWS)) == repr(model(ROWS))
+
+
+class Number(float):
+    """One whose repr names a class of its own."""
+
+    def __repr__(self) -> str:
+        return f"Number({float(self)})"
+
+
+class Choice(enum.IntEnum):
+    TWO = 2
+
+
+class Flags(enum.IntFlag):
+    ONE = 1
+    TWO = 2
+
+
+def calling(text: str) -> nn.Module:
+    """Computes an expression of what a linear layer gives, y, and of what is given, x."""
+    function = eval(f"lambda y, x: {text}")
+    return Forward(lambda m, x: function(m.linear(x), x), linear=nn.Linear(8, 8)).eval()
+
+
+CALLS = """
+    y * np.float64(0.5); np.float64(0.5) * y; y * np.float32(0.5) + np.float16(2);
+    np.int64(2) * y - np.uint8(1); y * np.bool_(True); y / np.sqrt(8); y ** np.float64(2);
+    y.sum(np.int64(1)); y.sum(dim=(np.int64(0), np.int64(1))); y[np.int64(0), np.int64(1)];
+    y.reshape([np.int64(4), np.int64(16)]); y[np.int64(0) : np.int64(4) : np.int64(2), ...];
+    torch.add(y, x, alpha=np.float64(0.5)); torch.clamp(y, np.float32(-1), np.float64(math.inf));
+    F.leaky_relu(y, np.float64(0.1)); torch.full((8,), np.float64(0.5)) * y;
+    F.gelu(y, approximate=np.str_("tanh")); F.pad(y, (np.int64(1), 0), value=np.float64(2));
+    F.interpolate(y[None], scale_factor=np.float64(2)); y.reshape(Choice.TWO, -1) * Choice.TWO;
+    y.expand(torch.Size([8, 8])).to(torch.float64); y * math.nan; y.permute(*range(1, -1, -1));
+    y.clamp(max=math.inf).masked_fill(x > 0, -math.inf)
+"""
+UNNAMED = """
+    (y, np.float64(0.5)); (y, {"a": np.int64(2)}); y * np.longdouble(0.5); y * Number(0.5);
+    y.sum(Flags.ONE & Flags.TWO); y * complex(0, math.inf)
+"""
+
+
+@ALL_LEVELS
+@pytest.mark.parametrize("text", texts(CALLS))
+def test_numbers_of_numpy_are_recorded_as_numbers(text: str, level: int) -> None:
+    model, x = calling(text), torch.randn(8, 8)
+    fast = optimizer.optimize(model, x, level=level)
+
+    assert isinstance(fast, fx.GraphModule), fast.report.remarks
+    assert "numpy" not in fast.code
+    torch.testing.assert_close(fast(x), model(x), equal_nan=True)
+
+
+@pytest.mark.parametrize("text", texts(UNNAMED))
+def test_what_code_cannot_name_leaves_the_model_as_it_is(text: str) -> None:
+    model, x = calling(text), torch.randn(8, 8)
+    fast = optimizer.optimize(model, x, check=None)
+    expected, actual = model(x), fast(x)
+
+    assert re.search("code cannot name|it reaches Number", str(fast.report))
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+    for one, other in zip(actual, expected, strict=True) if isinstance(actual, tuple) else ():
+        assert type(one) is type(other)
+
+
+LAYERS = """
+    nn.LeakyReLU(np.float64(0.1)); nn.ELU(np.float32(0.5)); nn.Dropout(np.float64(0.5));
+    nn.Hardtanh(np.float32(-1), np.float64(1)); nn.Upsample(scale_factor=np.float64(2));
+    nn.BatchNorm2d(3, eps=np.float64(1e-3), momentum=np.float32(0.1)); nn.AvgPool2d(np.int64(2));
+    nn.Conv2d(3, 3, 3, stride=(np.int64(1), np.int64(2)), padding=np.int64(1));
+    nn.ConstantPad2d(1, np.float64(0.0)); nn.GELU(np.str_("tanh"))
+"""
+
+
+@ALL_LEVELS
+@pytest.mark.parametrize("layer", texts(LAYERS))
+def test_layers_with_settings_of_numpy(layer: str, level: int) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), eval(layer), nn.Conv2d(3, 3, 1)).eval()
+    x = torch.randn(1, 3, 8, 8)
+    fast = optimizer.optimize(model, x, level=level, disable=["remove_identities"], tune_seconds=0)
+
+    assert isinstance(fast, fx.GraphModule)
+    assert not any("raised" in remark for remark in fast.report.remarks)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_what_is_inserted_is_named_or_refused() -> None:
+    module = optimizer.capture(nn.Sequential(nn.ReLU()), torch.ones(2))
+    (relu,) = toolkit.find(module, F.relu)
+    made = insert_function(relu, torch.mul, (relu.args[0], np.float64(2)))
+
+    assert made.args[1:] == (2.0,)
+    assert type(made.args[1]) is float
+    with pytest.raises(Refused, match="cannot name a Fraction"):
+        insert_function(relu, torch.mul, (relu.args[0], Fraction(1, 2)))
+
+
+def test_literals_keep_their_types_and_signs() -> None:
+    given = [True, 1, 1.0, -0.0, 1j, "text", None, ..., torch.float16, torch.Size([2]), Choice.TWO]
+    found = literal((given, {"key": slice(np.int64(1), None)}))
+
+    assert list(map(repr, found[0])) == list(map(repr, [*given[:-2], (2,), Choice.TWO]))
+    assert found[1] == {"key": slice(1, None)}
+    assert type(found[1]["key"].start) is int
+    with pytest.raises(TypeError, match="cannot name a complex64"):
+        literal(np.complex64(1j))
+
+
+def divides(m: Any, x: Tensor, by: Any) -> Tensor:
+    """By a number that it is given, in whatever."""
+    while isinstance(by, dict | list | tuple):
+        by = by["by"] if isinstance(by, dict) else by[0]
+    return F.relu(m.conv(x)) / by
+
+
+NUMBERS = (0.0, -0.0, 0, False, 1.0, 1, True, math.nan, math.inf)
+WITHIN: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda number: number,
+    "in a tuple": lambda number: (number,),
+    "in a list in a dict": lambda number: {"by": [number]},
+}
+
+
+@ALL_LEVELS
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("number", [0.0, -0.0, 1.0, math.nan])
+@torch.no_grad()
+def test_a_number_is_no_other_that_equals_it(number: Any, within: str, level: int) -> None:
+    model = ForwardOfTwo(divides, conv=nn.Conv2d(3, 4, 3)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    example = (x, WITHIN[within](number))
+
+    fast = optimizer.optimize(model, example, level=level, tune_seconds=0, engines=())
+
+    for other in NUMBERS:
+        expected = model(x, WITHIN[within](other))
+        found = fast(x, WITHIN[within](other))
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    assert level < 2 or "is not lowered" not in str(fast.report)
+
+
+def test_a_pattern_with_a_zero_is_none_of_the_other_zero() -> None:
+    module = optimizer.capture(Forward("(x.relu() + 0.0) * (x.tanh() + -0.0)"), torch.ones(2))
+
+    edited = toolkit.replace_pattern(module, lambda x: x + -0.0, lambda x: x)
+
+    added = [node.args[1] for node in edited.graph.nodes if node.name.startswith("add")]
+    assert repr(added) == "[0.0]"

@@ -22,7 +22,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
-import models
 from optimizer import InputError
 from optimizer._dynamo import backend
 from optimizer.frontend.dynamo import DynamoGraph
@@ -87,16 +86,6 @@ def test_the_entry_point_names_the_backend() -> None:
 
     backends = written["project"]["entry-points"]["torch_dynamo_backends"]
     assert backends == {"optimizer": f"{backend.__module__}:{backend.__name__}"}
-
-
-def test_resnet18_folds(folds: Any) -> None:
-    workload = models.load("resnet18")
-    x = torch.randn(1, 3, 64, 64)
-
-    fast = compiled(workload.module)
-
-    assert_same(workload.module(x), fast(x))
-    assert folds() == [20]
 
 
 def test_a_graph_break_between_optional_and_nested_arguments(folds: Any) -> None:

@@ -243,6 +243,9 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "what it leaves in its input": (Forward("x.add_(1.0)"), Forward("x + 1.0"), "input[0][0]"),
     "a number beside NaN": (NAN, NAN + 1, "relative error"),
     "a NaN for a number": (NAN, NAN.nan_to_num(0.5), "inf"),
+    "a one for a zero": (torch.zeros(2), torch.tensor([1.0, 0.0]), "relative error"),
+    "the last bit of a large number": (torch.tensor([2**53]), torch.tensor([2**53 + 1]), "error"),
+    "a finite value beside an infinity": (NAN, NAN * 1.25, "relative error 0.25"),
     "the sign of an infinity": (NAN, torch.where(NAN.isinf(), -NAN, NAN), "inf"),
 }
 

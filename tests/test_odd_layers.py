@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,39 +13,31 @@ from optimizer.testing import randomize
 from tests.single_pass import Forward
 
 
-def as_buffer(layer: nn.Module, name: str) -> None:
-    value = getattr(layer, name).detach().clone()
-    delattr(layer, name)
-    layer.register_buffer(name, value)
-
-
 def as_plain_tensor(layer: nn.Module, name: str) -> None:
     value = getattr(layer, name).detach().clone()
     delattr(layer, name)
     setattr(layer, name, value)
 
 
-PAIRS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
-    "linears": lambda: (nn.Linear(4, 4), nn.BatchNorm1d(4)),
-    "linears after": lambda: (nn.BatchNorm1d(4), nn.Linear(4, 4)),
-    "convolutions": lambda: (nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)),
-    "padded": lambda: (nn.ZeroPad2d(1), nn.Conv2d(4, 4, 3)),
-    "pooled": lambda: (nn.Conv2d(4, 4, 1), nn.AvgPool2d(4)),
-    "activated": lambda: (nn.Linear(4, 4), nn.ReLU()),
-}
+def as_buffer(layer: nn.Module, name: str) -> None:
+    as_plain_tensor(layer, name)
+    layer.register_buffer(name, vars(layer).pop(name))
+
+
+LINEARS, AFTER = "nn.Linear(4, 4), nn.BatchNorm1d(4)", "nn.BatchNorm1d(4), nn.Linear(4, 4)"
 ROW, ROWS, IMAGE = torch.ones(3, 4), torch.ones(3, 4, 5), torch.ones(2, 4, 8, 8)
 # The pair, which of the two is odd, its tensors, an input, and the pass that takes the pair.
 ODD = [
     (pair, place, name, x, by)
     for pair, place, names, x, by in (
-        ("linears", 0, "weight bias", ROW, "fold_affine"),
-        ("linears", 1, "weight bias running_mean running_var", ROW, "fold_affine"),
-        ("linears after", 0, "running_var", ROW, "fold_affine_forward"),
-        ("linears after", 1, "weight bias", ROW, "fold_affine_forward"),
-        ("convolutions", 0, "weight bias", ROWS, "fold_affine"),
-        ("padded", 1, "weight bias", IMAGE, "fold_padding"),
-        ("pooled", 0, "weight", IMAGE, "sink_convolutions"),
-        ("activated", 0, "weight bias", ROW, "fuse_linear_relu"),
+        (LINEARS, 0, "weight bias", ROW, "fold_affine"),
+        (LINEARS, 1, "weight bias running_mean running_var", ROW, "fold_affine"),
+        (AFTER, 0, "running_var", ROW, "fold_affine_forward"),
+        (AFTER, 1, "weight bias", ROW, "fold_affine_forward"),
+        ("nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)", 0, "weight bias", ROWS, "fold_affine"),
+        ("nn.ZeroPad2d(1), nn.Conv2d(4, 4, 3)", 1, "weight bias", IMAGE, "fold_padding"),
+        ("nn.Conv2d(4, 4, 1), nn.AvgPool2d(4)", 0, "weight", IMAGE, "sink_convolutions"),
+        ("nn.Linear(4, 4), nn.ReLU()", 0, "weight bias", ROW, "fuse_linear_relu"),
     )
     for name in names.split()
 ]
@@ -55,7 +46,7 @@ each_odd = pytest.mark.parametrize(("pair", "place", "name", "x", "by"), ODD)
 
 def made(pair: str, place: int, name: str, change: Any) -> nn.Module:
     """A model of two pairs, of which one has an odd layer."""
-    odd, usual = (nn.Sequential(*PAIRS[pair]()) for _ in range(2))
+    odd, usual = (nn.Sequential(*eval(pair)) for _ in range(2))
     model = Forward(lambda m, x: (m.odd(x), m.usual(x)), odd=odd, usual=usual)
     randomize(model.eval().double())
     change(model.get_submodule(f"odd.{place}"), name)
@@ -91,7 +82,7 @@ def test_a_tensor_that_a_layer_lacks(pair: str, place: int, name: str, x: Tensor
 
 
 def test_a_buffer_in_the_place_of_a_weight_is_moved_with_the_result() -> None:
-    model = made("activated", 0, "weight", as_buffer)
+    model = made("nn.Linear(4, 4), nn.ReLU()", 0, "weight", as_buffer)
     fast = optimizer.optimize(model, ROW.double(), level=1)
 
     assert {tensor.dtype for tensor in fast.float().state_dict().values()} == {torch.float32}

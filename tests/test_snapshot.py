@@ -467,9 +467,10 @@ def test_load_state_dict_takes_its_own_checkpoint(kind: Any) -> None:
     assert torch.equal(call(fast), call(other))
 
 
+@pytest.mark.parametrize("kind", [Tied, Branching])
 @pytest.mark.parametrize("checkpoint", [{}, {"other": X}, 3])
-def test_refit_refuses_another_models_checkpoint(checkpoint: Any) -> None:
-    _, fast, _ = of_two(Tied)
+def test_refit_refuses_another_models_checkpoint(kind: Any, checkpoint: Any) -> None:
+    _, fast, _ = of_two(kind)
     before = call(fast)
 
     with pytest.raises(InputError, match="pass a checkpoint of the original model: "):

@@ -18,7 +18,7 @@ from optimizer.lowering.plan import Plan
 from optimizer.lowering.precision import Precision
 from optimizer.lowering.trace import StraightLine, straight_line
 from tests.level_2 import Then, image, lowered, offer, plan_of
-from tests.single_pass import function_of
+from tests.single_pass import function_of, texts
 
 Program = Callable[..., Any]
 
@@ -286,3 +286,44 @@ def test_what_is_written_is_in_no_region() -> None:
 
     assert {"relu", "copy_", "slice"} <= aliased
     assert "mean" not in aliased
+
+
+# Calls that give back what they are given are left out.
+IDLE = """
+    F.dropout(x.relu(), 0.5, False).exp(); F.dropout(x.relu(), training=False).exp();
+    torch.dropout(x.relu(), 0.5, False).exp(); F.pad(x.relu(), (0, 0, 0, 0)).exp();
+    F.pad(input=x.relu(), pad=[0, 0]).exp(); F.pad(x, (0, 0)).exp();
+    F.pad(F.dropout(x, training=False), (0, 0)).exp();
+    torch.cat([torch.tensor([]), x.relu()], -1).exp(); torch.cat([x, x[:, :0]], -1).exp();
+    F.pad(x.relu(), (0, 0)).view(3, 2).exp()
+"""
+# The memory of what is gone is given to others, and so may be that of the padding.
+EIGHT_TIMES = "\n for _ in range(8): x = F.pad(x.exp(), (0, 0)).sin()\n return x"
+PADDED_COPY = "y = x.relu(); p = F.pad(y, (0, 0)); p.add_(1); return y.exp(), p.exp()"
+AT_WORK = """
+    F.pad(x, (0, 1)).exp(); F.pad(x, (0, -1)).exp(); F.pad(x, (1, -1)).exp();
+    x.t().contiguous().exp(); x.clone(); F.pad(x, (0, 0)); F.pad(x, (0, 0)).view(3, 2);
+    torch.cat([x, x[:, :1]], -1).exp(); torch.cat([x, x]).exp();
+    torch.cat([x, x.double()[:0]]).exp(); (y := x.relu(), F.pad(y, (0, 0)))
+"""
+
+
+def copies_in(line: StraightLine) -> list[str]:
+    return [name for name in called(line) if name in ("pad", "cat", "clone", "contiguous")]
+
+
+@pytest.mark.parametrize("text", [*texts(IDLE), EIGHT_TIMES, PADDED_COPY])
+def test_what_does_nothing_is_left_out(text: str) -> None:
+    line, (x,) = recorded(text), given(text, 0)
+
+    assert copies_in(line) == []
+    assert all(map(torch.equal, line.module(x), tensors_in(program_of(text)(x))))
+
+
+@pytest.mark.parametrize("text", texts(AT_WORK))
+def test_what_makes_new_values_or_new_memory_stays(text: str) -> None:
+    line, (x,) = recorded(text), given(text, 0)
+    outputs = line.module(x)
+
+    assert len(copies_in(line)) == 1
+    assert len({tensor.data_ptr() for tensor in (x, *outputs)}) == 1 + len(outputs)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import models
 import optimizer
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
@@ -40,19 +39,6 @@ def assert_same(expected: Any, actual: Any) -> None:
 
 # torch's own pickling and decompositions use what torch has deprecated.
 leaf_spec = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-
-
-@leaf_spec
-def test_batchnorms_of_an_exported_program_fold() -> None:
-    workload = models.load("resnet18")
-    program = torch.export.export(workload.module, workload.example_inputs)
-    core = program.run_decompositions()
-
-    for each in (program, core):
-        fast = optimizer.optimize(each, level=1)
-
-        assert fast.report.counts()["fold_affine"] == 20
-        optimizer.check(workload.module, fast, workload.example_inputs)
 
 
 def test_an_exported_program_keeps_its_dynamic_sizes_and_its_buffers() -> None:

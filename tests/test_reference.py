@@ -15,7 +15,7 @@ from optimizer import CaptureError, EquivalenceError, OptimizerWarning
 from optimizer.testing import untouched
 from optimizer.toolkit import call, insert_function, rewrite
 from tests.level_2 import Then
-from tests.single_pass import Forward, rows
+from tests.single_pass import Forward, function_of, rows, texts
 
 X = torch.linspace(-2, 2, 12).view(3, 4)
 LEVELS = (0, 1, 2)
@@ -150,34 +150,26 @@ def test_a_hook_runs_on_copies_alone(capsys: pytest.CaptureFixture[str]) -> None
     assert met == []
 
 
-def folded_then(function: Callable[[Tensor], Any]) -> nn.Module:
+def folded_then(text: str) -> nn.Module:
     """A convolution and a norm, which fold, and what follows."""
-    return randomize(
-        Then(function, nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)))
-    )
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+    return randomize(Then(function_of("y", text), nn.Sequential(*layers)))
 
 
-OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
-    "sparse": lambda y: y.to_sparse(),
-    "compressed rows": lambda y: y[0, 0].to_sparse_csr(),
-    "quantized": lambda y: torch.quantize_per_tensor(y, 0.1, 0, torch.quint8),
-    "oneDNN's": lambda y: y.to_mkldnn(),
-    "complex": torch.fft.fft,
-    "a conjugate": lambda y: torch.fft.fft(y.double()).conj(),
-    "a number of numpy": lambda y: y.sum().detach().numpy(),
-    "an array": lambda y: y.detach().numpy(),
-    "a number": lambda y: (y, y.sum().item()),
-    "NaN": lambda y: (y, float("nan")),
-}
+OUTPUTS = """
+    y.to_sparse(); y[0, 0].to_sparse_csr(); torch.quantize_per_tensor(y, 0.1, 0, torch.quint8);
+    y.to_mkldnn(); torch.fft.fft(y); torch.fft.fft(y.double()).conj(); y.sum().detach().numpy();
+    y.detach().numpy(); (y, y.sum().item()); (y, math.nan)
+"""
 
 
 @pytest.mark.filterwarnings("ignore:.*(beta|prototype|deprecated)")
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("text", texts(OUTPUTS))
 def test_outputs_that_are_no_float_tensors_are_compared(
-    name: str, level: int, last_candidate_wins: None
+    text: str, level: int, last_candidate_wins: None
 ) -> None:
-    model, image = folded_then(OUTPUTS[name]), torch.linspace(-1, 1, 216).view(2, 3, 6, 6)
+    model, image = folded_then(text), torch.linspace(-1, 1, 216).view(2, 3, 6, 6)
 
     fast = optimizer.optimize(model, image, level=level, engines=())
     optimizer.check(model, fast, image)
@@ -245,25 +237,17 @@ def test_large_integers_are_compared_as_they_are(wrong: int) -> None:
         optimizer.check(right, other, X)
 
 
-CHOICES: dict[str, Callable[[Tensor], Any]] = {
-    "argmax": lambda y: y.argmax(1),
-    "argmax, kept and cast": lambda y: y.argmax(1, keepdim=True).int(),
-    "max": lambda y: y.max(1),
-    "sort": lambda y: y.flatten(1).sort(1),
-    "topk": lambda y: y.flatten(2).topk(9, 2),
-    "a mask": lambda y: y > 0.1,
-    "a mask of two": lambda y: y[:, :1] >= y[:, 1:],
-    "bytes": lambda y: (y * 40 + 128).round().clamp(0, 255).to(torch.uint8),
-    "integers": lambda y: (y * 100).long(),
-    "rounded": lambda y: (y * 100).round(),
-    "the place of the largest": lambda y: (y, y.argmax().item()),
-}
+CHOICES = """
+    y.argmax(1); y.argmax(1, keepdim=True).int(); y.max(1); y.flatten(1).sort(1);
+    y.flatten(2).topk(9, 2); y > 0.1; y[:, :1] >= y[:, 1:]; (y * 100).long(); (y * 100).round();
+    (y * 40 + 128).round().clamp(0, 255).to(torch.uint8); (y, y.argmax().item())
+"""
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_what_rounding_chooses_is_no_difference_and_another_choice_is(name: str) -> None:
+@pytest.mark.parametrize("text", texts(CHOICES))
+def test_what_rounding_chooses_is_no_difference_and_another_choice_is(text: str) -> None:
     pixels = torch.randn(4, 3, 512, 512, generator=torch.Generator().manual_seed(0))
-    model, other = (folded_then(CHOICES[name]) for _ in range(2))
+    model, other = (folded_then(text) for _ in range(2))
     other.layer[1].weight.data[0] *= 1.01
 
     fast = optimizer.optimize(model, pixels, level=1)

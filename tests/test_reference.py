@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import optimizer
+from models._torchvision_import import import_torchvision
 from optimizer import CaptureError, EquivalenceError, OptimizerWarning
 from optimizer.testing import untouched
 from optimizer.toolkit import call, insert_function, rewrite
@@ -116,6 +117,20 @@ def test_check_refuses_a_model_whose_copy_is_another() -> None:
         optimizer.check(model, wrong, X)
 
 
+def test_a_graph_of_torchvision_whose_copies_train() -> None:
+    """Source: torchvision issue 8634, pytorch issue 82598."""
+    import_torchvision()
+    from torchvision.models import resnet18
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    model = create_feature_extractor(randomize(resnet18(weights=None)), {"layer1": "y"}).eval()
+    image = torch.linspace(-1, 1, 3 * 32 * 32).view(1, 3, 32, 32)
+    fast = optimizer.optimize(model, image, level=1)
+
+    assert fast.report.counts()["fold_affine"] > 0
+    torch.testing.assert_close(fast(image)["y"], model(image)["y"])
+
+
 def noted() -> nn.Module:
     model = Forward("m.notes.append(x.shape); return m.block(x)", block=Block())
     model.notes = []
@@ -148,6 +163,24 @@ def test_a_hook_runs_on_copies_alone(capsys: pytest.CaptureFixture[str]) -> None
     assert printed
     assert str(id(model.norm)) not in printed
     assert met == []
+
+
+def test_the_snapshot_counts_where_the_weights_change_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = randomize(Block())
+    before, snapshot = model(X), vars(optimizer._optimize)["snapshot"]
+
+    def trained(given: nn.Module) -> Any:
+        found = snapshot(given)
+        given.layer.weight.data.mul_(3.0)  # by another thread
+        return found
+
+    monkeypatch.setattr(optimizer._optimize, "snapshot", trained)
+    fast = optimizer.optimize(model, X, level=1)
+
+    torch.testing.assert_close(fast(X), before)
+    assert fast.report.counts()["fold_affine"] > 0
 
 
 def folded_then(text: str) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -158,14 +159,16 @@ class Run:
                 self.remarks.append(str(failure))
                 warnings.warn(f"{failure}. Please report it with this model.", OptimizerWarning, 3)
             except (CaptureError, Refused) as error:
-                if self.call is not None and self.expected is None:
-                    self.expected = self._reference()  # was it the inputs?
-                guarded = self._by_dynamo(str(error))
-                if not isinstance(guarded, str):
-                    return guarded
-                self.remarks.append(f"left as it is: {guarded}")
-                self.front_end = ""
-                return Unchanged(self.model, self._report(), owns=self.is_snapshot)
+                reason = str(error)
+                break  # while the error is there, it holds what was captured, with the weights
+        if self.call is not None and self.expected is None:
+            self.expected = self._reference()  # was it the inputs?
+        guarded = self._by_dynamo(reason)
+        if not isinstance(guarded, str):
+            return guarded
+        self.remarks.append(f"left as it is: {guarded}")
+        self.front_end = ""
+        return Unchanged(self.model, self._report(), owns=self.is_snapshot)
 
     def _or_by_dynamo(self, optimized: OptimizedModule) -> OptimizedModule | GuardedModule:
         """Return the module, or the graphs that Dynamo finds if they alone can be lowered."""
@@ -178,6 +181,7 @@ class Run:
         """Return the graphs that Dynamo finds, or the reason why not."""
         if not (self.call and self.is_snapshot and self.expected and self.front_end == SYMBOLIC):
             return reason
+        gc.collect(0)  # what a recording that failed left: it holds the weights
         copied, _ = snapshot(self.model)
         options = self._options() | {"check": self.check}
         remarks = (*self.remarks, f"recorded by Dynamo: {reason}")

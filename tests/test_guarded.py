@@ -24,6 +24,7 @@ import optimizer
 from optimizer import GuardedModule, InputError
 from optimizer.frontend.module import Unchanged
 from optimizer.lowering.choose import Times
+from tests.conftest import address
 from tests.single_pass import Forward, function_of, rows
 from tests.test_programs import ROWS, Asking, Model, assert_equal
 
@@ -74,6 +75,16 @@ def test_nothing_is_recorded_twice_for_calls_like_the_example() -> None:
     for x, graphs in ((ROWS, 1), (ROWS + 1, 1), (ROWS[:2], 2)):
         fast(x)
         assert recordings(fast) == graphs
+
+
+@torch.no_grad()
+def test_weights_stay_the_models_until_one_is_written() -> None:
+    """The error of the recording that failed held them too, so that all were copied at once."""
+    model = running("m.norm(m.linear(x)) * len(x)", Model)
+    fast = optimizer.optimize(model, ROWS, level=1, **FAST)
+
+    assert isinstance(fast, GuardedModule), fast.report
+    assert set(map(address, fast.parameters())) == set(map(address, model.parameters()))
 
 
 @pytest.mark.parametrize("check", ["each", None])

@@ -23,17 +23,11 @@ from optimizer.verify.equivalence import Answer, compare_answers, relative_error
 
 
 class Key(NamedTuple):
-    """The properties of a call that a plan is for.
+    """The properties of a call that a plan is for."""
 
-    Attributes:
-        what: the mode of the module, the structure of the arguments, and each tensor's geometry.
-        devices: where the tensors are.
-        settings: what besides kernels are chosen by.
-    """
-
-    what: Hashable
+    what: Hashable  # the module's mode, the structure of the arguments, each tensor's geometry
     devices: tuple[torch.device, ...]
-    settings: Hashable
+    settings: Hashable  # what besides kernels are chosen by
 
 
 def signature_of(

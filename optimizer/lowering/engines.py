@@ -188,7 +188,7 @@ class OpenVino:
                 request.set_input_tensor(place, shared(tensor))
             for place, tensor in enumerate(outputs):
                 request.set_output_tensor(place, shared(tensor))
-            request.infer()
+            request.infer(share_outputs=True)  # or it copies them once more
             idle.append(request)
             return outputs
 

@@ -479,16 +479,19 @@ class TestWhichAreOffered:
         assert level_2.chosen(fast) == [title()]
 
 
-@pytest.mark.parametrize(("seconds", "tried"), [(0.2, 1), (0.48, 2), (0.9, 2)])
-def test_what_an_engine_clearly_wins_needs_no_other_candidate(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, tried: int
+@pytest.mark.parametrize(
+    ("seconds", "budget", "tried"),
+    [(0.2, 1.0, 1), (0.42, 1.0, 2), (0.42, 1e-9, 1), (0.48, 1e-9, 2), (0.9, 1.0, 2)],
+)
+def test_what_an_engine_wins_by_far_or_clearly_when_time_is_up_needs_no_other_candidate(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, budget: float, tried: int
 ) -> None:
     def run(self: Times, name: str, program: Any, inputs: Any) -> Any:
         self.seconds[name].append(seconds if name == title() else 0.5)
         return program(*inputs)
 
     monkeypatch.setattr(Times, "call", run)
-    [choice] = lowered(Then(F.relu), image()).report.choices
+    [choice] = lowered(Then(F.relu), image(), tune_seconds=budget).report.choices
 
     assert len(choice.seconds) == 1 + tried
 

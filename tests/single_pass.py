@@ -23,9 +23,9 @@ EXACT = {each.name for each in optimizer.all_passes() if each.numerics == "exact
 Outcome: TypeAlias = int | list[Any] | tuple[Any, ...] | str
 
 
-def function_of(arguments: str, text: Any) -> Callable[..., Any]:
-    """What computes an expression, or runs statements that return something."""
-    names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "math": math}
+def function_of(arguments: str, text: Any, **more: Any) -> Callable[..., Any]:
+    """What computes an expression, or runs statements that return something, of `more` names."""
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "math": math} | more
     exec(f"def function({arguments}): {text if 'return ' in text else f'return {text}'}", names)
     return names["function"]  # type: ignore[no-any-return]
 

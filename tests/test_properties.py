@@ -94,12 +94,12 @@ PROPERTIES: dict[str, str] = {
     "copies and pickles": "test_snapshot.py test_a_copy_keeps_the_answer_and_the_report",
     "the same code again": "test_fuzz.py test_optimizing_again_gives_the_same_code",
     "the same code in another process": "test_another_process_gives_the_same_code",
-    "the random state": "test_trap_catalogue.py test_a_trap_is_answered_as_eager_answers",
+    "the random state": "test_traps.py test_a_trap_is_answered_as_eager_answers",
     "training mode": "test_errors.py test_a_training_mode_model_is_optimized_with_one_warning",
     "hooks": "test_oracles.py test_a_lost_hook_is_seen",
     "gradients": "test_later.py test_each_later_call_is_spoiled_and_seen",
     "inference mode": "test_inference_mode",
-    "autocast": "test_trap_claims.py test_autocast_around_the_result_gives_the_dtype_of_the_model",
+    "autocast": "test_traps.py test_autocast_around_the_result_gives_the_dtype_of_the_model",
     "two threads": "test_lifecycle.py test_models_can_be_optimized_from_threads_while_others_run",
 }
 

@@ -1,1 +1,0 @@
-"""Ninety-five ways to get a graph rewrite wrong, each a model here or a test elsewhere."""

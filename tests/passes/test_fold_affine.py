@@ -296,6 +296,9 @@ BEHIND: dict[Any, str] = {
     both("(m.conv.weight.mul_(2), m.bn(m.conv(x)))[1]");
     over("(c.add_(1), y * c)[1]", conv(), 4, 1, 1)
     """,
+    (IMAGE, "BatchNorm tracks no running statistics and uses the batch's"): """
+    conv(), norm(2, track_running_stats=False)
+    """,
     (IMAGE, OVERFLOW): 'over("y / 0", conv(), 1)',
     (IMAGE, "the folded bias overflows"): 'over("y + math.inf", conv(), 1)',
     ((2, 5, 3), MIXES): 'over("y.flatten(1) * 2", nn.Linear(3, 4), 1)',

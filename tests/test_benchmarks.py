@@ -6,6 +6,7 @@ import ast
 import gc
 import hashlib
 import importlib
+import importlib.metadata
 import inspect
 import itertools
 import math
@@ -107,6 +108,9 @@ def test_the_suite_lists_every_benchmark_once():
     assert sorted(BENCHMARKS) == sorted(names)
     assert BENCHMARKS["graph.Rewrites.track_refused"].less_is_better is None
     assert BENCHMARKS["graph.Rewrites.track_fired"].less_is_better is False
+    measured = {*BENCHMARKS["cpu.Paired.track_relative_latency"]._params[0]}
+    assert {*models.names("torchvision"), *models.names("seeds")} <= {*SUBJECTS.MODELS}
+    assert {*SUBJECTS.LIBRARIES["timm"], *SUBJECTS.LIBRARIES["transformers"]} < measured
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -115,19 +119,11 @@ def test_a_benchmark_has_a_version_distinct_parameters_and_a_better_direction(na
     values = [value for axis in benchmark._params for value in axis]
     axes = dict(zip(benchmark.param_names, benchmark._params, strict=True))
 
-    assert all(isinstance(value, str) for value in values)
-    assert len(values) == len(set(values))
+    assert [*map(str, dict.fromkeys(values))] == values
     assert set(axes.get("model", [])) <= set(models.names())
     assert benchmark.version.isdigit()
     assert benchmark.timeout >= 60
     assert benchmark.type == "time" or benchmark.less_is_better in (True, False, None)
-
-
-def test_every_model_of_the_libraries_and_every_seed_is_measured():
-    measured = {*BENCHMARKS["cpu.Paired.track_relative_latency"]._params[0]}
-    assert {*models.names("torchvision"), *models.names("seeds")} <= {*SUBJECTS.MODELS}
-    for library in ("timm", "transformers"):
-        assert {*SUBJECTS.LIBRARIES[library]} < measured
 
 
 def test_each_forward_benchmark_runs_on_the_cpu():
@@ -181,33 +177,31 @@ def test_the_graphs_are_counted(tmp_path):
         assert counts["error", engine] <= 16
 
 
-def test_only_what_is_asked_for_is_counted_and_only_once(tmp_path, monkeypatch):
-    asked, build = [], COUNTED.built
-    monkeypatch.setattr(COUNTED, "built", lambda *of: asked.append(of[0]) or build(*of))
-    monkeypatch.chdir(tmp_path)  # where asv runs it
-    cache = importlib.import_module("benchmarks.graph").setup_cache()
-    for name in (NODES, "graph.Work.track_flops"):
-        assert one(name, SMALL, "eager", cache=cache) > 0
+@pytest.mark.parametrize("failure", [None, NotImplementedError, ValueError])
+def test_only_what_is_asked_for_is_counted_and_once_also_where_it_fails(
+    failure, tmp_path, monkeypatch
+):
+    asked, rewriter = [], COUNTED.rewriter
 
-    assert asked == [SMALL]
-    kept = {f"{SMALL} in float64.pickle", f"{SMALL}, eager.pickle"}
-    assert {file.name for file in tmp_path.iterdir()} == kept
-
-
-@pytest.mark.parametrize("failure", [NotImplementedError, ValueError])
-def test_a_model_that_cannot_be_optimized_fails_alone_and_once(failure, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(COUNTED, "rewriter", lambda variant, timed: asked.append(1) or fail)
+    def rewriting(variant, timed):
+        asked.append(variant)
+        return fail if failure else rewriter(variant, timed=timed)
 
     def fail(*_):
         raise failure("no such thing")
 
-    is_na = failure is NotImplementedError
-    for _ in range(2):  # what the first one raised is kept for the second
-        with nullcontext() if is_na else pytest.raises(RuntimeError, match="no such thing"):
-            assert one(NODES, SMALL, "optimized-1", cache=tmp_path) is None
-    assert asked == [1]
-    assert one(NODES, SMALL, "eager", cache=tmp_path) > 0
+    monkeypatch.setattr(COUNTED, "rewriter", rewriting)
+    monkeypatch.chdir(tmp_path)  # where asv runs it
+    cache = importlib.import_module("benchmarks.graph").setup_cache()
+    for name in (NODES, "graph.Work.track_flops"):  # what the first one raised is kept
+        is_wrong = failure is ValueError
+        with pytest.raises(RuntimeError, match="no such thing") if is_wrong else nullcontext():
+            assert (one(name, SMALL, "optimized-1", cache=cache) is None) is bool(failure)
+
+    assert len(asked) == 1
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names - {f"{SMALL} in float64.pickle"} == {f"{SMALL}, optimized-1.pickle"}
+    assert one(NODES, SMALL, "eager", cache=cache) > 0
 
 
 def test_what_a_process_did_not_finish_to_write_is_not_read(tmp_path, monkeypatch):
@@ -232,7 +226,7 @@ def test_an_error_is_relative_to_the_largest_value_of_the_same_in_float64():
     assert ERROR.error_bound(actual, exact) == 2**23 / 4
 
 
-@pytest.mark.parametrize(("steps", "bound"), [(0, 1), (0.4, 1), (1, 1), (1.1, 2), (3, 4), (4, 4)])
+@table("steps bound", (0, 1), (0.4, 1), (1.1, 2), (4, 4))
 def test_an_error_is_rounded_up_to_a_power_of_two(steps, bound):
     exact = torch.tensor([1.0, 0.0], dtype=torch.float64)
     actual = torch.tensor([1.0, steps * 2.0**-23], dtype=torch.float64)
@@ -303,10 +297,6 @@ def test_an_old_commit_counts_live_bytes_apart(monkeypatch, tmp_path):
     assert one("graph.Work.track_live_bytes", SMALL, "eager", cache=tmp_path) == 4
 
 
-def test_where_fuse_fails_it_is_not_available():
-    assert one("cpu.Latency.time_forward", "masked_assign", "fx_fuse") is None
-
-
 def rewrite(variant, **options):
     return lambda: SUBJECTS.rewriter(variant, **options)(torch.nn.ReLU(), torch.ones(2))
 
@@ -329,6 +319,7 @@ OLD, NAN, ONE = lambda module, inputs, level, check: module, torch.tensor(math.n
     (lambda: SUBJECTS.built("repvgg_a0", "cpu"), NO_TIMM, NA, "timm is not installed: run pip"),
     (rewrite("optimized-2", timed=False), optimize_is(OLD), NA, "without timing"),
     (rewrite("optimized-1"), optimize_is(lambda *_, **__: int("one")), ValueError, "literal"),
+    (lambda: SUBJECTS.forward("masked_assign", "fx_fuse", "cpu"), NOTHING, NA, "fuse"),
     (OPENVINO, NO_ENGINE, NA, "openvino"),
     (OPENVINO, optimize_is(only_level_1), NA, "no engines"),
     (lambda: ERROR.in_float64(ONLY_32, [ONE]), NOTHING, NA, "float64"),
@@ -371,21 +362,17 @@ def plugin(monkeypatch):
     return importlib.import_module("benchmarks.plugins.hostoverlay")
 
 
-OWN, STRANGE = "/project/optimizer/__init__.py", "/elsewhere/models/__init__.py"
-HIDDEN = pytest.raises(util.UserError, match=f"'models' would be imported from {STRANGE}")
+STRANGE = "/elsewhere/models/__init__.py"
 
 
-@pytest.mark.parametrize(
-    ("origins", "expected"),
-    [((OWN, OWN), NOTHING), (("", ""), NOTHING), ((OWN, STRANGE), HIDDEN)],
-    ids=["of the commit", "absent", "hidden by a stranger"],
-)
-def test_only_packages_of_the_commit_are_measured(plugin, origins, expected, monkeypatch):
+@table("models is_refused", ("/project/models/__init__.py", False), ("", False), (STRANGE, True))
+def test_only_packages_of_the_commit_are_measured(plugin, models, is_refused, monkeypatch):
     environment = object.__new__(plugin.HostOverlay)
     environment._path, environment._build_root = "/", "/project"
-    said = "".join(f"{origin}\n" for origin in origins)
+    said = f"/project/optimizer/__init__.py\n{models}\n"
     monkeypatch.setattr(plugin.HostOverlay, "run", lambda *call, **more: said)
-    with expected:
+    refused = pytest.raises(util.UserError, match=f"'models' would be imported from {STRANGE}")
+    with refused if is_refused else nullcontext():
         environment._refuse_a_stranger()
 
 
@@ -434,19 +421,14 @@ def test_a_machine_is_named_by_processor_cores_and_gpu(
 
 
 def test_versions_of_what_is_measured_with_share_no_series(plugin, monkeypatch):
-    assert dict(plugin._versions())["torch"].startswith(torch.__version__.partition("+")[0])
     conf = Config.load(str(SUITE.parent / "asv.conf.json"))
-    for version in ("2.13.0", "2.15.0"):
-        monkeypatch.setattr(plugin, "_versions", lambda version=version: [("torch", version)])
-        found = plugin.HostOverlay(conf, "3.11", {}, {("nobuild", "OMP_NUM_THREADS"): "1"})
-        assert found.name == f"hostoverlay-py3.11-torch{version}-OMP_NUM_THREADS1"
-        assert found.requirements == {"torch": version}  # a parameter of asv's charts
-
-
-def test_what_is_absent_is_told_as_well(plugin, monkeypatch):
     monkeypatch.setattr(plugin, "_MEASURED_WITH", ("torch", "no_such_package"))
-
-    assert list(dict(plugin._versions()).values())[1] == "none"
+    found = plugin.HostOverlay(conf, "3.11", {}, {("nobuild", "OMP_NUM_THREADS"): "1"})
+    torch_version = importlib.metadata.version("torch")
+    versions = {"torch": torch_version, "no_such_package": "none"}  # parameters of asv's charts
+    assert found.requirements == versions
+    told = f"no_such_packagenone-torch{torch_version}"
+    assert found.name == f"hostoverlay-py3.11-{told}-OMP_NUM_THREADS1"
 
 
 def test_everything_is_measured_and_nothing_twice(monkeypatch):

@@ -222,9 +222,10 @@ def test_no_room_imports_the_analysis() -> None:
     assert importers == []
 
 
-def test_importing_the_package_needs_torch_only() -> None:
+def test_importing_the_package_and_the_models_needs_torch_only() -> None:
     other = {"torchvision", "hypothesis", "asv", "optimizer.workloads", "numpy.testing"}
-    program = f"import sys, optimizer; optimizer.all_passes(); print(*{other} & set(sys.modules))"
+    asked = "import sys, optimizer, models; optimizer.all_passes(); models.names()"
+    program = f"{asked}; print(*{other} & set(sys.modules))"
 
     result = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

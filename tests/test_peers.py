@@ -8,7 +8,6 @@ import math
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from benchmarks.peers._process import PeerError, Worker, worker
 from benchmarks.peers._rounds import Plan, measured
 from benchmarks.peers._store import Store
 from benchmarks.peers._table import Spread, tables
-from tests.repository import table
+from tests.repository import processes, table, wait_for
 
 ROOT = Path(__file__).parents[1]
 PLAN = Plan(rounds=6, block_seconds=0.01, limit=20)
@@ -92,20 +91,25 @@ def test_a_cell_has_blocks_that_fill_their_time_beside_those_of_eager():
     assert cells["slower"]["prepared"] == 1
 
 
-@pytest.mark.parametrize(("when", "reason"), [("first", "too hard"), ("later", "no more")])
-def test_a_peer_that_fails_says_why_ends_and_the_others_go_on(when, reason):
-    cells, asked = race(f"slow {when}", "fast")
-    assert cells[f"slow {when}"] == {"reason": reason}
-    assert ("slow", "ends") in asked
-    assert len(cells["fast"]["seconds"]) == PLAN.rounds
+BROKE = "nothing to compare with: no more"
 
 
-def test_where_eager_fails_there_is_nothing_to_compare_with():
-    cells, asked = race("fast", eager="eager first")
-    assert cells == {"eager": {"reason": "too hard"}}
-    assert {peer for peer, _ in asked} == {"eager"}
-    cells, _ = race("fast", eager="eager later")
-    assert cells["fast"] == {"reason": "nothing to compare with: no more"}
+@table(
+    "peer eager cells asked",
+    ("slow first", "eager", {"slow first": {"reason": "too hard"}}, {"eager", "slow", "fast"}),
+    ("slow later", "eager", {"slow later": {"reason": "no more"}}, {"eager", "slow", "fast"}),
+    ("slow", "eager first", {"eager": {"reason": "too hard"}}, {"eager"}),
+    ("slow", "eager later", {"fast": {"reason": BROKE}}, {"eager", "slow", "fast"}),
+)
+def test_who_fails_says_why_and_ends_and_without_eager_nothing_is_compared(
+    peer, eager, cells, asked
+):
+    found, told = race(peer, "fast", eager=eager)
+    failed = (peer if eager == "eager" else eager).partition(" ")[0]
+    assert found == found | cells
+    assert {peer for peer, _ in told} == asked
+    assert (failed, "ends") in told
+    assert eager != "eager" or len(found["fast"]["seconds"]) == PLAN.rounds
 
 
 def program(code, limit=PLAN.limit):
@@ -140,17 +144,7 @@ def test_a_worker_is_closed_once_and_what_it_started_is_gone(monkeypatch):
 
     assert running.process.returncode == -9
     assert not Path(running.folder.name).exists()
-    assert _ended(child)
-
-
-def _ended(process):
-    """Whether a process runs no more; whoever adopted it may not have noticed yet."""
-    for _ in range(200):
-        status = Path(f"/proc/{process}/stat")
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.01)
-    return False
+    wait_for(lambda: not processes(f"--pid {child}", "time.sleep"))
 
 
 CELL = {"seconds": [0.002] * 6, "eager_seconds": [0.003] * 6, "prepared": 1.5}
@@ -208,23 +202,17 @@ def test_the_command_measures_and_prints_and_keeps_one_line_a_cell(run):
     assert "| resnet50 | 2 ms | 1.50 [1.50, 1.50] (1.5) |" in output
 
 
-def test_a_second_run_measures_only_what_failed_or_was_not_asked_for(run):
+def test_a_second_run_measures_only_what_failed_or_was_not_reached_or_asked_for(run):
     run.failing.add("openvino")
-    run(*TWO)
-    run.failing.clear()
-    assert run(*TWO)[0] == [("openvino",)] * 2
-    assert run(*TWO)[0] == []
-    assert run("--models", "resnet18", "--peers", "fx_fuse,torchscript")[0] == [("torchscript",)]
-
-
-def test_an_interrupted_run_keeps_the_models_that_it_measured(run):
     run.interrupted = True
     with pytest.raises(KeyboardInterrupt):
         run(*TWO)
     run.interrupted = False
-    measurements, output = run(*TWO)
-    assert measurements == [("eager", "fx_fuse", "openvino")]
-    assert output.count("1.50 [1.50, 1.50]") == 4
+    assert run(*TWO)[0] == [("openvino",), ("eager", "fx_fuse", "openvino")]
+    run.failing.clear()
+    assert run(*TWO)[0] == [("openvino",)] * 2
+    assert run(*TWO)[0] == []
+    assert run("--models", "resnet18", "--peers", "fx_fuse,torchscript")[0] == [("torchscript",)]
 
 
 def test_a_table_is_of_the_latest_results_and_measures_nothing(run, monkeypatch):
@@ -314,18 +302,10 @@ def test_the_interval_of_a_median_is_read_off_the_ordered_samples():
     assert Spread.of(range(20)) == (9.5, 5, 14)
 
 
-EPYC = "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n"
-
-
-@table(
-    "information name",
-    (EPYC, "AMD EPYC, cpu family 26, model 2"),
-    ("model name\t: Sheep: 2 GHz\n", "Sheep: 2 GHz"),
-    ("processor\t: 0\nBogoMIPS\t: 50.00\n", ""),
-    ("", ""),
-)
-def test_generations_of_a_processor_are_told_apart(information, name):
-    assert command._named(information) == name
+def test_generations_of_a_processor_are_told_apart():
+    epyc = "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC: 2 GHz\n"
+    assert command._named(epyc) == "AMD EPYC: 2 GHz, cpu family 26, model 2"
+    assert command._named("processor\t: 0\n") == ""
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -360,6 +340,7 @@ def test_real_peers_answer_as_eager_does():
         assert cell["peak_memory"] is None or 0 < cell["peak_memory"] < 2**30
 
 
+@pytest.mark.integration
 def test_the_models_are_those_of_the_commit_under_test(tmp_path, monkeypatch):
     package = tmp_path / "models"
     package.mkdir()

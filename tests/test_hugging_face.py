@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -46,33 +46,29 @@ def of(kind: str, **settings: Any) -> nn.Module:
     return model.eval()
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Tensor]]] = {
-    "bert": (
-        lambda: of("BertModel", vocab_size=100, **WIDE),
-        {"input_ids": WORDS, "attention_mask": PADDED},
-    ),
+OF_WORDS, PADDED_WORDS = {"input_ids": WORDS}, {"input_ids": WORDS, "attention_mask": PADDED}
+OF_IMAGES = {"pixel_values": IMAGES}
+# The kind of a model, its settings, and what it is called with.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
+    "bert": ("BertModel", {"vocab_size": 100, **WIDE}, PADDED_WORDS),
     "distilbert": (
-        lambda: of("DistilBertModel", vocab_size=100, dim=64, n_layers=2, n_heads=4),
-        {"input_ids": WORDS, "attention_mask": PADDED},
+        "DistilBertModel", {"vocab_size": 100, "dim": 64, "n_layers": 2, "n_heads": 4},
+        PADDED_WORDS,
     ),
     "gpt2": (
-        lambda: of("GPT2LMHeadModel", vocab_size=100, n_embd=64, n_layer=2, n_head=4),
-        {"input_ids": WORDS},
+        "GPT2LMHeadModel", {"vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4}, OF_WORDS,
     ),
-    "llama": (
-        lambda: of("LlamaModel", vocab_size=100, num_key_value_heads=2, **WIDE),
-        {"input_ids": WORDS},
-    ),
+    "llama": ("LlamaModel", {"vocab_size": 100, "num_key_value_heads": 2, **WIDE}, OF_WORDS),
     "t5": (
-        lambda: of("T5EncoderModel", vocab_size=100, d_model=64, d_kv=16, d_ff=128, num_layers=2),
-        {"input_ids": WORDS, "attention_mask": PADDED},
+        "T5EncoderModel", {"vocab_size": 100, "d_model": 64, "d_kv": 16, "d_ff": 128,
+                           "num_layers": 2}, PADDED_WORDS,
     ),
-    "vit": (lambda: of("ViTModel", image_size=32, patch_size=8, **WIDE), {"pixel_values": IMAGES}),
+    "vit": ("ViTModel", {"image_size": 32, "patch_size": 8, **WIDE}, OF_IMAGES),
     "resnet": (
-        lambda: of("ResNetModel", embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2]),
-        {"pixel_values": IMAGES},
+        "ResNetModel", {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [2, 2]},
+        OF_IMAGES,
     ),
-}
+}  # fmt: skip
 
 
 def other_calls(inputs: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -89,8 +85,8 @@ def other_calls(inputs: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 @torch.no_grad()
 def test_a_model_is_one_graph_and_right_at_other_sizes(name: str, level: int) -> None:
     torch._dynamo.reset()
-    make, inputs = MODELS[name]
-    model = make()
+    kind, settings, inputs = MODELS[name]
+    model = of(kind, **settings)
 
     fast = optimizer.optimize(model, inputs, level=level, tune_seconds=0, engines=())
 

@@ -144,7 +144,7 @@ def test_a_worker_is_closed_once_and_what_it_started_is_gone(monkeypatch):
 
     assert running.process.returncode == -9
     assert not Path(running.folder.name).exists()
-    wait_for(lambda: not processes(f"--pid {child}", "time.sleep"))
+    wait_for(lambda: not processes(f"--pid {child}", "time.sleep"), seconds=5)
 
 
 CELL = {"seconds": [0.002] * 6, "eager_seconds": [0.003] * 6, "prepared": 1.5}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 import optimizer
 from optimizer import workloads
-from optimizer.__main__ import main
 from optimizer.analysis import measured
 from optimizer.core.report import Choice, Refusal, Rewrite, Size
-from tests.repository import table
-from tests.single_pass import Forward
+from tests.single_pass import Forward, rows
 
 X = torch.linspace(-1, 1, 4 * 6).reshape(4, 6)
 
@@ -120,6 +118,7 @@ def test_the_listings_are_the_graphs(report: optimizer.Report) -> None:
     assert [n.name for n in captured.graph.nodes] == [n.name for n in report.graph_before]
     assert [n.name for n in fast.graph.nodes] == [n.name for n in fast.report.graph_after]
     assert [n.shape for n in report.graph_before][:2] == ["4x6", "4x6"]
+    assert json.loads(json.dumps(report.to_dict()))["graph_after"][0]["name"] == "x"
 
 
 def test_the_page_tells_all_and_fetches_nothing(report: optimizer.Report) -> None:
@@ -139,6 +138,7 @@ def test_the_page_tells_all_and_fetches_nothing(report: optimizer.Report) -> Non
     assert "fuse_linear_relu of first_0, first_1, first_2" in cells
     assert ["nodes", "8", "7"] in page.rows
     assert "output = output _0" in optimized(nn.Sequential(nn.ReLU()), only=[]).report.to_html()
+    assert copy.deepcopy(report).to_html() == report.to_html()
 
 
 def test_nodes_that_stayed_are_on_one_row(report: optimizer.Report) -> None:
@@ -156,32 +156,11 @@ def test_the_page_escapes_what_a_model_and_its_nodes_are_called() -> None:
     assert "<script>" not in dataclasses.replace(report, refused=refused).to_html()
 
 
-def test_the_same_report_gives_the_same_page(report: optimizer.Report) -> None:
-    assert copy.deepcopy(report).to_html() == report.to_html()
-    assert json.loads(json.dumps(report.to_dict()))["graph_after"][0]["name"] == "x"
-
-
-def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "report.html"
-
-    assert main(["optimize", "toy_model", "--html", str(file)]) == 0
-
-    assert capsys.readouterr().out.startswith("ToyModel, level 2")
-    assert "fold_affine" in file.read_text(encoding="utf-8")
-
-
-def test_refusals_of_one_reason_are_one_line() -> None:
-    refused = tuple(Refusal("reuse", f"add_{n}", f"net.py:{n}", "it is read") for n in range(12))
-
-    told = str(optimizer.Report("Net", 1, refused=refused))
-    assert "refused: 12\n  12  reuse  it is read" in told
-
-
 @pytest.mark.parametrize("kinds", [3, 30])
 def test_a_report_is_at_most_20_lines(kinds: int) -> None:
     """Every section is seen, and what is not told is counted."""
     reasons = [f"reason {n}\nof two" for n in range(kinds)]
-    refused = tuple(Refusal("reuse", "add", "net.py:1", reason) for reason in reasons)
+    refused = tuple(Refusal("reuse", "add", f"net.py:{n}", reasons[n]) for n in range(kinds)) * 2
     fired = tuple(Rewrite(f"pass_{n}", "add", "net.py:1") for n in range(kinds))
     choices = tuple(Choice(f"{n} x linear", "a", "as it is") for n in range(kinds))
     remarks = tuple(f"remark {n}" for n in range(kinds))
@@ -199,9 +178,8 @@ def test_a_report_is_at_most_20_lines(kinds: int) -> None:
     assert all(reason in report.to_html() for reason in reasons)
 
 
-@table("name", ("toy_model",), ("masked_postprocess_4096",))
-def test_figures_are_in_every_form_of_the_report(name: str) -> None:
-    workload = workloads.load(name)
+def test_figures_are_in_every_form_of_the_report() -> None:
+    workload = workloads.load("masked_postprocess_4096")
     fast = optimizer.optimize(workload.module, workload.example_inputs, level=1)
     assert fast.report.figures == {}
 
@@ -222,27 +200,30 @@ def test_what_is_quick_is_timed_in_as_many_rounds_as_a_second_has() -> None:
     assert ", 50 rounds" in measured(model, optimized(model, level=0), X).compared
 
 
-@table("level", (1,), (2,))
-def test_an_answer_that_is_nan_everywhere_was_not_checked(level: int) -> None:
-    """What is beside it was."""
-    for forward, checked, where in (
-        (NAN, "answer not checked", "output"),
-        (f"({NAN}, x + 1)", "answer checked", "output[0]"),
-    ):
-        report = optimized(forward, level=level).report
-        assert checked in report.summary()
+NUMBER, NO_NUMBER = torch.tensor([1.0, math.nan]), torch.tensor([math.nan])
+NOT, CHECKED = "answer not checked", "answer checked"
+
+
+@rows(
+    "forward x told where",
+    {
+        "NaN everywhere": (NAN, X, NOT, "output"),
+        "NaN beside what is checked": (f"({NAN}, x + 1)", X, CHECKED, "output[0]"),
+        "NaN of another width": ("x", NO_NUMBER.half(), NOT, "output"),
+        "complex": ("x", NO_NUMBER.to(torch.complex64), NOT, "output"),
+        "a number beside NaN": ("x", NUMBER, CHECKED, ""),
+        "a complex number beside NaN": ("x", NUMBER.to(torch.complex64), CHECKED, ""),
+        "nothing": ("x", X[:0], CHECKED, ""),
+    },
+)
+def test_an_answer_that_is_nan_everywhere_was_not_checked(
+    forward: str, x: Tensor, told: str, where: str
+) -> None:
+    for level in (1, 2):
+        report = optimized(forward, x, level=level).report
+        assert told in report.summary()
         remark = f"not checked: {where} is NaN everywhere"
-        assert any(each.startswith(remark) for each in report.remarks)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
-def test_a_number_beside_nan_is_checked(dtype: torch.dtype) -> None:
-    x = torch.full((2, 3), float("nan"), dtype=dtype)
-    y = x.clone()
-    y[0, 0] = 1
-    reports = [optimized("x", each).report for each in (x, y, x[:0])]
-
-    assert [each.checked for each in reports] == ["", "final", "final"]
+        assert any(each.startswith(remark) for each in report.remarks) is bool(where)
 
 
 def test_a_model_that_is_left_as_it_is_was_not_checked() -> None:

@@ -81,12 +81,8 @@ class TestThePackageOfTheDocs:
         assert "Hunted(name='half_weights')(model, inputs)" in found[0].counterexample.reproducer()
 
 
-def test_an_unknown_name_is_told_with_those_that_there_are():
-    with pytest.raises(ValueError, match="no subject 'nonesuch', but there are eager, optimiz"):
-        named("nonesuch")
-
-
 @table("line ask said",
+    ("", lambda: named("nonesuch"), "no subject 'nonesuch', but there are eager, optimiz"),
     ("broken = no_such_module:subject", lambda: "broken" in names(VARIANT) and named("broken"),
      "'broken' of elsewhere cannot be loaded .*uninstall"),
     ("fx_fuse = somewhere:subject", all_subjects, "two subjects named 'fx_fuse': rename some"),
@@ -101,13 +97,10 @@ def test_what_a_package_declares_wrong_names_it(line, ask, said, tmp_path, monke
         ask()
 
 
-def test_the_variants_stand_in_the_order_that_results_are_filed_in():
-    """Asv files by place too: append, and never reorder."""
+def test_subjects_stand_in_the_order_that_results_are_filed_in():
+    """Asv files by place too: append, and never reorder. Peers stand before ours."""
     known = ["eager", "optimized-1", "fx_fuse", "optimized-2", "optimized-2-openvino"]
     assert names(VARIANT)[: len(known)] == known
-
-
-def test_peers_stand_before_ours_and_an_unknown_one_last():
     found = subjects.ordered(["gone", "optimized-1", "openvino", "fx_fuse"])
     assert found == ["fx_fuse", "openvino", "optimized-1", "gone"]
 

@@ -67,9 +67,12 @@ def test_what_differs_is_told(tmp_path, name, values, widths, expected):
     assert not re.search("ratio.* (worse|better)", "\n".join(told))
 
 
-def test_what_was_defined_otherwise_is_not_compared(tmp_path):
+def test_what_an_older_suite_found_is_named_and_not_compared(tmp_path):
     before, after = (run_of(tmp_path / each, 9 + int(each), NODES, each) for each in "12")
     assert EQUAL in next(lines(after, before))
+    assert older_suites([before], {NODES: "1"}) == ""
+    assert str(before.file) in older_suites([before], {NODES: "2"})
+    assert f"names are gone: {NODES}." in older_suites([before], {"graph.other": "1"})
 
 
 @pytest.mark.parametrize(
@@ -81,13 +84,6 @@ def test_what_cannot_be_read_is_a_sentence_that_says_what_to_do(tmp_path, text):
     with pytest.raises(UnreadableError, match=r"git checkout -- .* or delete it") as told:
         read(file)
     assert runs(tmp_path) == ([], [str(told.value)])
-
-
-def test_files_of_an_older_suite_are_named(tmp_path):
-    run = run_of(tmp_path, 9, NODES)
-    assert older_suites([run], {NODES: "1"}) == ""
-    assert str(run.file) in older_suites([run], {NODES: "2"})
-    assert f"names are gone: {NODES}." in older_suites([run], {"graph.other": "1"})
 
 
 @pytest.mark.parametrize(("count", "expected"), [(3, [0, 5, 10]), (1, [0]), (99, [*range(11)])])
@@ -139,6 +135,8 @@ def printed(tmp_path, monkeypatch, capsys):
 
 
 def test_the_latest_that_is_whole_is_printed(printed):
+    with pytest.raises(SystemExit, match="tox run -e bench"):
+        printed()
     found = printed(("a", 2, [4e-3, 2e-3, 1e-3]), ("c", 1, ONES))
     assert found.startswith("Commit aaaaaaaa on there")
     assert "| one | 4 → 2 → 1 | 0.002 [0.002, 0.002] | 0.001 [0.001, 0.001] |" in found
@@ -146,22 +144,13 @@ def test_the_latest_that_is_whole_is_printed(printed):
     assert printed(("d", 4, ONES), device="mps").startswith("Commit dddddddd")
 
 
-def test_what_was_measured_by_an_older_definition_is_not_printed(printed, tmp_path):
-    (tmp_path / "benchmarks.json").write_text(json.dumps({MEMORY: {"version": "2"}}))
-
-    assert "| n/a → n/a → n/a |" in printed(("a", 2, ONES))
-
-
-def test_a_model_of_which_something_was_not_measured_has_no_row(printed):
+def test_what_was_not_measured_or_by_an_older_definition_is_not_printed(printed, tmp_path):
     found = printed(("a", 2, [4.0, None, 1.0, 3.0, 2.0, 1.0]), models=("'one'", "'other'"))
     assert "| other |" in found
     assert "| one |" not in found
     assert printed(("a", 2, None)).rstrip().endswith("|---|")
-
-
-def test_without_results_it_says_what_to_do(printed):
-    with pytest.raises(SystemExit, match="tox run -e bench"):
-        printed()
+    (tmp_path / "benchmarks.json").write_text(json.dumps({MEMORY: {"version": "2"}}))
+    assert "| n/a → n/a → n/a |" in printed(("a", 2, ONES))
 
 
 @pytest.mark.parametrize("name", ["census", "figures", "summary"])

@@ -136,7 +136,7 @@ def test_a_worker_answers_or_it_is_told_why_not(code, reason):
 
 
 def test_a_worker_is_closed_once_and_what_it_started_is_gone(monkeypatch):
-    sleeping = "[sys.executable, '-c', 'import time; time.sleep(60)']"
+    sleeping = "[sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL"
     with program(f"print(subprocess.Popen({sleeping}).pid, flush=True); time.sleep(60)") as running:
         child = int(running.process.stdout.readline())
     monkeypatch.setattr(os, "killpg", lambda *group: pytest.fail("it may be another's by now"))

@@ -74,7 +74,7 @@ PROPERTIES: dict[str, str] = {
     "other names": "test_names_do_not_matter",
     "another order of independent nodes": "test_the_order_of_independent_nodes_does_not_matter",
     "identities in between": "test_identities_in_between_change_nothing",
-    "another spelling": "passes/test_fold_affine.py test_folds_in_every_spelling_of_a_convolution",
+    "another spelling": "passes/test_fold_affine.py test_folds_into_layers_in_every_spelling",
     "a wrapped model": "test_a_wrapped_model_keeps_the_answer",
     "an unused branch goes": "test_an_unused_branch_goes",
     "an interior value as an output": "test_an_interior_value_as_an_output_is_the_same",

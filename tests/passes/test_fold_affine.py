@@ -141,9 +141,7 @@ FOLDED = {
 
 @pytest.mark.parametrize("regime", ["random", "dyadic", "ill"])
 @spelled(FOLDED, cells="model case")
-def test_folds_into_each_kind_of_layer_in_every_spelling(
-    model: str, case: Any, regime: str
-) -> None:
+def test_folds_into_layers_in_every_spelling(model: str, case: Any, regime: str) -> None:
     shape, *left = case
 
     fast = tried_on(FOLD, model, shape, left, regime=regime)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import fx, nn
 
-from optimizer.core.context import forked_rng, undisturbed
+from optimizer.core.context import forked_rng, release_freed_memory, undisturbed
 from optimizer.core.copy import held_tensors, snapshot
 from optimizer.core.errors import CaptureError, InputError, OptimizerWarning, Refused
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module
@@ -181,7 +180,7 @@ class Run:
         """Return the graphs that Dynamo finds, or the reason why not."""
         if not (self.call and self.is_snapshot and self.expected and self.front_end == SYMBOLIC):
             return reason
-        gc.collect(0)  # what a recording that failed left: it holds the weights
+        release_freed_memory()  # what a recording that failed left: it holds the weights
         copied, _ = snapshot(self.model)
         options = self._options() | {"check": self.check}
         remarks = (*self.remarks, f"recorded by Dynamo: {reason}")

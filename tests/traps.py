@@ -409,7 +409,8 @@ def page() -> str:
             warnings.simplefilter("ignore")
             example = copy.deepcopy(next(trap.arguments()))
             lines[name] = line(
-                name, outcome(optimizer.optimize(trap.build(), example, level=1).report)
+                name,
+                outcome(optimizer.optimize(trap.build(), example, level=1, tune_seconds=0).report),
             )
     return "\n".join([HEAD, *(lines[name] for name in sorted(lines, key=lambda n: (number(n), n)))])
 

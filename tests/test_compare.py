@@ -19,7 +19,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks._git import git as git_here
 from benchmarks.compare import cells as _cells
 from benchmarks.compare import command
 from benchmarks.compare import rounds as _rounds
@@ -30,7 +29,6 @@ from benchmarks.compare.schedule import Schedule
 from benchmarks.compare.tables import markdown, text
 from benchmarks.compare.trees import ComparisonError
 from benchmarks.compare.verdicts import Change, Looks, flagged, verdict
-from tests.quality import alarms
 from tests.quality.verdicts import Setting, simulate
 from tests.quality.verdicts import rounds as drawn
 from tests.repository import committed, git, processes, project, table, wait_for
@@ -524,15 +522,6 @@ def test_where_the_journal_cannot_be_written_the_rest_goes_on(tmp_path):
     journal.begin()
     journal.keep(Series(A, [MORE]), again=False)
     assert journal.trouble.startswith("the rounds cannot be kept in")
-
-
-def test_what_compare_is_tried_on_is_head_with_a_change_and_nothing_here_changes():
-    before = git_here("status", "--porcelain")
-    made = alarms.planted(alarms.PLANTED[0])
-    assert git_here("diff", "--name-only", "HEAD", made) == "optimizer/__init__.py"
-    compile(git_here("show", f"{made}:optimizer/__init__.py"), "planted", "exec")
-    assert git_here("status", "--porcelain") == before
-    assert alarms.planted(alarms.PLANTED[0]) == made
 
 
 @pytest.mark.parametrize("said", ["Process exited with 1", "Interrupted."])

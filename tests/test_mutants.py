@@ -20,7 +20,6 @@ from optimizer.testing import MOTIFS, Spec
 from tests.quality import examples as _examples
 from tests.quality import generic as _generic
 from tests.quality import mutants as _mutants
-from tests.quality import record as _record
 from tests.quality import score as _score
 from tests.quality.__main__ import main
 
@@ -260,24 +259,6 @@ def test_every_change_plants_some_others(monkeypatch):
 
     assert count == "$(git rev-list --count HEAD)"
     assert len(planted[0] | planted[1]) > len(planted[0]) == 4
-
-
-def test_the_rest_is_what_is_not_on_record_as_found(monkeypatch, tmp_path):
-    def tried(mutants, by, *_):
-        for number, each in enumerate(mutants):
-            seen.append(each.name)
-            yield _score.Verdict(each, by[0], number > 0, 1, 1.0, "values differ")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(_score, "score", tried)
-    seen, sample = [], ["score", "--seed", "1", "--by", "tests", "--record", "--sample"]
-    first, second, third = (each.name for each in _mutants.sample(CATALOGUE.values(), 3, 1))
-
-    assert main([*sample, "2"]) == 1  # one survives
-    main([*sample, "3", "--rest"])
-
-    assert seen == [first, second, first, third]
-    assert list(_record.read(_record.FOLDER, "catalogue_by_tests")) == [second, first, third]
 
 
 def test_what_nothing_can_find_may_survive(monkeypatch):

@@ -497,6 +497,21 @@ def test_who_writes_what_is_returned_sees_what_the_model_would_show(text: str, l
                 each.add_(1.5)
 
 
+ASKED = """
+    m.linear(x.to(next(m.parameters()).dtype)); x.new_ones(4).to(next(m.parameters()));
+    torch.zeros(4, dtype=next(m.parameters()).dtype, device=next(m.parameters()).device) + 1
+"""
+
+
+@LEVELS
+@pytest.mark.parametrize("text", texts(ASKED))
+def test_what_a_model_asks_of_its_weights_is_asked_after_a_cast_too(text: str, level: int) -> None:
+    model = Forward(text, linear=nn.Linear(4, 4)).eval()
+    fast = optimizer.optimize(model, ROWS, level=level).double()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(ROWS), model.double()(ROWS))
+
+
 def sharing(*tensors: Tensor) -> list[int]:
     """For each tensor, the first that shares its memory."""
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]

@@ -84,7 +84,7 @@ _IMMUTABLE = (
     TreeSpec, LeafSpec,
     type(vars(namedtuple("_", "a"))["a"]),
 )  # fmt: skip
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_reversed_padding_repeated_twice"))
 # Of a module, only this may be asked; the other names are of tensors as well.
 _ASKED = frozenset((
     "bfloat16", "buffers", "children", "cpu", "cuda", "double", "extra_repr", "float", "forward",

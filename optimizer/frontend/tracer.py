@@ -46,6 +46,7 @@ from optimizer.frontend.names import NUMBERS, is_literal, literal
 from optimizer.frontend.traceable import Code, numbers_of_numpy
 
 _OF_AUTOGRAD = ("grad", "grad_fn", "names")
+_CHANGED_BY_TO = ("device", "dtype", "is_cuda")
 _A_TENSOR = torch.empty(0)
 
 
@@ -189,6 +190,8 @@ class RecordConstants(TorchFunctionMode):
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         name = getattr(func, "__name__", "")
+        if name == "__get__" and func.__self__.__name__ in _CHANGED_BY_TO:
+            return getattr(self.tracer.getattr("", args[0], {}), func.__self__.__name__)
         traced = any(isinstance(leaf, fx.Proxy) for leaf in leaves)
         constant = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if func in ops.FACTORIES:

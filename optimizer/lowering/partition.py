@@ -41,7 +41,7 @@ ENLARGED = frozenset((
 ))  # fmt: skip
 MOVED = frozenset((
     "cat", "chunk", "clone", "contiguous", "expand", "flatten", "getitem", "index", "narrow",
-    "native_channel_shuffle", "permute", "reshape", "select", "slice", "split",
+    "permute", "reshape", "select", "slice", "split",
     "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 ))  # fmt: skip
 KNOWN = WEIGHTED | _COMPUTED | ENLARGED | MOVED | {"pad", "roll", "stack"}
@@ -49,6 +49,9 @@ _BOUNDED = frozenset(("hardsigmoid", "layer_norm", "group_norm", "sigmoid", "sof
 LARGEST = 2.0**32  # of what is moderate
 _BITS, _MOST_BITS = 32, 96  # of such a number, and of all before layers may amplify it to 2**128
 _DTYPES = (torch.float32, torch.bool)  # in which it is known what that leads to
+_LANE = (
+    16  # numbers in the longest vector of a CPU: OpenVINO ends the process at an RMSNorm of less
+)
 _SMALLEST = 1e-12  # that keeps a norm of equal values from a division by zero
 
 
@@ -188,14 +191,15 @@ def _enters(mask: fx.Node) -> bool:
     return is_mask and name_of_call(source) not in KNOWN
 
 
+_NORMS, _MEANS = ("batch_norm", "group_norm", "layer_norm"), ("avg_pool2d", "avg_pool3d")
 _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "avg_pool2d": lambda args: args["divisor_override"] is None,  # which OpenVINO lacks
-    "avg_pool3d": lambda args: args["divisor_override"] is None,
-    "batch_norm": lambda args: args["eps"] >= _SMALLEST,
-    "group_norm": lambda args: args["eps"] >= _SMALLEST,
+    **dict.fromkeys(_NORMS, lambda args: args["eps"] >= _SMALLEST),
+    **dict.fromkeys(_MEANS, lambda args: args["divisor_override"] is None),  # OpenVINO lacks it
     "div": lambda args: not args.get("rounding_mode") and _keeps_from_zero(args["other"]),
     "index": lambda args: all(i is None or is_attribute(i) for i in args["indices"]),
-    "layer_norm": lambda args: args["eps"] >= _SMALLEST,
+    "mean": lambda args: (
+        name_of_call(args["self"]) != "pow" or args["self"].meta["val"].shape[-1] >= _LANE
+    ),
     "pad": lambda args: args["mode"] in ("constant", "reflect"),
     "pow": lambda args: args["exponent"] == 2,
     "rsqrt": lambda args: _keeps_from_zero(args["self"]),

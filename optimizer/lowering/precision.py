@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optimizer.core.errors import InputError, Refused
+from optimizer.core.errors import InputError
 from optimizer.core.inputs import tensors_in
 from optimizer.core.node import attribute_of, name_of_call
 from optimizer.lowering.partition import MOVED, POINTWISE, WEIGHTED, constant_weight
@@ -71,7 +71,7 @@ def in_precision(
 ) -> fx.GraphModule:
     """Return the same code with products in few bits where no value of these calls overflows."""
     if low == torch.int8:
-        return in_int8(line, calls[0])
+        return in_int8(line)
     ranges = _Ranges(line, low)
     with torch.no_grad():
         for inputs in calls:
@@ -140,7 +140,7 @@ class _Writer:
         return cast
 
 
-def in_int8(line: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+def in_int8(line: fx.GraphModule) -> fx.GraphModule:
     """Return the same code with its Linear layers of constant float32 weights in 8 bits.
 
     y = (s * q(x)) (w * q(W))^T + b: each row of a weight is scaled to [-127, 127] and rounded
@@ -161,14 +161,7 @@ def in_int8(line: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
         with module.graph.inserting_before(node):
             node.replace_input_with(read, module.graph.get_attr(name))
         node.target = int8_linear
-    module.graph.lint()
     module.recompile()
-    try:
-        with torch.no_grad():
-            module(*inputs)
-    except Exception as error:  # whatever torchao raises
-        reason = str(error).strip().split("\n")[0]
-        raise Refused(f"torchao cannot compute it: {reason}") from error
     return module
 
 

@@ -53,6 +53,15 @@ RESHAPES: dict[str, Word] = {
     "pad_reflect": "F.pad({v}, {sizes}, mode='reflect')",
     "pad_replicate": "F.pad({v}, {sizes}, mode='replicate')",
     "pad_circular": "F.pad({v}, {sizes}, mode='circular')",
+    "upsample": by_rank((3, 4, 5), "F.interpolate({v}, scale_factor=2)"),
+    "upsample_linear": by_rank((3,), "F.interpolate({v}, scale_factor=2, mode='linear')"),
+    "upsample_bilinear": by_rank(
+        (4,), "F.interpolate({v}, size=3, mode='bilinear', align_corners=True)"
+    ),
+    "upsample_trilinear": by_rank((5,), "nn.Upsample(scale_factor=2, mode='trilinear')"),
+    "split": "torch.cat({v}.split(2, 1)[::-1], dim=1)",
+    "split_sizes": "torch.cat({v}.split([1, {v}.shape[1] - 1], 1)[::-1], dim=1)",
+    "channel_shuffle": "nn.ChannelShuffle(2)",
 }
 
 POOLS: dict[str, Word] = {

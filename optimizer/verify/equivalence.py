@@ -300,10 +300,6 @@ class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # which is kept as long as its identity is.
         self._followed: dict[int, tuple[torch.Tensor, torch.Tensor, Function, bool]] = {}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch imports it first, which takes a second
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if args and isinstance(args[0], torch.Tensor):

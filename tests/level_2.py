@@ -1,8 +1,12 @@
-"""What the tests of level 2 share: images, models of a layer, a stub engine, what was chosen."""
+"""What the tests of level 2 share: models, a fake engine and a fake GPU, what was chosen."""
 
 from __future__ import annotations
 
+import pickle
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,23 +14,24 @@ import torch
 from torch import fx, nn
 
 import optimizer
-from optimizer.lowering import engines
+from optimizer.core.device import Cuda
+from optimizer.lowering import candidates, choose, engines
+from optimizer.lowering.candidates import POLICIES
 from optimizer.lowering.choose import Times
 from optimizer.lowering.module import LoweredModule
+from tests.single_pass import Forward, function_of
 
 Seconds = dict[str, float]
+PACKED = "packed weights, channels_last"
 
 
-class Then(nn.Module):
-    """A layer, and a function of what it gives."""
+class Then(Forward):
+    """A layer, and a function, or its text, of what it gives."""
 
-    def __init__(self, function: Callable[..., Any], layer: nn.Module | None = None) -> None:
-        super().__init__()
+    def __init__(self, function: Callable[..., Any] | str, layer: nn.Module | None = None) -> None:
         torch.manual_seed(2)
-        self.layer, self.function = layer or nn.Conv2d(3, 4, 3, padding=1), function
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(self.layer(x))
+        of = function_of("y", function) if isinstance(function, str) else function
+        super().__init__(lambda m, x: of(m.layer(x)), layer=layer or nn.Conv2d(3, 4, 3, padding=1))
 
 
 class Running(nn.Module):
@@ -38,6 +43,20 @@ class Running(nn.Module):
 
     def forward(self, *given: torch.Tensor) -> Any:
         return self.run(*given)
+
+
+def net(seed: int = 1) -> nn.Module:
+    """Convolutions with a residual sum, and a Linear."""
+    torch.manual_seed(seed)
+    norm = nn.BatchNorm2d(16)
+    norm.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
+    return Forward(
+        "y = m.norm(m.first(x)).relu_(); y = F.relu(m.second(y) + y);return m.head(y.mean((2, 3)))",
+        first=nn.Conv2d(3, 16, 3, padding=1),
+        norm=norm,
+        second=nn.Conv2d(16, 16, 3, padding=1),
+        head=nn.Linear(16, 5),
+    ).eval()
 
 
 class StubEngine:
@@ -53,6 +72,44 @@ def offer(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Let "auto" be these engines, of which "stub" is one."""
     monkeypatch.setitem(engines.ENGINES, "stub", StubEngine())
     monkeypatch.setattr(engines, "AUTOMATIC", names)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Let tensors on the CPU count as being on another kind of device."""
+    monkeypatch.setitem(POLICIES, "cpu", POLICIES[kind])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+class FakeCuda(Cuda):
+    """A GPU whose graphs run by torch on the same memory each time, and hold no weights."""
+
+    records = 0
+
+    def synchronize(self) -> None:
+        return
+
+    def record(self, program: Any, inputs: Any) -> Any:
+        self.records += 1
+        own = [torch.full_like(each, 7) for each in inputs]
+        outputs = program(*own)
+        return partial(self.replay, weakref.ref(program), own, outputs), own, outputs
+
+    def replay(self, recorded: Any, own: Any, outputs: Any) -> None:
+        for old, new in zip(outputs, recorded()(*own), strict=True):  # or its memory was freed
+            old.copy_(new)
+
+    def turns(self) -> Any:
+        lock = threading.Lock()
+        return lambda: lock
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    pretend(monkeypatch, "cuda")
+    fake = FakeCuda(0)
+    for module in (choose, candidates):
+        monkeypatch.setattr(module, "device_of", lambda tensors: fake)
+    return fake
 
 
 def racing(
@@ -100,3 +157,8 @@ def plan_of(fast: LoweredModule, *args: Any, **kwargs: Any) -> Any:
 
 def chosen(fast: LoweredModule) -> list[str]:
     return [choice.chosen for choice in fast.report.choices]
+
+
+def pickled(module: nn.Module) -> Any:
+    with torch.no_grad():
+        return pickle.loads(pickle.dumps(module))

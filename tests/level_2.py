@@ -59,6 +59,20 @@ def net(seed: int = 1) -> nn.Module:
     ).eval()
 
 
+def attending(seed: int = 1) -> nn.Module:
+    """What else images meet: a norm, and attention."""
+    torch.manual_seed(seed)
+    return Forward(
+        "y = F.relu(m.first(x)); y = F.relu(m.second(y) + y);"
+        "t = m.norm(y.flatten(2).transpose(1, 2)).unsqueeze(1);"
+        "return F.softmax(m.head(F.scaled_dot_product_attention(t, t, t).mean((1, 2))), -1)",
+        first=nn.Conv2d(3, 8, 3, padding=1),
+        second=nn.Conv2d(8, 8, 3, padding=1),
+        norm=nn.LayerNorm(8),
+        head=nn.Linear(8, 5),
+    ).eval()
+
+
 class StubEngine:
     """Runs a region by torch; like the kernels of engines, it loses what is not finite."""
 

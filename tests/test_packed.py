@@ -1,4 +1,4 @@
-"""Linear layers on packed weights: the same values, NaN too, in as few calls."""
+"""Linear layers and convolutions on packed weights: the same values, NaN too, in as few calls."""
 
 from __future__ import annotations
 
@@ -9,28 +9,22 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
-import optimizer
 from optimizer.core.inputs import Call
-from optimizer.lowering import packed as _packed
-from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, in_channels_last
-from optimizer.lowering.choose import BRIEF, SHORT, Times
+from optimizer.lowering.candidates import AS_IT_IS, in_channels_last
+from optimizer.lowering.choose import Times
 from optimizer.lowering.packed import packable_in, with_packed_weights
 from optimizer.lowering.partition import ForModerate
 from optimizer.lowering.trace import StraightLine, straight_line
 from tests import level_2
 from tests.conftest import address
-from tests.level_2 import Running, chosen, image, lowered, offer, plan_of, racing
-from tests.single_pass import Forward, function_of, rows
+from tests.level_2 import Then, chosen, image, lowered, offer, plan_of, racing
+from tests.single_pass import Forward, rows
 
 PRODUCT = torch.ops.mkldnn._linear_pointwise.default
 CONVOLVED = torch.ops.mkldnn._convolution_pointwise.default
 ATEN = torch.ops.aten
-ONES = torch.ones(6)
-FUSED = [
-    "F.gelu(y)", "F.gelu(input=y)", "F.gelu(y, approximate='tanh')", "F.hardswish(y)",
-    "torch.sigmoid(y)", "y.sigmoid()", "F.silu(y)", "F.silu(y, inplace=True)", "torch.tanh(y)",
-]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -39,15 +33,9 @@ def _the_last_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     racing(monkeypatch, level_2.last_wins)
 
 
-def then(function: Any = torch.clone, bias: bool = True) -> nn.Module:
+def then(text: str = "y.clone()", bias: bool = True) -> nn.Module:
     """A Linear, and a function of what it gives."""
-    torch.manual_seed(2)
-    return level_2.Then(function, nn.Linear(6, 5, bias=bias)).eval()
-
-
-def cumulated(x: torch.Tensor) -> torch.Tensor:
-    """What is in no region."""
-    return x.cumsum(-1)
+    return Then(text, nn.Linear(6, 5, bias=bias)).eval()
 
 
 # What ConvNeXt is made of, without its norm.
@@ -66,6 +54,12 @@ def values(*shape: int) -> torch.Tensor:
     return image(*(shape or (3, 6)))
 
 
+def spoiled(x: torch.Tensor) -> torch.Tensor:
+    x = 3 * x
+    x[0, 0], x[1, ..., 0] = torch.nan, torch.inf
+    return x
+
+
 def line_of(model: Any, x: torch.Tensor, *held: torch.Tensor) -> StraightLine:
     with torch.no_grad():
         return straight_line(model, held or list(model.parameters()), Call((x,), {}))
@@ -79,53 +73,44 @@ def packed(model: nn.Module, x: torch.Tensor) -> tuple[nn.Module, list[Any]]:
     return program, [node.target for node in code.graph.nodes if node.op.startswith("call")]
 
 
+FUSED = [
+    "F.gelu(y)", "F.gelu(input=y)", "F.gelu(y, approximate='tanh')", "F.hardswish(y)",
+    "torch.sigmoid(y)", "F.silu(y, inplace=True)", "torch.tanh(y)",
+    # What would lose NaN is part of the product where none arises.
+    "F.relu(y)", "F.relu6(y)", "F.hardsigmoid(y)", "F.hardtanh(y, -0.5, 0.25)",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("text", FUSED)
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_activation_is_part_of_the_product(text: str, bias: bool) -> None:
-    model, x = then(function_of("y", text), bias), 3 * values()
-    x[0, 0], x[1, 0] = torch.nan, torch.inf
-    program, called = packed(model, x)
-
-    assert called == [PRODUCT]
-    with torch.no_grad():
-        torch.testing.assert_close(*program(x), model(x), equal_nan=True)
-
-
-RELUS = [F.relu, F.relu6, F.hardsigmoid, lambda y: F.hardtanh(y, -0.5, 0.25)]
-
-
-@pytest.mark.parametrize("function", RELUS)
-def test_what_would_lose_nan_is_part_of_the_product_where_none_arises(function: Any) -> None:
-    model, x = then(function), values()
+    model, x = then(text, bias), values()
     fast, (program, called) = lowered(model, x), packed(model, x)
 
     assert called == [PRODUCT]
-    with torch.no_grad():
-        torch.testing.assert_close(*program(x), model(x))
-        x[0, 0] = torch.nan
-        for result in (*program(x), fast(x)):
-            torch.testing.assert_close(result, model(x), equal_nan=True)
     assert plan_of(fast, x) is not None
+    with torch.no_grad():
+        for each in (x, spoiled(x)):
+            for result in (*program(each), fast(each)):
+                assert_close(result, model(each), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_stays_a_call_where_nan_may_arise(dtype: torch.dtype) -> None:
-    model, x = then(F.relu).to(dtype), values().to(dtype)
+    model, x = then("F.relu(y)").to(dtype), values().to(dtype)
     if dtype == torch.float32:
         next(model.parameters()).data[0, 0] = torch.inf
     program, called = packed(model, x)
 
     assert called == [PRODUCT, ATEN.relu.default]
     with torch.no_grad():
-        torch.testing.assert_close(*program(x * 0), model(x * 0), equal_nan=True)
+        assert_close(*program(x * 0), model(x * 0), equal_nan=True)
 
 
 _LAYERS = {"a": nn.Linear(6, 6), "b": nn.Linear(6, 6, bias=False)}
 _IMAGES = {"a": nn.Conv2d(6, 6, 3, padding=1), "b": nn.Conv2d(6, 6, 3, padding=1, groups=6)}
 SUMS = {  # text: the calls beside the products, of Linear layers and of convolutions
-    "m.a(x) + x": (0, 0),
     "x + m.a(x)": (0, 0),
-    "(x + m.a(x)).relu()": (1, 0),
     "(m.a(x) + m.b(x)).relu()": (1, 0),
     "F.gelu(x + m.a(x))": (1, 1),
     "m.a(x).tanh() + x": (1, 1),
@@ -133,9 +118,9 @@ SUMS = {  # text: the calls beside the products, of Linear layers and of convolu
     "torch.add(m.a(x), x, alpha=2)": (1, 1),
     "(y := m.a(x)) + y": (1, 1),
     "(y := m.a(x)) + x + y.sum()": (3, 3),
+    "F.gelu(y := m.a(x)) + y": (2, 2),
     "m.a(x) + x.mean((0, 1), keepdim=True)": (2, 2),
     "m.a(x) + 1": (1, 1),
-    "m.a(x) + m.b(x).relu() + x": (1, 1),
 }
 
 
@@ -150,17 +135,23 @@ def test_a_sum_is_part_of_the_product(text: str, layers: dict[str, nn.Module]) -
     beside = [each for each in called if each.namespace != "mkldnn"]
     assert len(beside) == SUMS[text][layers is _IMAGES]
     with torch.no_grad():
-        torch.testing.assert_close(*program(x), model(x))
-        assert torch.equal(x, before)
-        x[0, 0] = torch.nan
-        torch.testing.assert_close(*program(x), model(x), equal_nan=True)
+        for each in (x, spoiled(x)):
+            assert_close(*program(each), model(each), equal_nan=True)
+    assert torch.equal(x, before)
 
 
-def test_an_activation_of_what_others_read_stays_a_call() -> None:
-    _, called = packed(then(lambda y: F.gelu(y) + y), values())
+@pytest.mark.parametrize("groups", [1, 6])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.Conv3d])
+def test_a_convolution_is_packed_with_its_activation(kind: Any, groups: int) -> None:
+    options: dict[str, Any] = {"stride": 2, "padding": 1, "dilation": 2, "groups": groups}
+    model = nn.Sequential(kind(6, 12, 3, bias=groups == 1, **options), nn.Hardswish(), nn.ReLU())
+    x = values(2, 6, *[9] * (2 if kind is nn.Conv2d else 3))
+    program, called = packed(model, x)
 
-    assert called[:2] == [PRODUCT, ATEN.gelu.default]
-    assert len(called) == 3
+    assert called == [CONVOLVED, ATEN.relu.default]  # one activation is part of it
+    with torch.no_grad():
+        for each in (x, spoiled(x)):
+            assert_close(*program(each), model(each), equal_nan=True)
 
 
 _LINEAR, _CONVOLUTION = nn.Linear(6, 6), nn.Conv2d(6, 6, 3)
@@ -171,13 +162,11 @@ _LINEAR, _CONVOLUTION = nn.Linear(6, 6), nn.Conv2d(6, 6, 3)
     {
         "a layer": (then(), values(), 1, 1, 1),  # the bias is dense, the weight no more
         "twice": (nn.Sequential(_LINEAR, nn.Tanh(), _LINEAR), values(), 2, 1, 1),
-        "images of two sizes": (
-            nn.Sequential(_CONVOLUTION, _CONVOLUTION), values(1, 6, 9, 9), 2, 2, 1,
-        ),
+        "two sizes": (nn.Sequential(*[_CONVOLUTION] * 2), values(1, 6, 9, 9), 2, 2, 1),
         "the same": (nn.Conv2d(6, 6, 3, padding="same"), values(2, 6, 9, 9), 0, 0, 2),
         "1d": (nn.Conv1d(6, 6, 3), values(2, 6, 9), 0, 0, 2),
     },
-)  # fmt: skip
+)
 def test_a_weight_is_packed_once_for_each_geometry(
     model: nn.Module, x: torch.Tensor, called: int, weights: int, dense: int
 ) -> None:
@@ -188,50 +177,27 @@ def test_a_weight_is_packed_once_for_each_geometry(
     assert [kinds.count(True), kinds.count(False)] == [weights, dense]
 
 
-@pytest.mark.parametrize("function", [lambda x: F.linear(x, x), lambda x: F.linear(x, ONES)])
-def test_weights_that_are_computed_or_of_one_output_stay(function: Any) -> None:
-    assert not packable_in(line_of(function, values(), ONES).module)
+@pytest.mark.parametrize("weight", [lambda x: x, lambda x: torch.ones(6)])
+def test_weights_that_are_computed_or_of_one_output_stay(weight: Any) -> None:
+    ones = torch.ones(6)
+    line = line_of(lambda x: F.linear(x, ones if weight(x).dim() == 1 else x), values(), ones)
+
+    assert not packable_in(line.module)
 
 
-@pytest.mark.parametrize("shape", [(6,), (1, 6), (0, 6), (2, 3, 4, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_inputs_of_any_rank(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    model, x = then(F.gelu).to(dtype), values(*shape).to(dtype)
-    fast = lowered(model, x)
-
-    assert chosen(fast) == ["packed weights"]
-    torch.testing.assert_close(fast(x), model(x))
-
-
 @pytest.mark.parametrize(
     "x",
-    [values(6, 3).t(), values(4, 3, 6).transpose(0, 1), values(1, 6).expand(3, 6)],
-    ids=["transposed", "batch second", "expanded"],
+    [values(6), values(0, 6), values(2, 3, 4, 6), values(6, 3).t(), values(1, 6).expand(3, 6)],
+    ids=["vector", "empty", "4d", "transposed", "expanded"],
 )
-def test_inputs_of_any_layout(x: torch.Tensor) -> None:
-    model = then()
+def test_inputs_of_any_rank_and_layout(x: torch.Tensor, dtype: torch.dtype) -> None:
+    model, x = then("F.gelu(y)").to(dtype), x.to(dtype)
     program, _ = packed(model, x.contiguous())
 
+    assert chosen(lowered(model, x.contiguous())) == ["packed weights"]
     with torch.no_grad():
-        torch.testing.assert_close(*program(x), model(x))
-
-
-@pytest.mark.parametrize("groups", [1, 6])
-@pytest.mark.parametrize("dimensions", [2, 3])
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_convolution_is_packed_with_its_activation(
-    dimensions: int, groups: int, bias: bool
-) -> None:
-    kind = {2: nn.Conv2d, 3: nn.Conv3d}[dimensions]
-    options: dict[str, Any] = {"stride": 2, "padding": 1, "dilation": 2, "groups": groups}
-    model = nn.Sequential(kind(6, 12, 3, bias=bias, **options), nn.Hardswish(), nn.ReLU())
-    x = values(2, 6, *[9] * dimensions)
-    x[0, 0, 0, 0], x[1, :, 4] = torch.nan, torch.inf
-    program, called = packed(model, x)
-
-    assert called == [CONVOLVED, ATEN.relu.default]  # one activation is part of it
-    with torch.no_grad():
-        torch.testing.assert_close(*program(x), model(x), equal_nan=True)
+        assert_close(*program(x), model(x))
 
 
 def test_where_some_are_grouped_it_is_tried_to_leave_them() -> None:
@@ -239,7 +205,7 @@ def test_where_some_are_grouped_it_is_tried_to_leave_them() -> None:
     fast = lowered(model, x)
 
     assert chosen(fast) == ["packed Linear, channels_last"]
-    torch.testing.assert_close(fast(x), model(x))
+    assert_close(fast(x), model(x))
     assert fast(x).stride() == model(x).stride()
 
 
@@ -260,15 +226,7 @@ def test_float64_is_rejected_with_the_reason() -> None:
     assert "itensor" in choice.rejected["packed weights"]
 
 
-def test_a_build_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_packed, "_OPERATORS", ("no_such_operator",))
-
-    assert chosen(lowered(then(), values())) == [AS_IT_IS]
-
-
-@pytest.mark.parametrize(
-    ("model", "x"), [(then(F.gelu), values()), (block(), values(2, 6, 9, 9))], ids=["all", "most"]
-)
+@rows("model x", {"all": (then("F.gelu(y)"), values()), "most": (block(), values(2, 6, 9, 9))})
 def test_untimed_products_stay_as_they_are(model: nn.Module, x: torch.Tensor) -> None:
     fast = lowered(model, x, tune_seconds=0)
 
@@ -276,59 +234,21 @@ def test_untimed_products_stay_as_they_are(model: nn.Module, x: torch.Tensor) ->
     assert fast.report.remarks == ("such a call is not lowered: no region of it can be",)
 
 
-def test_dense_weights_take_no_memory_of_their_own() -> None:
-    model = nn.Sequential(nn.Linear(6, 5), nn.GELU())
-    fast: Any = lowered(model, values())
-
-    assert plan_of(fast, values()) is not None
-    assert address(fast.get_parameter("0.weight")) == address(model[0].weight)
-
-
-def test_a_candidate_of_the_same_kind_is_prepared_but_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runs: list[int] = []
-    make = CANDIDATES["packed weights"]
-
-    def counted(region: Any, inputs: Any) -> Any:
-        program, place = make(region, inputs), len(runs)
-        runs.append(0)
-
-        def run(*tensors: torch.Tensor) -> Any:
-            runs[place] += 1
-            return program(*tensors)
-
-        return Running(run)
-
-    monkeypatch.setitem(CANDIDATES, "packed weights", counted)
-    lowered(nn.Sequential(nn.Linear(6, 6), Running(cumulated), nn.Linear(6, 6)), values())
-
-    # Held to two answers, of which the first is what follows reads; then the plan's first call.
-    assert runs == [3, 2]
-
-
-_ALONE, _BEFORE = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), Running(cumulated))
-_TWO = nn.Sequential(nn.Linear(6, 6), Running(cumulated), nn.Linear(6, 6))
+_TWO = Forward("m.b(m.a(x).cumsum(-1))", **_LAYERS)  # which is in no region
 
 
 @rows(
     "model region call again",
     {
-        "a fifth": (_ALONE, (0.1, 0.08), 0.1, False),
-        "with a call after": (_BEFORE, (0.1, 0.08), 0.1, False),
-        "a fifteenth": (_ALONE, (0.1, 0.08), 0.3, True),
-        "half a millisecond": (_ALONE, (1e-3, 0.5e-3), 1e-3, True),
+        "a fifth": (_LINEAR, (0.1, 0.08), 0.1, False),
+        "a fifteenth": (_LINEAR, (0.1, 0.08), 0.3, True),
+        "half a millisecond": (_LINEAR, (1e-3, 0.5e-3), 1e-3, True),
         "twice a fifteenth": (_TWO, (0.1, 0.08), 0.3, False),
-        "twice a twenty-fifth": (_TWO, (0.1, 0.08), 0.5, True),
-        "nothing": (_ALONE, (0.1, 0.2), 0.0, True),
+        "nothing": (_LINEAR, (0.1, 0.2), 0.0, True),
     },
 )
 def test_what_its_regions_clearly_save_is_not_raced_again(
-    monkeypatch: pytest.MonkeyPatch,
-    model: nn.Module,
-    region: tuple[float, float],
-    call: float,
-    again: bool,
+    monkeypatch: pytest.MonkeyPatch, model: Any, region: Any, call: float, again: bool
 ) -> None:
     """Where a region takes so many seconds, and a call by the plan so many."""
     call_of = Times.call
@@ -338,48 +258,32 @@ def test_what_its_regions_clearly_save_is_not_raced_again(
         self.spent = call if name == "plan" else self.spent
         return result
 
+    def seconds(names: list[str]) -> dict[str, float]:
+        return dict(zip(names, (0.1, 1.0) if "plan" in names else region, strict=True))
+
     monkeypatch.setattr(Times, "call", taking)
-    raced = racing(
-        monkeypatch,
-        lambda names: dict(zip(names, (0.1, 1.0) if "plan" in names else region, strict=True)),
-    )
+    raced = racing(monkeypatch, seconds)
     lowered(model, values())
 
     assert (["plan", "portable"] in raced) == again
 
 
-def test_one_region_of_several_may_be_raced_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    enough: list[float] = []
-
-    def race(self: Times, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
-        enough.append(self.least)
-        return {name: 1.0 / place for place, name in enumerate(reversed(list(runs)), 1)}
-
-    monkeypatch.setattr(Times, "race", race)
-    lowered(_BEFORE, values())
-
-    assert enough == [BRIEF, SHORT]
-
-
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="other systems do not tell")
-def test_dense_weights_may_stay_in_the_file_that_they_are_loaded_from(tmp_path: Path) -> None:
+def test_dense_weights_stay_the_models_or_in_the_file_that_they_are_loaded_from(
+    tmp_path: Path,
+) -> None:
     """Only what is packed takes memory then: the dense ones can be read again."""
     model, x, path = nn.Sequential(nn.Linear(64, 64), nn.GELU()), values(3, 64), tmp_path / "fast"
     fast = lowered(model, x)
+    assert plan_of(fast, x) is not None
+    assert address(fast.get_parameter("0.weight")) == address(model[0].weight)
+
     torch.save(fast, path)
     loaded = torch.load(path, mmap=True, weights_only=False)
-
     with torch.no_grad():
         assert plan_of(loaded, x) is not None
         assert torch.equal(loaded(x), fast(x))
-    assert all(is_mapped(weight, path) for weight in loaded.parameters())
-    assert not any(is_mapped(weight, path) for weight in fast.parameters())
-    again = optimizer.optimize(loaded, (x,), level=1)  # another snapshot
-    assert not any(is_mapped(weight, path) for weight in again.parameters())
-
-
-def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
-    """Whether a tensor lies in what the process maps from a file."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     spans = [line.split()[0].split("-") for line in lines if line.endswith(str(path))]
-    return any(int(a, 16) <= tensor.data_ptr() < int(b, 16) for a, b in spans)
+    places = list(map(address, loaded.parameters()))
+    assert all(any(int(a, 16) <= at < int(b, 16) for a, b in spans) for at in places)

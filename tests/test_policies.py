@@ -23,6 +23,7 @@ from tests.level_2 import (
     last_wins,
     lowered,
     plan_of,
+    pretend,
     racing,
 )
 
@@ -35,9 +36,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def pretended(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Tensors on the CPU count as being on another device."""
-    monkeypatch.setitem(POLICIES, "cpu", POLICIES[kind])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    pretend(monkeypatch, kind)
     racing(monkeypatch, last_wins)
     before = torch.backends.cuda.matmul.allow_tf32
     yield kind

@@ -24,7 +24,6 @@ from optimizer import InputError
 from optimizer.core.node import name_of_call
 from optimizer.lowering import engines
 from optimizer.lowering.candidates import AS_IT_IS
-from optimizer.lowering.choose import Times
 from optimizer.lowering.engines import engines_here, engines_named
 from optimizer.lowering.module import LoweredModule
 from optimizer.lowering.partition import ForModerate
@@ -416,22 +415,6 @@ def test_no_code_is_generated_that_would_end_the_process(
     lowered(nn.Sequential(nn.Conv2d(3, 4, 3), last), image(), "openvino", tune_seconds=0)
 
     assert asked == [mode]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "budget", "tried"), [(0.2, 1.0, 1), (0.42, 1.0, 2), (0.42, 1e-9, 1)]
-)
-def test_what_an_engine_wins_by_far_or_clearly_when_time_is_up_needs_no_other_candidate(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, budget: float, tried: int
-) -> None:
-    def run(self: Times, name: str, program: Any, inputs: Any) -> Any:
-        self.seconds[name].append(seconds if name == title() else 0.5)
-        return program(*inputs)
-
-    monkeypatch.setattr(Times, "call", run)
-    [choice] = lowered(Then("y.relu()"), image(), tune_seconds=budget).report.choices
-
-    assert len(choice.seconds) == 1 + tried
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -161,18 +160,14 @@ def test_what_is_not_finite_is_not_lost(
 
 
 def test_outputs_may_have_any_structure() -> None:
-    class Structured(Then):
-        def forward(self, x: torch.Tensor, flag: bool = False) -> dict[str, Any]:
-            y = self.layer(x)
-            return {"a": y, "b": [y.relu(), None], "n": x.shape[2], "flag": flag}
+    text = "y = m.layer(x); return {'b': [y.relu(), None], 'n': x.shape[2], 'flag': z}"
+    model: Any = ForwardOfTwo(text, layer=nn.Conv2d(3, 4, 3)).eval()
+    fast: Any = optimizer.optimize(model, {"x": image(), "z": True})  # level 2 is the default
+    answer = fast(x=image(), z=True)
 
-    model, x = Structured("y").eval(), image()
-    fast: Any = optimizer.optimize(model, {"x": x, "flag": True})  # level 2 is the default
-
-    assert plan_of(fast, x=x, flag=True) is not None
-    answer, expected = fast(x=x, flag=True), model(x, flag=True)
-    assert_close(answer["b"][0], expected["b"][0])
-    assert (answer["n"], answer["flag"], answer["b"][1]) == (8, True, None)
+    assert plan_of(fast, x=image(), z=True) is not None
+    assert_close(answer["b"].pop(0), model(image(), True)["b"][0])
+    assert answer == {"b": [None], "n": 8, "flag": True}
 
 
 @pytest.mark.usefixtures("kernels")
@@ -231,19 +226,6 @@ def test_tracing_compiling_and_optimizing_see_the_layers() -> None:
     assert_close(compiled(x), fast(x))
     assert plan_of(again, x) is not None
     assert_close(again(x), fast(x))
-
-
-@pytest.mark.usefixtures("kernels")
-def test_another_number_of_threads_has_a_plan_of_its_own() -> None:
-    fast, x = lowered(net(), image()), image()
-    first, before = plan_of(fast, x).func, torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        other = plan_of(fast, x).func
-    finally:
-        torch.set_num_threads(before)
-    assert other is not first
-    assert plan_of(fast, x).func is first
 
 
 def _doubled(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -401,13 +383,11 @@ def test_what_is_not_lowered_is_told_and_runs_the_portable_code(
 
 
 def test_a_later_call_that_cannot_be_lowered_raises_the_reason() -> None:
-    locked, trains = lowered(net(), image()), lowered(_TRAINS, image())
-    locked.lock = threading.Lock()
+    fast = lowered(_TRAINS, image())
 
-    for fast, reason in ((locked, "not lowered: the model cannot be"), (trains, "writes an attr")):
-        with pytest.raises(InputError, match=reason):
-            fast.lower(image(3, 3, 8, 8))
-    assert not trains.mean.any()
+    with pytest.raises(InputError, match="writes an attribute"):
+        fast.lower(image(3, 3, 8, 8))
+    assert not fast.mean.any()
 
 
 @pytest.mark.parametrize("seconds", [-1, math.nan, "1"])
@@ -425,9 +405,8 @@ def running(run: Callable[..., Any]) -> Callable[..., nn.Module]:
     return lambda region, inputs: Running(partial(run, region, inputs))
 
 
-WRONG = running(lambda region, inputs, *given: [each * 1.01 for each in region(*given)])
-HALF = running(lambda region, inputs, *given: [each.half() for each in region(*given)])
-NOT_FOUND = running(lambda region, inputs, *given: [each / 0 for each in region(*given)])
+INEXACT = running(lambda region, inputs, *given: [each * 1.01 for each in region(*given)])
+INFINITE = running(lambda region, inputs, *given: [each / 0 for each in region(*given)])
 GREEDY = running(lambda region, inputs, *given: (region(*given), given[0].zero_())[0])
 STALE = running(lambda region, inputs, *given: region(*inputs))
 
@@ -435,11 +414,10 @@ STALE = running(lambda region, inputs, *given: region(*inputs))
 @rows(
     "candidate reason",
     {
-        "wrong": (WRONG, "output[0]: relative error"),
+        "wrong": (INEXACT, "output[0]: relative error"),
         "stale": (STALE, "output[0]: relative error"),
         "greedy": (GREEDY, "it overwrites its inputs"),
-        "half": (HALF, "has dtype torch.float16"),
-        "not finite": (NOT_FOUND, "NaN or infinities are elsewhere"),
+        "not finite": (INFINITE, "NaN or infinities are elsewhere"),
         "not made": (no_kernel, "RuntimeError: no such kernel"),
         "not run": (running(no_kernel), "RuntimeError: no such kernel"),
     },
@@ -464,20 +442,10 @@ def test_a_candidate_that_is_no_good_is_rejected_with_the_reason(
     assert_close(fast(x), net()(x))
 
 
-def test_nan_in_the_input_is_not_taken_for_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN is unequal to itself: a right candidate was rejected as one that writes."""
-    monkeypatch.setitem(CANDIDATES, PACKED, lambda region, inputs: copy.deepcopy(region))
-    report = lowered(net(), spoiled(image(), math.nan)).report
-    (choice,) = report.choices or report.tried
-
-    assert PACKED in choice.seconds
-    assert not choice.rejected
-
-
 def test_a_decision_for_a_wrong_candidate_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = net(), image()
     other = pickled(lowered(model, x))
-    monkeypatch.setitem(CANDIDATES, PACKED, WRONG)
+    monkeypatch.setitem(CANDIDATES, PACKED, INEXACT)
 
     assert_close(other(x), model(x))
     assert plan_of(other, x) is None
@@ -490,15 +458,6 @@ def test_without_onednn_there_is_channels_last(monkeypatch: pytest.MonkeyPatch) 
 
     assert chosen(fast) == ["channels_last"]
     assert_close(fast(x), model(x))
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_a_view_of_bits_may_need_the_layout(seconds: float) -> None:
-    model = Then("y.view(torch.float32).relu()").eval().double()
-    fast = lowered(model, image().double(), tune_seconds=seconds)
-
-    assert not {"channels_last", PACKED}.intersection(chosen(fast))
-    optimizer.check(model, fast, image().double())
 
 
 @pytest.mark.parametrize("seconds", [0.975, 0.985])

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from optimizer.core.inputs import Call
-from optimizer.lowering.candidates import AS_IT_IS, in_channels_last
-from optimizer.lowering.choose import Times
+from optimizer.lowering.candidates import AS_IT_IS
 from optimizer.lowering.packed import packable_in, with_packed_weights
 from optimizer.lowering.partition import ForModerate
 from optimizer.lowering.trace import StraightLine, straight_line
@@ -38,16 +37,15 @@ def then(text: str = "y.clone()", bias: bool = True) -> nn.Module:
     return Then(text, nn.Linear(6, 5, bias=bias)).eval()
 
 
-# What ConvNeXt is made of, without its norm.
-BLOCK = (
-    "y = m.wide(m.depthwise(x).permute(0, 2, 3, 1)); return x + m.narrow(F.gelu(y)).movedim(3, 1)"
-)
-
-
-def block(forward: str = BLOCK) -> nn.Module:
+def block() -> nn.Module:
+    """What ConvNeXt is made of, without its norm."""
     torch.manual_seed(2)
-    layers = {"wide": nn.Linear(6, 24), "narrow": nn.Linear(24, 6)}
-    return Forward(forward, depthwise=nn.Conv2d(6, 6, 7, padding=3, groups=6), **layers).eval()
+    return Forward(
+        "y = m.wide(m.depthwise(x).movedim(1, 3)); return x + m.narrow(F.gelu(y)).movedim(3, 1)",
+        depthwise=nn.Conv2d(6, 6, 7, padding=3, groups=6),
+        wide=nn.Linear(6, 24),
+        narrow=nn.Linear(24, 6),
+    ).eval()
 
 
 def values(*shape: int) -> torch.Tensor:
@@ -209,16 +207,6 @@ def test_where_some_are_grouped_it_is_tried_to_leave_them() -> None:
     assert fast(x).stride() == model(x).stride()
 
 
-def test_only_images_and_their_weights_are_laid_out_anew() -> None:
-    model = block("m.depthwise(m.wide(x)[..., :6].permute(0, 3, 1, 2))")
-    line = line_of(model, values(2, 9, 9, 6))
-    made = in_channels_last(line.module, line.inputs)
-    kept = dict(line.module.named_buffers())
-
-    assert sorted(b.dim() for name, b in made.named_buffers() if b is kept[name]) == [1, 1, 2]
-    assert not [node for node in made.graph.nodes if node.target == "contiguous"]
-
-
 def test_float64_is_rejected_with_the_reason() -> None:
     (choice,) = lowered(then().double(), values().double()).report.choices
 
@@ -232,40 +220,6 @@ def test_untimed_products_stay_as_they_are(model: nn.Module, x: torch.Tensor) ->
 
     assert plan_of(fast, x) is None
     assert fast.report.remarks == ("such a call is not lowered: no region of it can be",)
-
-
-_TWO = Forward("m.b(m.a(x).cumsum(-1))", **_LAYERS)  # which is in no region
-
-
-@rows(
-    "model region call again",
-    {
-        "a fifth": (_LINEAR, (0.1, 0.08), 0.1, False),
-        "a fifteenth": (_LINEAR, (0.1, 0.08), 0.3, True),
-        "half a millisecond": (_LINEAR, (1e-3, 0.5e-3), 1e-3, True),
-        "twice a fifteenth": (_TWO, (0.1, 0.08), 0.3, False),
-        "nothing": (_LINEAR, (0.1, 0.2), 0.0, True),
-    },
-)
-def test_what_its_regions_clearly_save_is_not_raced_again(
-    monkeypatch: pytest.MonkeyPatch, model: Any, region: Any, call: float, again: bool
-) -> None:
-    """Where a region takes so many seconds, and a call by the plan so many."""
-    call_of = Times.call
-
-    def taking(self: Any, name: str, *rest: Any) -> Any:
-        result = call_of(self, name, *rest)
-        self.spent = call if name == "plan" else self.spent
-        return result
-
-    def seconds(names: list[str]) -> dict[str, float]:
-        return dict(zip(names, (0.1, 1.0) if "plan" in names else region, strict=True))
-
-    monkeypatch.setattr(Times, "call", taking)
-    raced = racing(monkeypatch, seconds)
-    lowered(model, values())
-
-    assert (["plan", "portable"] in raced) == again
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="other systems do not tell")

@@ -6,7 +6,6 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -106,11 +105,11 @@ class FakeCuda(Cuda):
     def record(self, program: Any, inputs: Any) -> Any:
         self.records += 1
         own = [torch.full_like(each, 7) for each in inputs]
-        outputs = program(*own)
-        return partial(self.replay, weakref.ref(program), own, outputs), own, outputs
+        outputs, held = program(*own), weakref.ref(program)
+        return (lambda: self.replay(held, own, outputs)), own, outputs
 
-    def replay(self, recorded: Any, own: Any, outputs: Any) -> None:
-        for old, new in zip(outputs, recorded()(*own), strict=True):  # or its memory was freed
+    def replay(self, held: Any, own: Any, outputs: Any) -> None:
+        for old, new in zip(outputs, held()(*own), strict=True):  # or its memory was freed
             old.copy_(new)
 
     def turns(self) -> Any:

@@ -126,22 +126,6 @@ def test_self_attention_is_looked_into() -> None:
     assert_close(line.module(x)[0], layer(x, x, x)[0])
 
 
-@rows(
-    "text has_aliases is_open",
-    {
-        "an input": ("x.add_(1)", True, True),
-        "inside": (WRITTEN_AROUND + "y * 2", True, False),
-        "an input that is returned": ("x, x + 1", False, True),
-        "a view of one": ("x[:1]", True, True),
-        "a value": ("(x * 2).relu_()", False, False),
-    },
-)
-def test_what_is_aliased_is_told(text: str, has_aliases: bool, is_open: bool) -> None:
-    line = recorded(text)
-
-    assert (bool(aliased(line)), line.is_open) == (has_aliases, is_open)
-
-
 WEIGHT, HIDDEN = torch.ones(3), torch.ones(3)
 TWO_DTYPES = "y = torch.zeros(2, 3); flags = y.view(torch.int32); y.copy_(x); return flags + 1"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -99,18 +99,6 @@ def test_an_answer_is_the_callers_also_of_many_threads_at_once(engine: str) -> N
     kept = answers[0].clone()
     answers[0].fill_(3.0)
     assert torch.equal(fast(image()), kept)
-
-
-@real
-def test_a_process_that_was_forked_gets_an_answer(engine: str) -> None:
-    fast, fork = prepared(engine), multiprocessing.get_context("fork")
-    given, answer = fork.Pipe()
-    child = fork.Process(target=lambda: answer.send(fast(image())[0, 0].item()))
-    child.start()
-    assert given.poll(20)
-    child.join()
-
-    assert given.recv() == pytest.approx(attending()(image())[0, 0].item(), rel=1e-5)
 
 
 _MASKED = Forward(
@@ -313,6 +301,29 @@ def test_an_engine_that_is_no_good_is_rejected_with_the_reason_and_the_next_trie
     assert reason in str(fast.report)
     assert choice.chosen == PACKED
     assert reason in choice.rejected[title()]
+
+
+def test_a_process_that_was_forked_runs_the_region_by_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There, an engine would wait for its threads."""
+    runs: list[int] = []
+
+    def compile_it(self: StubEngine, graph: fx.GraphModule, *rest: Any) -> Any:
+        def run(given: Any) -> Any:
+            runs.append(1)
+            return graph(*given)
+
+        return run
+
+    monkeypatch.setattr(StubEngine, "compile", compile_it)
+    model, x = Then("y.relu()"), image()
+    fast = lowered(model, x)
+    here = len(runs)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+
+    assert_close(fast(x), model(x))
+    assert len(runs) == here > 0
 
 
 def test_inputs_that_are_read_otherwise_than_the_example() -> None:

@@ -155,8 +155,10 @@ def test_what_no_line_repeats_is_refused(program: Any, reason: str) -> None:
 def test_an_output_that_is_returned_twice_is_computed_once() -> None:
     """Also where it gets the strides of eager, which its program gives it otherwise."""
     model, x = Then("(y, y)").eval(), image().to(memory_format=torch.channels_last)
-    first, second = lowered(model, x, tune_seconds=0)(x)
+    fast = lowered(model, x, tune_seconds=0)
+    first, second = fast(x)
 
+    assert [choice.region for choice in fast.report.choices] == ["1 x conv2d"]
     assert first is second
     assert_close(first, model(x)[0])
 
@@ -168,6 +170,7 @@ def test_an_output_that_is_returned_twice_is_computed_once() -> None:
     [
         "y.view(2, -1).exp() if y.is_contiguous() else y.exp()",
         "(z := y.exp(), z.transpose(1, 2))",
+        "(z := y.relu(), v := z[:, :2], v.relu())",
         "y.as_strided((2, 4), (y.stride(0), 1)).exp()",
         "y[:, :2].mul_(2).exp() + y[:, 2:4]",
     ],

@@ -40,6 +40,7 @@ PROGRAMS = [
     "one = torch.ones(2, 3); y = x * one; one.add_(1); return y, x * one",
     "y = x.exp(); y.add_(1); view = y[:1]; view.mul_(2); return y",
     "y = x.exp(); copy = y.clone(); y[:1].mul_(2); return copy * 1, y + 1",
+    "y = x.exp(); y.add_(1); copy = y.clone(); y[:1].mul_(2); return copy * 1, y + 1",
     "(x * 2).add_(x.double())", "(x * 2).gt_(1)", "x.data.mul_(2) + x",
     "y = x * 2; y.t_().unsqueeze_(0); return y + 1",
     "torch.max(x, 1, out=(cache[:2, 0], torch.zeros(2).long()))",

@@ -178,11 +178,11 @@ OF_THE_STUB = {  # what an engine lacks ends its region, and another follows
     )
 }  # fmt: skip
 _BLOCK = "x = x + m.down(F.silu(m.gate(y := {})) * m.up(y)); "
-_LAYERS = {"gate": nn.Linear(8, 16), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+_LAYERS = {"gate": nn.Linear(16, 16), "up": nn.Linear(16, 16), "down": nn.Linear(16, 16)}
 OF_BLOCKS = {  # values that grow from block to block, unless each is divided by its own norm
-    norm: (Forward(_BLOCK.format(norm) * 5 + "return x", **_LAYERS), image(8, 8), regions)
+    norm: (Forward(_BLOCK.format(norm) * 5 + "return x", **_LAYERS), image(16, 16), regions)
     for norm, regions in {
-        "F.layer_norm(x, (8,))": 1,
+        "F.layer_norm(x, (16,))": 1,
         "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)": 1,
         "F.normalize(x, dim=-1)": 1,
         "x * torch.rsqrt(m.up(x).pow(2).mean(-1, keepdim=True) + 1e-6)": 10,
@@ -207,6 +207,18 @@ def test_it_gives_the_models_answer(engine: str, model: nn.Module, x: torch.Tens
         assert len(compiled(fast, x)) == regions
         assert_close(fast(x), model(x))
         assert fast(x).stride() == model(x).stride()
+
+
+@pytest.mark.parametrize(("size", "regions"), [(8, 2), (16, 1)])
+def test_a_region_ends_at_an_rmsnorm_of_few_numbers(size: int, regions: int) -> None:
+    """OpenVINO ends the process at fewer than a vector of the processor has."""
+    layers = {name: nn.Linear(size, size) for name in ("first", "last")}
+    scale = nn.Parameter(torch.rand(size))
+    model = Forward("m.last(F.rms_norm(m.first(x), x.shape[1:], m.scale))", scale=scale, **layers)
+    fast = lowered(model, x := image(8, size), only=(), tune_seconds=0)
+
+    assert len(compiled(fast, x)) == regions
+    assert_close(fast(x), model(x))
 
 
 @rows("model x regions", OF_BLOCKS)
@@ -239,7 +251,7 @@ NO_PART = [
 PART = [
     "y / 2", "F.layer_norm(y, (8,), eps=1e-6)", "F.softmax(y, -1)",
     "F.scaled_dot_product_attention(y, y, y)", "torch.cat([y[:, :, ::2], y[:, :, 1::2]], 1)",
-    "y / (y.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()",
+    "(y := y.flatten(2)) / (y.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()",
     "y * y.norm(2, (2, 3), keepdim=True) / (y.norm(2, (1, 2, 3), True) + 1e-6)",
 ]  # fmt: skip
 

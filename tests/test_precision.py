@@ -182,7 +182,7 @@ def test_products_are_reduced_and_what_follows_them_where_nothing_overflows(
 def test_int8_leaves_weights_of_another_dtype(text: str, x: torch.Tensor, taken: bool) -> None:
     line = recorded(text, x)
     before = line.module.code
-    made = in_int8(line.module, line.inputs)
+    made = in_int8(line.module)
 
     assert ("int8_linear" in map(name_of_call, made.graph.nodes)) is taken
     assert line.module.code == before

@@ -49,9 +49,7 @@ _BOUNDED = frozenset(("hardsigmoid", "layer_norm", "group_norm", "sigmoid", "sof
 LARGEST = 2.0**32  # of what is moderate
 _BITS, _MOST_BITS = 32, 96  # of such a number, and of all before layers may amplify it to 2**128
 _DTYPES = (torch.float32, torch.bool)  # in which it is known what that leads to
-_LANE = (
-    16  # numbers in the longest vector of a CPU: OpenVINO ends the process at an RMSNorm of less
-)
+_LANE = 16  # numbers in a long vector: OpenVINO ends the process at an RMSNorm of fewer
 _SMALLEST = 1e-12  # that keeps a norm of equal values from a division by zero
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import optimizer
 from optimizer.testing import assert_equivalent, randomize
 from tests.conftest import address
-from tests.single_pass import Forward, callees, layers_of, optimized_by, spelled, tried
+from tests.single_pass import Forward, layers_of, optimized_by, spelled, tried
 
 PADDING, SINK = "fold_padding", "sink_convolutions"
 SHAPE, IMAGE = (2, 4, 7, 6), (2, 4, 9, 7)
@@ -21,7 +21,7 @@ READ = "the layer's output is read elsewhere"
 
 def model_of(text: str, layer: nn.Module | None = None) -> nn.Module:
     """Layers in a row, or the forward of a model that holds a convolution."""
-    if text.startswith(("nn.", "conv(", "BARE")):
+    if text.startswith(("nn.", "conv(")):
         return randomize(nn.Sequential(*eval(text)).double().eval()).requires_grad_(False)
     return randomize(Forward(text, conv=layer).double().eval()).requires_grad_(False)
 
@@ -30,22 +30,16 @@ def conv(out: int = 6, kernel: int = 1, **settings: Any) -> nn.Module:
     return nn.Conv2d(4, out, kernel, **settings)
 
 
+# The shape, and the padding of the layer that is left
 FOLDED = {
     (SHAPE, (2, 1)): "m.conv(F.pad(x, (1, 1, 2, 2))); nn.ZeroPad2d((1, 1, 2, 2)), conv(3, 3)",
-    (SHAPE, (0, 1)): """
-    m.conv(F.pad(x, pad=[1, 1, 0, 0])); m.conv(F.pad(x, (1, 1), "constant", 0.0))
-    """,
-    (SHAPE, (0, 2)): "m.conv(F.pad(x, (2, 2))); m.conv(F.pad(F.pad(x, (1, 1)), (1, 1)))",
-    (SHAPE, (0, 0)): "m.conv(F.pad(x, (0, 0)))",
-    (SHAPE, (1, 1)): """
-    nn.ConstantPad2d(1, 0.0), conv(3, 3); nn.ZeroPad2d(1), conv(3, 3, padding="valid")
-    """,
+    (SHAPE, (0, 1)): "m.conv(F.pad(x, pad=[1, 1, 0, 0])); m.conv(F.pad(x, (1, 1), value=0.0))",
+    (SHAPE, (0, 2)): "m.conv(F.pad(F.pad(x, (1, 1)), (1, 1)))",
+    (SHAPE, (1, 1)): "nn.ConstantPad2d(1, 0.0), conv(3, 3, padding='valid')",
     (SHAPE[1:], (1, 1)): "nn.ZeroPad2d(1), conv(3, 3)",
     (SHAPE, (2, 3)): "nn.ZeroPad2d(1), conv(3, 3, padding=(1, 2))",
-    (SHAPE, (2, 2)): """
-    nn.ZeroPad2d(2), conv(2, (3, 2), stride=2, dilation=(2, 1), groups=2, bias=False)
-    """,
-    ((2, 4, 5), (2,)): "nn.ZeroPad1d(2), nn.Conv1d(4, 3, 3)",
+    (SHAPE, (2, 2)): "nn.ZeroPad2d(2), conv(2, (3, 2), stride=2, dilation=(2, 1), groups=2)",
+    ((2, 4, 5), (2,)): "nn.ZeroPad1d(2), nn.Conv1d(4, 3, 3, bias=False)",
     ((2, 4, 3, 3, 3), (0, 2, 1)): "nn.ConstantPad3d((1, 1, 2, 2, 0, 0), 0), nn.Conv3d(4, 3, 2)",
 }
 
@@ -63,30 +57,91 @@ def test_folds_padding(text: str, case: Any) -> None:
     tried(PADDING, model, (x,), [type(own)], (later,))
 
 
-OTHER = "it pads with something else than a constant number of zeros"
-PADDING_STAYS = {
-    0: "m.conv(torch.relu(F.pad(x, (1, 1))))",
-    1: "m.conv(F.pad(x, (1, 1))) + m.conv(F.pad(x, (1, 1), value=2.0))",
-    OTHER: """
-    m.conv(F.pad(x, (1, 1), value=0.5)); nn.ConstantPad2d(1, -1.0), conv(3, 3);
-    m.conv(F.pad(x, (1, 1, 1, 1), mode="reflect")); m.conv(F.pad(x, (-1, -1)));
-    m.conv(F.pad(x, (x.shape[2], 7)))
+# How many values there are when a convolution has moved
+SUNK = {
+    IMAGE: """
+    F.avg_pool2d(m.conv(x), (2, 3), []); nn.Conv2d(4, 6, 1), nn.AvgPool2d(3, (2,));
+    F.avg_pool2d(m.conv(x), kernel_size=3, stride=(2, 1), count_include_pad=False);
+    conv(bias=False), nn.AvgPool2d(3, 1, 1); conv(), nn.AvgPool2d(4, ceil_mode=True);
+    conv(), nn.AvgPool2d(3, padding=1, count_include_pad=False);
+    conv(bias=False), nn.AvgPool2d(3, padding=1, ceil_mode=True);
+    conv(bias=False), nn.AvgPool2d(2, divisor_override=3); conv(groups=2), nn.AvgPool2d(2);
+    conv(padding="same"), nn.AvgPool2d(2); F.adaptive_avg_pool2d(m.conv(x), output_size=(1, 1))
     """,
-    "it pads the two sides of a dimension differently": "m.conv(F.pad(x, (1, 0)))",
-    "it pads the channels or the batch": "m.conv(F.pad(x[:, 1:3], (0, 0, 0, 0, 1, 1)))",
-    "the convolution pads in another way": """
-    nn.ZeroPad2d(1), conv(3, 3, padding="same");
-    nn.ZeroPad2d(1), conv(3, 3, padding_mode="circular")
-    """,
-    READ: "(m.conv(y := F.pad(x, (1, 1))), y)",
-    "what is padded is written later": "y = F.pad(x, (1, 1)); x.mul_(2.0); return m.conv(y)",
-    "it is empty, which a convolution may not read": "m.conv(F.pad(x[..., :0], (2, 2)))",
+    IMAGE[1:]: "conv(), nn.AvgPool2d(2)",
+    (0, *IMAGE[1:]): "conv(), nn.AvgPool2d(2)",
+    (2, 4, 9): "nn.Conv1d(4, 5, 1), nn.AdaptiveAvgPool1d(1); F.avg_pool1d(m.conv(x), 2)",
+    (2, 4, 5, 4, 6): "nn.Conv3d(4, 5, 1), nn.AvgPool3d(2)",
+    (1, 256, 4, 4): "nn.Conv2d(256, 128, 1), nn.AvgPool2d(2)",
 }
 
 
-@spelled(PADDING_STAYS)
-def test_padding_stays(forward: str, outcome: Any) -> None:
-    tried(PADDING, model_of(forward, conv(3, 3)), (torch.randn(SHAPE).double(),), outcome)
+@spelled(SUNK, cells="text shape")
+def test_sinks(text: str, shape: Any) -> None:
+    x, later = (torch.randn(*shape[:-1], size).double() for size in (shape[-1], 12))
+    kind = {"1d": nn.Conv1d, "2d": nn.Conv2d, "3d": nn.Conv3d}[re.findall(r"\dd", text)[0]]
+
+    fast = tried(
+        SINK, model_of(text, kind(4, 4 if "adaptive" in text else 5, 1)), (x,), 1, (later,)
+    )
+
+    assert [*map(type, layers_of(fast))][-1] is kind
+
+
+COSTS = "the pool would cost more than it saves"
+# The pass and the outcome, and the shape of another input than an image
+STAYS: dict[Any, str] = {
+    (PADDING, 0): "m.conv(torch.relu(F.pad(x, (1, 1))))",
+    (PADDING, 1): "m.conv(F.pad(x, (1, 1))) + m.conv(F.pad(x, (1, 1), value=2.0))",
+    (PADDING, "it pads with something else than a constant number of zeros"): """
+    nn.ConstantPad2d(1, -1.0), conv(3, 3); m.conv(F.pad(x, (1, 1, 1, 1), mode="reflect"));
+    m.conv(F.pad(x, (-1, -1))); m.conv(F.pad(x, (x.shape[2], 7)))
+    """,
+    (PADDING, "it pads the two sides of a dimension differently"): "m.conv(F.pad(x, (1, 0)))",
+    (PADDING, "it pads the channels or the batch"): """
+    m.conv(F.pad(x[:, 1:3], (0, 0, 0, 0, 1, 1)))
+    """,
+    (PADDING, "the convolution pads in another way"): """
+    nn.ZeroPad2d(1), conv(3, 3, padding="same");
+    nn.ZeroPad2d(1), conv(3, 3, padding_mode="circular")
+    """,
+    (PADDING, READ): "(m.conv(y := F.pad(x, (1, 1))), y)",
+    (PADDING, "what is padded is written later"): """
+    y = F.pad(x, (1, 1)); x.mul_(2.0); return m.conv(y)
+    """,
+    (PADDING, "it is empty, which a convolution may not read"): """
+    m.conv(F.pad(x[..., :0], (2, 2)))
+    """,
+    (SINK, "the pool does not divide by the number of places"): """
+    conv(), nn.AvgPool2d(3, padding=1); F.avg_pool2d(m.conv(x), 2, divisor_override=3)
+    """,
+    (SINK, "it pools other dimensions than the convolution has"): """
+    F.avg_pool1d(m.conv(x[0]), 2); F.avg_pool3d(m.conv(x), 2)
+    """,
+    (SINK, "the convolution pads"): "conv(padding=1), nn.AvgPool2d(2)",
+    (SINK, COSTS): "conv(2), nn.AvgPool2d(2); conv(4), nn.AvgPool2d(1)",
+    (SINK, COSTS, (2, 256, 9, 7)): "nn.Conv2d(256, 128, 1, groups=64), nn.AvgPool2d(2)",
+    (SINK, READ): "(F.avg_pool2d(y := m.conv(x), 2), y)",
+    (SINK, "what is convolved is written before it is pooled"): """
+    y = m.conv(x); x.mul_(2.0); return F.avg_pool2d(y, 2)
+    """,
+    (SINK, "the forward writes their tensors"): """
+    y = m.conv(torch.relu(x)); m.conv.weight.mul_(0.5); return F.avg_pool2d(y, 2)
+    """,
+    (SINK, 0): """
+    conv(kernel=2), nn.AvgPool2d(2); conv(stride=2), nn.AvgPool2d(2);
+    conv(), nn.AdaptiveAvgPool2d((None, 1)); conv(), nn.MaxPool2d(2);
+    F.avg_pool2d(torch.relu(m.conv(x)), 2)
+    """,
+}
+
+
+@spelled(STAYS, cells="forward case")
+def test_stays(forward: str, case: Any) -> None:
+    name, outcome, *shape = case
+    layer = conv(3, 3) if name == PADDING else conv()
+
+    tried(name, model_of(forward, layer), (torch.randn(*shape or [IMAGE]).double(),), outcome)
 
 
 def test_padding_stays_before_a_layer_with_a_plain_tensor() -> None:
@@ -117,41 +172,6 @@ def test_what_is_folded_into_it_later_sees_the_change(layers: str, names: tuple[
     assert_equivalent(model, fast, (x,))
 
 
-BARE = conv(bias=False)
-SUNK = {
-    IMAGE: """
-    conv(), nn.AvgPool2d(2); F.avg_pool2d(m.conv(x), 2); F.avg_pool2d(m.conv(x), (2, 3), []);
-    F.avg_pool2d(m.conv(x), kernel_size=3, stride=(2, 1), count_include_pad=False);
-    conv(), nn.AvgPool2d(3, (2,)); BARE, nn.AvgPool2d(3, 1, 1);
-    conv(), nn.AvgPool2d(4, ceil_mode=True);
-    conv(), nn.AvgPool2d(3, padding=1, count_include_pad=False);
-    BARE, nn.AvgPool2d(3, padding=1, ceil_mode=True); BARE, nn.AvgPool2d(2, divisor_override=3);
-    conv(groups=2), nn.AvgPool2d(2); conv(padding="valid"), nn.AvgPool2d(2);
-    conv(padding="same"), nn.AvgPool2d(2); conv(4), nn.AdaptiveAvgPool2d(1);
-    F.adaptive_avg_pool2d(m.conv(x), output_size=(1, 1))
-    """,
-    IMAGE[1:]: "conv(), nn.AvgPool2d(2)",
-    (0, *IMAGE[1:]): "conv(), nn.AvgPool2d(2)",
-    (2, 4, 9): """
-    nn.Conv1d(4, 5, 1), nn.AvgPool1d(2); nn.Conv1d(4, 5, 1), nn.AdaptiveAvgPool1d(1);
-    F.avg_pool1d(m.conv(x), 2)
-    """,
-    (2, 4, 5, 4, 6): "nn.Conv3d(4, 5, 1), nn.AvgPool3d(2); F.avg_pool3d(m.conv(x), 2)",
-    (1, 256, 4, 4): "nn.Conv2d(256, 128, 1), nn.AvgPool2d(2)",
-}
-
-
-@spelled(SUNK, cells="text shape")
-def test_sinks(text: str, shape: Any) -> None:
-    x, later = (torch.randn(*shape[:-1], size).double() for size in (shape[-1], 12))
-    kind = {"1d": nn.Conv1d, "2d": nn.Conv2d, "3d": nn.Conv3d}[re.findall(r"\dd", text)[0]]
-    model = model_of(text, kind(4, 4 if "adaptive" in text else 5, 1))
-
-    fast = tried(SINK, model, (x,), 1, (later,))
-
-    assert callees(fast)[1:] == [kind]
-
-
 @pytest.mark.parametrize("weight", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("image", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("channels", [1, 4])
@@ -159,48 +179,7 @@ def test_the_result_lies_in_memory_as_before(channels: int, image: Any, weight: 
     model = model_of(f"nn.Conv2d({channels}, 6, 1), nn.AvgPool2d(2)").to(memory_format=weight)
     x = torch.randn(2, channels, 9, 7).double().to(memory_format=image)
 
-    fast = tried(SINK, model, (x,), 1)
-
-    assert fast(x).stride() == model(x).stride()
-
-
-REFUSALS = {
-    "the pool does not divide by the number of places": """
-    conv(), nn.AvgPool2d(3, padding=1); conv(), nn.AvgPool2d(2, divisor_override=3);
-    F.avg_pool2d(m.conv(x), 2, divisor_override=1)
-    """,
-    "it pools other dimensions than the convolution has": """
-    F.avg_pool1d(m.conv(x[0]), 2); F.avg_pool3d(m.conv(x), 2)
-    """,
-    "the convolution pads": "conv(padding=1), nn.AvgPool2d(2)",
-    "the pool would cost more than it saves": """
-    conv(2), nn.AvgPool2d(2); conv(4), nn.AvgPool2d(1)
-    """,
-    READ: "(F.avg_pool2d(y := m.conv(x), 2), y)",
-    "what is convolved is written before it is pooled": """
-    y = m.conv(x); x.mul_(2.0); return F.avg_pool2d(y, 2)
-    """,
-    "the forward writes their tensors": """
-    y = m.conv(torch.relu(x)); m.conv.weight.mul_(0.5); return F.avg_pool2d(y, 2)
-    """,
-    0: """
-    conv(kernel=2), nn.AvgPool2d(2); conv(stride=2), nn.AvgPool2d(2);
-    conv(), nn.AdaptiveAvgPool2d(2); conv(), nn.AdaptiveAvgPool2d((None, 1));
-    conv(), nn.MaxPool2d(2); F.avg_pool2d(torch.relu(m.conv(x)), 2)
-    """,
-}
-
-
-@spelled(REFUSALS)
-def test_a_convolution_stays(forward: str, outcome: Any) -> None:
-    tried(SINK, model_of(forward, conv()), (torch.randn(IMAGE).double(),), outcome)
-
-
-def test_few_products_stay() -> None:
-    model = model_of("nn.Conv2d(256, 128, 1, groups=64), nn.AvgPool2d(2)")
-
-    costs = "the pool would cost more than it saves"
-    tried(SINK, model, (torch.randn(2, 256, 9, 7).double(),), costs)
+    assert tried(SINK, model, (x,), 1)(x).stride() == model(x).stride()
 
 
 def test_a_single_place_lies_in_memory_as_before() -> None:

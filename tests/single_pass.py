@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import optimizer
 from optimizer.core.guards import GUARDS
 from optimizer.core.node import callee, module_of
-from optimizer.testing import assert_equivalent, inputs_like, untouched
+from optimizer.testing import assert_equivalent, untouched
 
 EXACT = {each.name for each in optimizer.all_passes() if each.numerics == "exact"}
 # How often a pass fires, and gives no reason where it does not; what a graph in which it fired
@@ -121,23 +121,6 @@ def assert_outcome(name: str, fast: Any, outcome: Outcome) -> None:
     else:
         assert counts == ({name: outcome} if outcome else {})
         assert outcome or reasons == []
-
-
-def assert_as_near_to_the_truth(
-    name: str, model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    """Assert that a pass fires once, and errs no more than four times as much as the model."""
-    (x,) = inputs_like([shape], "random", 0, dtype)
-    model = model.to(dtype)
-
-    fast = optimized_by(name, model, x)
-
-    with torch.no_grad():
-        eager, folded = model(x).double(), fast(x).double()
-        truth = model.double()(x.double())
-    bound = max(4 * (eager - truth).abs().max(), 1e-15 * truth.abs().max())
-    assert fast.report.counts() == {name: 1}
-    assert (folded - truth).abs().max() <= bound
 
 
 def callees(fast: Any) -> list[Any]:

@@ -12,16 +12,7 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer.testing import assert_equivalent, inputs_like, randomize
-from tests.conftest import address
-from tests.single_pass import (
-    Forward,
-    assert_as_near_to_the_truth,
-    layers_of,
-    optimized_by,
-    rows,
-    spelled,
-    tried,
-)
+from tests.single_pass import Forward, layers_of, optimized_by, rows, spelled, tried
 
 FOLD, FORWARD = "fold_affine", "fold_affine_forward"
 EPS = 0.125  # a power of two: then a correct fold of dyadic values rounds nothing
@@ -66,18 +57,12 @@ def before(text: str, layer: nn.Module, *shape: int) -> nn.Module:
     return Forward(f"c = m.c; return m.layer({text})", layer=layer, c=torch.rand(shape) + 0.5)
 
 
-def both(text: str) -> nn.Module:
+def both(text: str, dimensions: int = 2, **other: Any) -> nn.Module:
     """A model of a layer, two norms, and their tensors, which lie where a function may read."""
     held = {"mean": torch.tensor([1.0, -2, 3, 0]), "var": torch.tensor([1.0, 4, 0.25, 16]) - EPS}
-    held |= {"gain": parameter(4), "shift": parameter(4), "w": parameter(4, 3, 3, 3)}
-    layers = {"conv": conv(), "bn": norm(2), "second": norm(2, eps=0.5)}
-    return Forward(text, b=parameter(4), **layers, **held)
-
-
-def calls(text: str, dimensions: int, **weights: Any) -> nn.Module:
-    """A model of a text with a norm `bn`, and weights `w` and `b` of a layer."""
-    held = weights or {"w": parameter(4, 3, *[3] * dimensions), "b": parameter(4)}
-    return Forward(text, bn=norm(dimensions or 1), **held)
+    held |= {"gain": parameter(4), "shift": parameter(4), "b": parameter(4)}
+    held |= {"w": parameter(4, 3, *[3] * dimensions), "conv": conv()} | other
+    return Forward(text, bn=norm(dimensions or 1), second=norm(2, eps=0.5), **held)
 
 
 def training(place: int, *layers: nn.Module) -> nn.Module:
@@ -91,48 +76,45 @@ class Conv(nn.Conv2d):
         return super().forward(x)
 
 
-# The shape of the input, and what is called in the end.
+# The shape of the input, and what is called in the end. See also the motifs and tests/traps.py.
 FOLDED = {
     ((5, 3), nn.Linear): """
     nn.Linear(3, 4), norm(1); nn.Linear(3, 4, bias=False), norm(1);
-    calls("m.bn(F.linear(x, m.w, m.b))", 0);
-    calls("m.bn(F.linear(input=x, weight=m.w, bias=m.b))", 0)
+    both("m.bn(F.linear(input=x, weight=m.w, bias=m.b))", 0)
     """,
-    ((2, 3, 8), nn.Conv1d): "nn.Conv1d(3, 4, 3), norm(1)",
     # as long as wide
-    ((2, 3, 6), nn.Conv1d): 'nn.Conv1d(3, 4, 3), norm(1); calls("m.bn(F.conv1d(x, m.w, m.b))", 1)',
-    ((2, 3, 4, 4, 4), nn.Conv3d): """
-    nn.Conv3d(3, 4, 2), norm(3); calls("m.bn(torch.conv3d(x, m.w, m.b))", 3)
-    """,
+    ((2, 3, 6), nn.Conv1d): 'nn.Conv1d(3, 4, 3), norm(1); both("m.bn(F.conv1d(x, m.w, m.b))", 1)',
+    ((2, 3, 4, 4, 4), nn.Conv3d): 'both("m.bn(torch.conv3d(x, m.w, m.b))", 3)',
     (IMAGE, nn.Conv2d): """
-    conv(), norm(2); conv(bias=False), norm(2); conv(), norm(2, affine=False);
-    conv(bias=False), norm(2, affine=False); conv(padding="same"), norm(2);
+    conv(bias=False), norm(2); conv(), norm(2, affine=False); conv(padding="same"), norm(2);
     conv(padding=1, padding_mode="reflect"), norm(2); conv(), norm(2), norm(2, eps=0.25);
-    Conv(3, 4, 3), norm(2); both("m.bn(input=m.conv(input=x))");
-    both("m.bn(F.conv2d(x, m.w, m.b))"); both("m.bn(F.conv2d(x, m.w))");
+    Conv(3, 4, 3), norm(2); both("m.bn(input=m.conv(input=x))"); both("m.bn(F.conv2d(x, m.w))");
     both("m.bn(F.conv2d(input=x, weight=m.w, bias=m.b, padding=1, stride=(2, 1)))");
     both("m.bn(torch.conv2d(x, m.w, m.b, 2))");
     both("F.batch_norm(m.conv(x), m.mean, m.var, m.gain, m.shift, False, 0.1, 0.125)");
     both("F.batch_norm(m.conv(x), running_var=m.var, running_mean=m.mean, bias=m.b, eps=0.125)");
-    both("F.batch_norm(m.conv(x), m.mean, m.var, weight=m.gain, training=m.training, eps=0.125)")
+    both("F.batch_norm(m.conv(x), m.mean, m.var, weight=m.gain, training=m.training, eps=0.125)");
+    over("c * y", conv(), 4, 1, 1); over("torch.mul(input=y, other=c)", conv(), 1, 4, 1, 1);
+    over("torch.add(y, c)", conv(), 1); over("y - c", conv()); over("c - y", conv(), 4, 1, 1);
+    over("y.div(c)", conv(), 4, 1, 1); over("torch.sub(y, other=c)", conv(), 1, 1, 1);
+    over("y * c + c", conv(), 4, 1, 1); over("(2 - y * 3 + 0.25) / 4", conv())
     """,
     ((2, 4, 9, 9), nn.Conv2d): "nn.Conv2d(4, 4, 3, 2, 1, dilation=2, groups=2), norm(2)",
-    (WIDE, nn.Conv2d): "nn.Conv2d(4, 4, 3, groups=4), norm(2)",
     (WIDE, nn.Conv2d, F.relu, nn.Conv2d): "(b := nn.Sequential(nn.Conv2d(4, 4, 1), norm(2)), "
     "nn.ReLU(), b)",
     ((2, 4, 5, 5), up): """
     Forward("m.bn(F.conv_transpose2d(x, m.w, stride=2, groups=2, dilation=2))",
-    bn=norm(2, 6), w=parameter(4, 3, 3, 3))
+    bn=norm(2, 6), w=parameter(4, 3, 3, 3)); up(4, 4, 3, 2, 1, 1, groups=4), norm(2);
+    up(4, 6, 3, 2, 1, 1, groups=2, bias=False), norm(2, 6)
     """,
+    ((2, 4, 4), nn.ConvTranspose1d): "nn.ConvTranspose1d(4, 8, 3, 2, 1, 1, 4), norm(1, 8)",
+    ((2, 4, 4, 4, 4), nn.ConvTranspose3d): "nn.ConvTranspose3d(4, 6, 3, 2, 1, 1), norm(3, 6)",
     # as timm's LeViT does, on (N * L, C)
     ((2, 5, 3), nn.Linear, torch.flatten, "reshape_as"): """
-    calls("m.bn((y := m.w(x)).flatten(0, 1)).reshape_as(y)", 1, w=nn.Linear(3, 4));
-    calls("m.bn((y := m.w(x)).flatten(0, -2)).reshape_as(y)", 1, w=nn.Linear(3, 4));
-    calls("m.bn((y := m.w(x)).flatten(-3, -2)).reshape_as(y)", 1, w=nn.Linear(3, 4))
+    both("m.bn((y := m.fc(x)).flatten(0, 1)).reshape_as(y)", 1, fc=nn.Linear(3, 4));
+    both("m.bn((y := m.fc(x)).flatten(-3, -2)).reshape_as(y)", 1, fc=nn.Linear(3, 4))
     """,
     # a constant along the last dimension, of any rank, or without a batch
-    ((2, 3), nn.Linear): 'over("y - c", nn.Linear(3, 4), 4)',
-    ((5, 2, 3), nn.Linear): 'over("y - c", nn.Linear(3, 4), 4)',
     ((2, 3, 5, 2, 3), nn.Linear): 'over("y - c", nn.Linear(3, 4), 4)',
     ((3,), nn.Linear): 'over("y - c", nn.Linear(3, 4), 4)',
     ((3, 6, 6), nn.Conv2d): 'over("y * c + c", conv(), 4, 1, 1)',
@@ -146,88 +128,31 @@ def test_folds_into_layers_in_every_spelling(model: str, case: Any, regime: str)
 
     fast = tried_on(FOLD, model, shape, left, regime=regime)
 
-    modules = [node.target for node in fast.graph.nodes if node.op == "call_module"]
-    assert len(set(modules)) == 1
+    assert len({node.target for node in fast.graph.nodes if node.op == "call_module"}) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_fold_is_computed_in_float64_and_rounded_once(dtype: torch.dtype) -> None:
-    model = randomize(built("conv(), norm(2)"), "random").to(dtype)
-    layer, bn = model.children()
-    scale = bn.weight.double() / (bn.running_var.double() + bn.eps).sqrt()
-    weight = layer.weight.double() * scale[:, None, None, None]
-    bias = scale * (layer.bias.double() - bn.running_mean.double()) + bn.bias.double()
-
-    (folded,) = layers_of(optimized_by(FOLD, model, torch.randn(2, 3, 6, 6, dtype=dtype)))
-
-    assert torch.allclose(folded.weight.double(), weight, rtol=torch.finfo(dtype).eps, atol=0)
-    assert torch.allclose(folded.bias.double(), bias, rtol=torch.finfo(dtype).eps, atol=1e-12)
-    assert folded.weight.dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_fold_in_low_precision_is_as_near_to_the_truth_as_the_model(dtype: torch.dtype) -> None:
-    model = randomize(nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU()))
-    other = randomize(nn.Sequential(nn.BatchNorm2d(16), nn.Conv2d(16, 32, 3)))
-
-    assert_as_near_to_the_truth(FOLD, model.eval(), (4, 8, 12, 12), dtype)
-    if dtype != torch.float64:
-        assert_as_near_to_the_truth(FORWARD, other.eval(), (4, 16, 12, 12), dtype)
-
-
-CONSTANTS = """
-    y * c; c * y; y.mul(c); torch.mul(input=y, other=c); y + c; c + y; torch.add(y, c); y - c;
-    c - y; torch.sub(y, other=c); y / c; y.div(c); y * c + c; (2 - y * 3 + 0.25) / 4
-"""
-
-
-@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 4, 1, 1), (1, 1, 1), (1,), ()])
-@spelled({(nn.Conv2d,): CONSTANTS})
-def test_a_constant_for_each_channel_folds(forward: str, outcome: Any, shape: Any) -> None:
-    tried_on(FOLD, f"over({forward!r}, conv(), *{shape})", IMAGE, outcome)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("groups", "width"), [(1, 6), (2, 6), (4, 4), (4, 8)])
-@pytest.mark.parametrize("dimensions", [1, 2, 3])
-def test_a_transposed_convolution_absorbs_over_its_second_dimension(
-    dimensions: int, groups: int, width: int, bias: bool
-) -> None:
-    kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dimensions - 1]
-    settings = f"stride=2, padding=1, output_padding=1, groups={groups}, bias={bias}"
-    layers = f"nn.{kind.__name__}(4, {width}, 3, {settings}), norm({dimensions}, {width}, eps=1e-5)"
-
-    tried_on(FOLD, layers, (2, 4, *[4] * dimensions), [kind])
-
-
-def test_a_sum_keeps_the_weight_and_a_product_adds_no_bias() -> None:
-    summed, scaled = (over(f"y {sign} c", conv(bias=False), 4, 1, 1).double() for sign in "+*")
-    x = torch.randn(IMAGE).double()
-
-    (with_bias,) = layers_of(optimized_by(FOLD, summed.eval(), x))
-    (without,) = layers_of(optimized_by(FOLD, scaled.eval(), x))
-
-    assert address(with_bias.weight) == address(summed.layer.weight)
-    assert without.bias is None
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @rows(
-    "name text same",
+    "name layers shape",
     {
-        "behind": (FOLD, "m.over(x) + m.over(x.flip(-1)) + m.over.layer(x) * 2.0", [0, 0, 1]),
-        "before": (FORWARD, "m.pair(m.pair(x).relu())", [0, 0]),
+        FOLD: (FOLD, (nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU()), (4, 8, 12, 12)),
+        FORWARD: (FORWARD, (nn.BatchNorm2d(16), nn.Conv2d(16, 32, 3)), (4, 16, 12, 12)),
     },
 )
-def test_a_pair_that_is_called_twice_shares_one_folded_layer(
-    name: str, text: str, same: list[int]
+def test_a_fold_in_low_precision_is_as_near_to_the_truth_as_the_model(
+    name: str, layers: Any, shape: Any, dtype: torch.dtype
 ) -> None:
-    pair = nn.Sequential(norm(2), nn.Conv2d(4, 4, 1))
-    layer = over("y * c", nn.Conv2d(4, 4, 3), 4, 1, 1)
-    model = Forward(text, over=layer, pair=pair).double().eval()
+    """It is computed in float64 and rounded once."""
+    (x,), model = inputs_like([shape], "random", 0, dtype), randomize(nn.Sequential(*layers))
+    model = model.eval().to(dtype)
 
-    layers = layers_of(optimized_by(name, model, torch.randn(WIDE).double()))
+    fast = optimized_by(name, model, x)
 
-    assert [int(each is not layers[0]) for each in layers] == same
+    with torch.no_grad():
+        eager, folded = model(x).double(), fast(x).double()
+        truth = model.double()(x.double())
+    assert [each.weight.dtype for each in layers_of(fast)][:1] == [dtype]
+    assert (folded - truth).abs().max() <= 4 * (eager - truth).abs().max()
 
 
 UNKNOWN = "the graph was captured without example inputs"
@@ -236,29 +161,26 @@ OTHER_AXIS = "BatchNorm normalizes another axis than the layer's"
 READ_ELSEWHERE = "the layer's output is read elsewhere"
 WRITTEN = "the forward writes their tensors"
 OTHER_DTYPE = "dtype or device differ"
-OVERFLOW = "the folded weights overflow or underflow"
 HIGHER_RANK = "the constant has more dimensions than what it is combined with"
 NOT_ONE = "the constant is not one number a channel"
 MIXES = "flattening mixes the layer's outputs"
 SHAPE = "the constant changes the shape"
-# The shape of the input, the outcome, and shapes of later calls. See also tests/traps.py.
+LINEAR = "nn.Linear(3, 4)"
+TRANSPOSED = "nn.ConvTranspose1d(3, 4, 2)"
+# The shape of the input, the outcome, and shapes of later calls.
 BEHIND: dict[Any, str] = {
     # without example inputs a rank that the layers imply suffices
     (None, 1, IMAGE): "conv(), norm(2)",
     (None, UNKNOWN, (5, 3)): "nn.Linear(3, 4), norm(1)",
     # channels that came last
-    ((2, 1, 3), 1, (2, 1, 3)): """
-    calls("m.bn(m.w(x.mT))", 1, w=nn.Conv1d(3, 4, 2, padding=1));
-    calls("m.bn(m.w(x.mT))", 1, w=nn.ConvTranspose1d(3, 4, 2))
-    """,
-    ((2, 3, 3), 1, (2, 1, 3)): """
-    calls("m.bn(m.w(x.mT))", 1, w=nn.Conv1d(3, 4, 2, padding=1));
-    calls("m.bn(m.w(x.mT))", 1, w=nn.ConvTranspose1d(3, 4, 2))
+    ((2, 3, 3), 1, (2, 1, 3)): f"""
+    both("m.bn(m.w(x.mT))", 1, w=nn.Conv1d(3, 4, 2, padding=1));
+    both("m.bn(m.w(x.mT))", 1, w={TRANSPOSED})
     """,
     # a second reader, as timm's BatchNormAct2d checks the rank of what it is given
     (IMAGE, 1): """
     both("(m.bn(y := m.conv(x)), y.ndim)"); both("(m.bn(y := m.conv(x)), y.shape[0])");
-    both("(m.bn(y := m.conv(x)), y.size(1))"); both("(m.bn(y := m.conv(x)), y.dim())")
+    both("(m.bn(y := m.conv(x)), y.size(1))")
     """,
     (IMAGE, 2): 'both("m.bn(m.conv(x)) - m.second(m.conv(x))")',
     ((2, 4, 5, 5), 0): """
@@ -267,22 +189,20 @@ BEHIND: dict[Any, str] = {
     # what is not affine in one value
     (IMAGE, 0): """
     over("y / y.sum()", conv(), 4, 1, 1); over("c / y", conv(), 4, 1, 1);
-    over("y + y.mean()", conv(), 4, 1, 1); over("torch.add(y, c, alpha=2)", conv(), 4, 1, 1);
-    over("y + y.shape[0]", conv(), 4, 1, 1)
+    over("torch.add(y, c, alpha=2)", conv(), 4, 1, 1); over("y + y.shape[0]", conv(), 4, 1, 1)
     """,
     (IMAGE, READ_ELSEWHERE): 'both("(y := m.conv(x), m.bn(y))")',
-    ((2, 5, 3), READ_ELSEWHERE): """
-    over("y.flatten(0, 1) * c + y.sum()", nn.Linear(3, 4), 4);
-    over("(z := y.flatten(0, 1)) * c + z", nn.Linear(3, 4), 4)
+    ((2, 5, 3), READ_ELSEWHERE): f"""
+    over("y.flatten(0, 1) * c + y.sum()", {LINEAR}, 4);
+    over("(z := y.flatten(0, 1)) * c + z", {LINEAR}, 4)
     """,
-    ((2, 3), NOT_ONE): 'over("y * c", nn.Linear(3, 4), 2, 4)',
+    ((2, 3), NOT_ONE): f'over("y * c", {LINEAR}, 2, 4)',
     # a number for each column or image, and one channel made four
     (IMAGE, NOT_ONE): """
     over("y * c", conv(), 4); over("y * c", conv(), 2, 1, 1, 1);
     over("y * c", nn.Conv2d(3, 1, 3), 4, 1, 1)
     """,
-    ((2, 3), HIGHER_RANK): 'over("y * c", nn.Linear(3, 4), 1, 1, 4)',
-    (IMAGE, HIGHER_RANK): 'over("y * c", conv(), 1, 1, 1, 1, 1)',
+    ((2, 3), HIGHER_RANK): f'over("y * c", {LINEAR}, 1, 1, 4)',
     ((3, 6, 6), HIGHER_RANK): 'over("y * c", conv(), 1, 4, 1, 1)',
     ((2, 4, 5, 3), OTHER_AXIS): "nn.Linear(3, 4), norm(2)",
     ((3, 6), OTHER_AXIS): "nn.Conv1d(3, 4, 3), norm(1)",
@@ -297,28 +217,24 @@ BEHIND: dict[Any, str] = {
     (IMAGE, "BatchNorm tracks no running statistics and uses the batch's"): """
     conv(), norm(2, track_running_stats=False)
     """,
-    (IMAGE, OVERFLOW): 'over("y / 0", conv(), 1)',
+    (IMAGE, "the folded weights overflow or underflow"): 'over("y / 0", conv(), 1)',
     (IMAGE, "the folded bias overflows"): 'over("y + math.inf", conv(), 1)',
-    ((2, 5, 3), MIXES): 'over("y.flatten(1) * 2", nn.Linear(3, 4), 1)',
+    ((2, 5, 3), MIXES): f'over("y.flatten(1) * 2", {LINEAR}, 1)',
     (IMAGE, MIXES): 'over("y.flatten(0, 1) * 2", conv(), 1)',
     ((2, 1, 3), "its rank depends on sizes, through a squeeze"): """
     Forward("x.squeeze()"), nn.Linear(3, 4), norm(1)
     """,
 }
-NORMALIZED = "(x - 0.485) / c"
 # Constants repeat a single channel, and what repeats a channel is no example of other calls.
 OF_ONE = 'before("x * c", valid(3), 4, 1, 1); before("x.relu() * c", valid(3), 4, 1, 1)'
-OF_TWO = 'before(NORMALIZED, valid(3), 4, 1, 1); before("(x * c) / c", valid(3), 4, 1, 1)'
+OF_TWO = 'before("(x - 0.485) / c", valid(3), 4, 1, 1); before("(x * c) / c", valid(3), 4, 1, 1)'
 BEFORE: dict[Any, str] = {
     (WIDE, (nn.Conv2d,)): """
-    norm(2), valid(3); norm(2), valid(1, bias=False); norm(2), valid(3, groups=2);
+    norm(2), valid(1, bias=False); norm(2), valid(3, groups=2);
     norm(2), nn.Conv2d(4, 8, 3, groups=4); norm(2), valid(2, stride=2, dilation=2);
-    norm(2), valid(3, padding="valid"); norm(2), valid(1, padding="same");
-    norm(2), valid(3, padding=1, padding_mode="reflect");
-    norm(2), valid(3, padding=2, padding_mode="circular")
+    norm(2), valid(1, padding="same"); norm(2), valid(3, padding=1, padding_mode="reflect")
     """,
     ((2, 4, 3, 3, 3), (nn.Conv3d,)): "norm(3), nn.Conv3d(4, 6, 2)",
-    ((2, 4, 5), (nn.Conv1d,)): "norm(1), nn.Conv1d(4, 6, 2)",
     ((5, 4), (nn.Linear,)): "norm(1), nn.Linear(4, 6)",
     ((2, 3, 4), 1): 'before("x + c", nn.Linear(4, 6), 4)',
     (None, UNKNOWN): "norm(2), valid(3)",
@@ -326,12 +242,10 @@ BEFORE: dict[Any, str] = {
     {OF_ONE}; Forward("(m.layer((y := x - 0.5) * m.c), y)", layer=valid(3), c=torch.rand(4, 1, 1));
     nn.Linear(6, 6), before("x * c", valid(3), 4, 1, 1); before("x + c", valid(3), 4, 1, 1);
     before("x * c", valid(3, padding=1), 4, 1, 1);
-    before("(y := x * c, y.ndim)[0]", valid(3), 4, 1, 1);
     before("x * c", up(4, 6, 3, stride=2, groups=2), 1, 4, 1, 1)
     """,
     (WIDE, 2, GRAY): OF_TWO,
     (WIDE[1:], 1, GRAY[1:]): OF_ONE,
-    (WIDE[1:], 2, GRAY[1:]): OF_TWO,
     (GRAY, 1, WIDE): 'before("x * c * c", valid(3), 4, 1, 1)',
     # a layer fixes its channels, so that nothing expands them
     ((3, 4), (nn.Linear, nn.Linear)): """
@@ -348,26 +262,15 @@ BEFORE: dict[Any, str] = {
     ((6, 6), SHAPE): 'before("x * c", valid(3), 4, 1, 1)',
     (WIDE, WRITTEN): 'Forward("(m.layer.weight.mul_(2), m.layer(x * 2))[1]", layer=valid(3))',
 }
+BOTH_SIDES = {(FOLD, *case): text for case, text in BEHIND.items()}
+BOTH_SIDES |= {(FORWARD, *case): text for case, text in BEFORE.items()}
 
 
-@spelled(BEHIND, cells="model case")
-def test_what_is_behind_a_layer(model: str, case: Any) -> None:
-    tried_on(FOLD, model, *case)
+@spelled(BOTH_SIDES, cells="model case")
+def test_what_is_beside_a_layer(model: str, case: Any) -> None:
+    name, *rest = case
 
-
-@spelled(BEFORE, cells="model case")
-def test_what_is_before_a_layer(model: str, case: Any) -> None:
-    tried_on(FORWARD, model, *case)
-
-
-def test_channels_that_are_switched_off_do_not_stop_a_fold() -> None:
-    model, x = built("conv(), nn.BatchNorm2d(4)").half(), torch.randn(IMAGE).half()
-    nn.init.zeros_(model.get_parameter("1.weight"))
-
-    fast = optimized_by(FOLD, model, x)
-
-    assert fast.report.counts() == {FOLD: 1}
-    optimizer.check(model, fast, x)
+    tried_on(name, model, *rest)
 
 
 def test_a_folded_parameter_can_be_written_and_is_frozen_as_it_was() -> None:
@@ -375,7 +278,6 @@ def test_a_folded_parameter_can_be_written_and_is_frozen_as_it_was() -> None:
     fast = optimized_by(FOLD, over("y - 1.0", layer).double().eval(), torch.ones(2, 3).double())
     fast.load_state_dict(fast.state_dict())
 
-    assert fast.report.counts() == {FOLD: 1}
     assert all(each.is_contiguous() and not each.requires_grad for each in fast.parameters())
 
 
@@ -383,28 +285,18 @@ def test_layers_that_do_not_fit_one_another_stay() -> None:
     fast = optimized_by(FOLD, built("conv(), norm(2, 1)"))
 
     assert [each.reason for each in fast.report.refused] == ["the number of features differs"]
-    with pytest.raises(RuntimeError, match="running_mean"):
-        fast(torch.randn(IMAGE))
 
 
 WIDENS = """Forward("m.fc(m.layer(x) * m.scale)", fc=nn.Linear(5, 2),
     layer=nn.ConvTranspose2d(4, 4, 3), scale=parameter(4, 1, 1))"""
 ERRORS = {
-    "behind a flatten": (
-        FOLD, 'calls("m.bn((y := m.w(x)).flatten(0, 1)).reshape_as(y)", 1, w=nn.Linear(3, 4))',
-        (2, 5, 3), torch.randn(2, 5, 3, 3).double(), "3 dimensions and got 4",
-    ),
-    "another rank": (
-        FOLD, "nn.Linear(3, 4), norm(1)", (5, 3), torch.randn(2, 4, 3).double(),
-        "2 dimensions and got 3",
-    ),
     # A layer of no rows leaves its dtype, and the product with a constant does not.
     "a constant that widens what is empty": (
         FOLD, WIDENS, (2, 4, 3, 3), torch.empty(0, 4, 3, 3), "float64 and got",
     ),
     "bytes": (
-        FORWARD, 'before("x / 255.0", valid(3), 1)', WIDE,
-        torch.randint(0, 256, WIDE, dtype=torch.uint8), r"torch\.float64 and got torch\.uint8",
+        FORWARD, 'before("x / 255.0", valid(3), 1)', WIDE, torch.ones(WIDE).byte(),
+        r"torch\.float64 and got torch\.uint8",
     ),
 }  # fmt: skip
 
@@ -420,15 +312,11 @@ def test_what_was_relied_on_is_required_of_later_calls(
 
 
 def test_a_constant_that_widens_what_autocast_narrows_stays() -> None:
-    model = calls("m.w(x) * m.b", 1, w=nn.Linear(4, 4), b=nn.Parameter(torch.rand(4))).eval()
-    x = torch.ones(2, 4)
+    model = built('over("y * c", nn.Linear(4, 4), 4, dtype=torch.float32)')
+    reason = "autocast gives the layer another dtype than the constant"
 
     with torch.autocast("cpu", torch.bfloat16):
-        fast: Any = optimizer.optimize(model, x, check=None, level=1)
-
-        assert fast(x).dtype == model(x).dtype == torch.float32
-    reason = "autocast gives the layer another dtype than the constant"
-    assert reason in [refusal.reason for refusal in fast.report.refused]
+        tried(FOLD, model, (torch.ones(2, 4),), reason)
 
 
 @pytest.mark.parametrize("dimensions", [2, 3])
@@ -455,10 +343,8 @@ def test_an_image_of_bytes_and_a_mean_far_beyond_the_deviation_stay() -> None:
 
 
 def test_a_batchnorm_may_lay_its_output_out_anew() -> None:
-    model = Forward(
-        "torch.stack((y := m.pair(torch.relu(x[:, :1])), y), 1)",
-        pair=nn.Sequential(norm(2, 1), nn.Conv2d(1, 1, 1)),
-    ).eval()
+    pair = nn.Sequential(norm(2, 1), nn.Conv2d(1, 1, 1))
+    model = Forward("torch.stack((y := m.pair(torch.relu(x[:, :1])), y), 1)", pair=pair).eval()
     x = torch.rand(2, 4, 4, 4).contiguous(memory_format=torch.channels_last)
 
     fast = tried(FORWARD, model, (x,), "the affine lays its output out otherwise")

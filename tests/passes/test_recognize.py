@@ -57,6 +57,7 @@ ACTIVATIONS: dict[Any, str] = {
     moved = x + 3; clamped = moved.clamp_(0, 6); return x * clamped / 6 + moved
     gate = torch.sigmoid(x); gate.clamp_(0.25, 0.5); return x * gate
     y = x * 1; gate = y.sigmoid_(); return y * gate
+    return x.add_(3).clamp_(0, 6).div_(6)
     """,
     WRITTEN: "y = x * 2; gate = torch.sigmoid(y); y.add_(1.0); return y * gate",
     "the result would differ in layout": """

@@ -239,18 +239,6 @@ def test_autocast_may_give_the_operands_two_dtypes() -> None:
     assert torch.equal(expected, actual)
 
 
-def test_one_place_is_laid_out_as_the_models_is() -> None:
-    """A convolution keeps the strides that a pool gives one place; a new tensor does not."""
-    layers = {"conv": nn.Conv2d(4, 4, 1), "pool": nn.AdaptiveAvgPool2d(1)}
-    model = Forward("y = F.relu(m.pool(m.conv(x))); return torch.cat([y, y], -1)", **layers).eval()
-    x = torch.randn(2, 4, 4, 4).contiguous(memory_format=torch.channels_last)
-
-    fast = optimizer.optimize(model, x, level=1)
-
-    assert fast.report.counts() == {"sink_convolutions": 1}
-    assert fast(x).stride() == model(x).stride()
-
-
 def test_refuses_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse, "WORTHWHILE", 1 << 17)
     model, small = model_of("x + m.linear(x)"), "its operands are too small for it to pay"

@@ -81,6 +81,7 @@ ALONE = {
     """,
     (LINEAR, 2): "(m.linear(x).relu(), m.relu(m.linear(-x)))",
     (LINEAR, (LinearReLU, F.relu)): "m.linear(x).relu().relu()",
+    (LINEAR, 0): "F.relu6(m.linear(x)); F.leaky_relu(m.linear(x)); m.negative(m.linear(x)).relu()",
     (LINEAR, "the layer's output is read elsewhere"): """
     (y := m.linear(x), F.relu(y)); (y := m.linear(x), m.inplace(y))[0] + y;
     (y := m.linear(x), z := y.t(), m.relu(y))[1] + z

@@ -173,8 +173,6 @@ LATER = {
     "other sizes, one query": ((7, 2, 1, 4), (7, 2, 65, 4), (7, 2, 65, 4)),
     "no keys": ((1, 1, 3, 8), (1, 1, 0, 8), (1, 1, 0, 8)),
     "no queries": ((1, 1, 0, 8), (1, 1, 3, 8), (1, 1, 3, 8)),
-    "an empty batch": ((0, 1, 3, 8), (0, 1, 3, 8), (0, 1, 3, 8)),
-    "heads of two sizes": ((2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 5, 4)),
     "keys and queries that are broadcast": ((2, 3, 5, 8), (1, 1, 5, 8), (1, 3, 5, 8)),
     "values that are broadcast": ((1, 3, 5, 8), (1, 3, 5, 8), (2, 3, 5, 8)),
 }

@@ -189,8 +189,8 @@ IN_VAIN = {
     # What writes, draws, asserts or runs a hook is no dead code. See also tests/traps.py.
     0: """
     x[0] = 5.0; x.__imul__(2); x.t()[0].zero_(); m.clamped(x * 2); m.steps.copy_(x.sum());
-    torch.rand_like(x);
-    F.batch_norm(x, m.mean, m.var, training=True); m.hooked(x); (y := x * 2, y.t().add_(1), y);
+    torch.rand_like(x); F.batch_norm(x, m.mean, m.var, training=True); m.hooked(x);
+    (y := x * 2, y.t().add_(1), y);
     torch._assert(x.shape[0] == 4, "rows"); torch._assert_async(torch.ones_like(x).sum() == 12, "")
     """,
 }

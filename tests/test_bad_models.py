@@ -25,7 +25,7 @@ from optimizer import EquivalenceError, InputError
 from optimizer.core.inputs import Call
 from optimizer.frontend.symbolic import capture_call
 from optimizer.rewrite.pipeline import Pipeline
-from tests.single_pass import every_other, function_of, rows
+from tests.single_pass import ForwardOfTwo, every_other, function_of, rows
 
 X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
 ANOTHER = torch.ones(2, 4, 4, 4)
@@ -422,6 +422,19 @@ class TwoDevices(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y, z = x.sin(), x.cos()
         return self.norm(self.here(y)), self.here(z) * self.scale, self.there(x), x.to("meta")
+
+
+@pytest.mark.parametrize("factor", ["1", "(1 if x.sum() < 1e9 else 2)"])  # recorded; by Dynamo
+def test_a_model_may_raise_where_it_is_called_again_with_what_it_wrote(factor: str) -> None:
+    """Programs are timed on such inputs."""
+    text = f"x[x > 0] = z; return m.linear(x).relu() * {factor}"
+    model = ForwardOfTwo(text, linear=nn.Linear(64, 64)).eval()
+    x = torch.randn(64, 64)
+    z = torch.randn(int((x > 0).sum()))
+    fast = optimizer.optimize(model, (x.clone(), z))
+
+    assert any("called again with the same inputs" in each for each in fast.report.remarks)
+    torch.testing.assert_close(fast(x.clone(), z), model(x, z))
 
 
 def test_what_lives_on_two_devices_is_not_combined() -> None:

@@ -32,7 +32,7 @@ def project(folder, **suite):
     for package in ("optimizer", "models", "torch"):  # the last takes no time to import
         (folder / package).mkdir()
         (folder / package / "__init__.py").touch()
-    (folder / ".gitignore").write_text(".asv\n__pycache__\nresults\n")
+    (folder / ".gitignore").write_text(".asv\n__pycache__\nresults\n*.tried\n")
     return folder
 
 

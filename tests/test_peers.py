@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import math
@@ -37,7 +38,6 @@ class Fake:
     def __init__(self, peer, asked):
         self.name, _, self.failing = peer.partition(" ")
         self.asked, self.number = asked, 0
-        asked.append((self.name, "starts"))
 
     def answer(self):
         self.asked.append((self.name, "prepares"))
@@ -67,22 +67,17 @@ def race(*peers, eager="eager"):
     return measured(peers, lambda n: Fake(eager if n == "eager" else n, asked), PLAN), asked
 
 
-def test_peers_are_asked_one_at_a_time_each_once_a_round_in_orders_that_differ():
-    peers = ["eager", "fast", "slow", "slower"]
-    _, asked = race(*peers)
-    rounds = [[peer for peer, _ in asked[at : at + 4]] for at in range(8, len(asked), 4)]
-    assert asked[:8] == [(peer, what) for peer in peers for what in ("starts", "prepares")]
-    assert len(rounds) == PLAN.rounds
-    assert all(sorted(each) == sorted(peers) for each in rounds)
-    assert len(set(map(tuple, rounds))) > 2
-
-
-def test_a_cell_has_blocks_that_fill_their_time_beside_those_of_eager():
+def test_peers_are_asked_once_a_round_in_orders_that_differ_for_blocks_that_fill_their_time():
     cells, asked = race("fast", "slow", "fastest", "slower")
     blocks = {"eager": "2+2", "fast": "2+5", "slow": "1+1", "fastest": "2+100", "slower": "1+1"}
+    rounds = [tuple(peer for peer, _ in asked[at : at + 5]) for at in range(5, len(asked), 5)]
     cell, growing = cells["fast"], [1 + number / 10 for number in range(6)]
 
+    assert [what for _, what in asked[:5]] == ["prepares"] * 5
     assert dict(asked) == blocks
+    assert len(rounds) == PLAN.rounds
+    assert all(sorted(each) == sorted(blocks) for each in rounds)
+    assert len(set(rounds)) > 2
     assert cell["seconds"] == pytest.approx([0.002 * factor for factor in growing])
     assert cell["eager_seconds"] == pytest.approx([0.004 * factor for factor in growing])
     assert (cell["peak_memory"], cell["difference"]) == (5, 1e-7)
@@ -91,15 +86,12 @@ def test_a_cell_has_blocks_that_fill_their_time_beside_those_of_eager():
     assert cells["slower"]["prepared"] == 1
 
 
-BROKE = "nothing to compare with: no more"
-
-
 @table(
     "peer eager cells asked",
     ("slow first", "eager", {"slow first": {"reason": "too hard"}}, {"eager", "slow", "fast"}),
     ("slow later", "eager", {"slow later": {"reason": "no more"}}, {"eager", "slow", "fast"}),
     ("slow", "eager first", {"eager": {"reason": "too hard"}}, {"eager"}),
-    ("slow", "eager later", {"fast": {"reason": BROKE}}, {"eager", "slow", "fast"}),
+    ("slow", "eager later", {"eager": {"reason": "no more"}}, {"eager", "slow", "fast"}),
 )
 def test_who_fails_says_why_and_ends_and_without_eager_nothing_is_compared(
     peer, eager, cells, asked
@@ -109,7 +101,10 @@ def test_who_fails_says_why_and_ends_and_without_eager_nothing_is_compared(
     assert found == found | cells
     assert {peer for peer, _ in told} == asked
     assert (failed, "ends") in told
-    assert eager != "eager" or len(found["fast"]["seconds"]) == PLAN.rounds
+    if eager == "eager":
+        assert len(found["fast"]["seconds"]) == PLAN.rounds
+    elif "fast" in found:
+        assert found["fast"] == {"reason": "nothing to compare with: no more"}
 
 
 def program(code, limit=PLAN.limit):
@@ -118,10 +113,7 @@ def program(code, limit=PLAN.limit):
 
 @table(
     "code reason",
-    (
-        'print(\'{"reason": "TypeError: too hard"}\', flush=True); exit(1)',
-        "TypeError: too hard",
-    ),
+    ('print(\'{"reason": "TypeError: too hard"}\', flush=True); exit(1)', "TypeError: too hard"),
     ("time.sleep(60)", "no answer in 0.5 s"),
     ("sys.exit('MemoryError: no more')", "exit status 1: MemoryError: no more"),
     ("os.kill(os.getpid(), 9)", "SIGKILL"),
@@ -141,8 +133,6 @@ def test_a_worker_is_closed_once_and_what_it_started_is_gone(monkeypatch):
         child = int(running.process.stdout.readline())
     monkeypatch.setattr(os, "killpg", lambda *group: pytest.fail("it may be another's by now"))
     running.close()
-
-    assert running.process.returncode == -9
     assert not Path(running.folder.name).exists()
     wait_for(lambda: not processes(f"--pid {child}", "time.sleep"), seconds=5)
 
@@ -181,25 +171,29 @@ def run(monkeypatch, tmp_path, capsys):
     return run
 
 
+KEPT = "results/here/peers-unknown.jsonl"
 TWO = ("--models", "resnet18,resnet50", "--peers", "fx_fuse,openvino")
 
 
-def test_the_command_measures_and_prints_and_keeps_one_line_a_cell(run):
-    measurements, output = run("--quick", *TWO)
-    assert len(measurements) == 2
-    assert "1.50" in output
+def test_the_command_keeps_one_line_a_cell_and_the_table_is_of_the_latest(run, monkeypatch):
+    with pytest.raises(SystemExit, match="no results yet"):
+        run("--table")
+    assert "1.50" in run("--quick", *TWO)[1]
     assert not Path("results").exists()
-
     measurements, output = run(*TWO)
-    text = Path("results/here/peers-unknown.jsonl").read_text()
-    about, *lines = map(json.loads, text.splitlines())
-    kept = [(line["model"], line["peer"]) for line in lines]
+    about, *lines = map(json.loads, Path(KEPT).read_text().splitlines())
 
     assert measurements == [("eager", "fx_fuse", "openvino")] * 2
     assert output.startswith("2 tasks, 3 peers: about 1 minutes\n")
     assert about["versions"]["torch"] == importlib.metadata.version("torch")
-    assert kept[:2] == [("resnet18", "eager"), ("resnet18", "fx_fuse")]
+    assert (lines[1]["model"], lines[1]["peer"]) == ("resnet18", "fx_fuse")
+    earlier = {**about, "commit": "a", "date": "2026-01-01"}
+    monkeypatch.setattr(command, "_about", lambda: earlier)
+    run("--models", "r3d_18", "--peers", "fx_fuse")
+    measurements, output = run("--table")
+    assert measurements == []
     assert "| resnet50 | 2 ms | 1.50 [1.50, 1.50] (1.5) |" in output
+    assert "r3d_18" not in output
 
 
 def test_a_second_run_measures_only_what_failed_or_was_not_reached_or_asked_for(run):
@@ -211,21 +205,7 @@ def test_a_second_run_measures_only_what_failed_or_was_not_reached_or_asked_for(
     assert run(*TWO)[0] == [("openvino",), ("eager", "fx_fuse", "openvino")]
     run.failing.clear()
     assert run(*TWO)[0] == [("openvino",)] * 2
-    assert run(*TWO)[0] == []
     assert run("--models", "resnet18", "--peers", "fx_fuse,torchscript")[0] == [("torchscript",)]
-
-
-def test_a_table_is_of_the_latest_results_and_measures_nothing(run, monkeypatch):
-    with pytest.raises(SystemExit, match="no results yet"):
-        run("--table")
-    for commit, date, model in [("b", "2026-02-01", "resnet50"), ("a", "2026-01-01", "resnet18")]:
-        about = {**command._about(), "commit": commit, "date": date}
-        monkeypatch.setattr(command, "_about", lambda about=about: about)
-        run("--models", model, "--peers", "fx_fuse")
-    measurements, output = run("--table")
-
-    assert measurements == []
-    assert re.match("Commit b on (?!.*resnet18).*resnet50", output, re.DOTALL)
 
 
 @pytest.mark.parametrize("wrong", [("--peers", "magic"), ("--rounds", "5"), ("--threads", "a")])
@@ -234,85 +214,43 @@ def test_what_cannot_be_measured_is_refused(run, wrong):
         run(*wrong)
 
 
-def test_the_file_is_whole_at_any_time_and_what_was_measured_is_not_overwritten(tmp_path):
+def test_what_was_measured_is_not_overwritten(tmp_path):
     store = Store(tmp_path / "peers.jsonl", {"commit": "abc"})
     store.add({key("eager"): EAGER_CELL})
-    with pytest.raises(TypeError):
-        store.add({key("fx_fuse"): {"reason": object()}})
-    assert Store(store.file, {}).cells == {key("eager"): EAGER_CELL}
     store.add({key("eager"): CELL, key("fx_fuse"): CELL})
     assert Store(store.file, {}).cells == {key("eager"): EAGER_CELL, key("fx_fuse"): CELL}
 
 
+TRIPLED = {**CELL, "seconds": [0.001] * 6, "prepared": 123.4}
+UNSTEADY = {**CELL, "seconds": [0.001, 0.003] * 3, "peak_memory": None}
+FAILED, WRONG = {"reason": "not today"}, {**CELL, "difference": 0.1}
+PEERS = ("eager", "optimized-2", "fx_fuse", "onnxruntime", "openvino")
 TABLES = """\
-## cpu, float32, batch 1, 1 thread
-
-Speed-up over eager [95 % interval] (seconds to prepare):
-
 | model | eager | fx_fuse | onnxruntime | openvino | optimized-2 |
-|---|---|---|---|---|---|
-| resnet18 | 1230 ms | n/a (1) | 1.50 [1.50, 1.50] (1.5) | wrong answer (1.5) | 1.50 [1.50, 1.50] (1.5) |
-| r3d_18 | 1230 ms | 1.50 [1.50, 1.50] (1.5) | 1.50 [1.50, 1.50] (1.5) | 3.00 [3.00, 3.00] (120) | 2.00 [1.00, 3.00] (1.5) |
+| one | 1230 ms | n/a (1) | 1.50 [1.50, 1.50] (1.5) | wrong answer (1.5) | 1.50 [1.50, 1.50] (1.5) |
 | geometric mean |  | 1.50 (1 of 2) | 1.50 | 3.00 (1 of 2) | 1.73 |
-
 1. fx_fuse: not today
-
-Peak memory of the process above what it held before the model, MiB:
-
-| model | eager | fx_fuse | onnxruntime | openvino | optimized-2 |
-|---|---|---|---|---|---|
-| resnet18 | 3 | n/a (1) | 3 | 3 | 3 |
-| r3d_18 | 3 | 3 | 3 | 3 |  |
-
-Distance of the answer from eager's, in the 2-norm, relative to eager's:
-
-| model |  | fx_fuse | onnxruntime | openvino | optimized-2 |
-|---|---|---|---|---|---|
-| resnet18 |  | n/a (1) | 1e-07 | 0.1 | 1e-07 |
-| r3d_18 |  | 1e-07 | 1e-07 | 1e-07 | 1e-07 |
-
-Speed of optimized-2 over that of a peer [95 % interval]:
-
+| two | 3 | 3 | 3 | 3 |  |
+| one |  | n/a (1) | 1e-07 | 0.1 | 1e-07 |
 | model | eager | fx_fuse | onnxruntime | openvino | the faster runtime |
-|---|---|---|---|---|---|
-| resnet18 | 1.50 [1.50, 1.50] |  | 1.00 [1.00, 1.00] |  |  |
-| r3d_18 | 2.00 [1.00, 3.00] | 1.33 [0.67, 2.00] | 1.33 [0.67, 2.00] | 0.67 [0.33, 1.00] | 0.67 [0.33, 1.00] |
+| one | 1.50 [1.50, 1.50] |  | 1.00 [1.00, 1.00] |  |  |
+| two | 2.00 [1.00, 3.00] | 1.33 [0.67, 2.00] | 1.33 [0.67, 2.00] | 0.67 [0.33, 1.00] | 0.67 [0.33, 1.00] |
 | geometric mean | 1.73 | 1.33 | 1.15 | 0.67 | 0.67 |
 | least | 1.50 | 1.33 | 1.00 | 0.67 | 0.67 |
 """  # noqa: E501
-TRIPLED = {**CELL, "seconds": [0.001] * 6, "prepared": 123.4}
-UNSTEADY = {**CELL, "seconds": [0.001, 0.003] * 3, "peak_memory": None}
 
 
 def test_the_tables_say_what_was_measured_what_failed_and_what_is_wrong():
-    peers = ("eager", "optimized-2", "fx_fuse", "onnxruntime", "openvino")
-    failed, wrong = {"reason": "not today"}, {**CELL, "difference": 0.1}
-    rows = {
-        "resnet18": (EAGER_CELL, CELL, failed, CELL, wrong),
-        "r3d_18": (EAGER_CELL, UNSTEADY, CELL, CELL, TRIPLED),
-    }
-    pairs = [(key(peer, model), cell) for model, row in rows.items()
-             for peer, cell in zip(peers, row, strict=True)]  # fmt: skip
-    assert "\n".join(tables(dict(pairs))) == TABLES
+    one = (EAGER_CELL, CELL, FAILED, CELL, WRONG)
+    two = (EAGER_CELL, UNSTEADY, CELL, CELL, TRIPLED)
+    cells = {key(peer, "one"): cell for peer, cell in zip(PEERS, one, strict=True)}
+    cells |= {key(peer, "two"): cell for peer, cell in zip(PEERS, two, strict=True)}
+    told = "\n".join(tables(cells)).splitlines()
+    assert [line for line in TABLES.splitlines() if line not in told] == []
 
 
 def test_the_interval_of_a_median_is_read_off_the_ordered_samples():
-    assert Spread.of(range(5)) == (2, 0, 4)
-    assert Spread.of(range(15)) == (7, 3, 11)
-    assert Spread.of(range(20)) == (9.5, 5, 14)
-
-
-def test_generations_of_a_processor_are_told_apart():
-    epyc = "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC: 2 GHz\n"
-    assert command._named(epyc) == "AMD EPYC: 2 GHz, cpu family 26, model 2"
-    assert command._named("processor\t: 0\n") == ""
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_ours_and_eager_are_among_the_usual_peers(device):
-    usual = subjects.names(subjects.PEER, device)
-    assert {"eager", "optimized-2", "compile-freezing"} <= set(usual)
-    assert ("openvino" in usual) == (device == "cpu")
+    assert [Spread.of(range(count)) for count in (5, 20)] == [(2, 0, 4), (9.5, 5, 14)]
 
 
 def test_freezing_is_asked_of_inductor_itself(monkeypatch):
@@ -328,16 +266,13 @@ TASK = {"device": "cpu", "dtype": "float32", "model": "tiny_convnet", "batch": 2
 
 @pytest.mark.integration
 def test_real_peers_answer_as_eager_does():
-    peers = ["fx_fuse", "optimized-2"]
-    cells = measured(peers, lambda peer: worker({**TASK, "peer": peer}, 120), PLAN)
-
-    assert list(cells) == ["eager", *peers]
+    cells = measured(["fx_fuse"], lambda peer: worker({**TASK, "peer": peer}, 120), PLAN)
+    assert list(cells) == ["eager", "fx_fuse"]
     assert cells["eager"]["difference"] == 0
     for cell in cells.values():
         assert cell["difference"] < 1e-5
         assert len(cell["seconds"]) == PLAN.rounds
         assert all(1e-6 < seconds < 10 for seconds in cell["seconds"])
-        assert cell["peak_memory"] is None or 0 < cell["peak_memory"] < 2**30
 
 
 @pytest.mark.integration
@@ -351,14 +286,6 @@ def test_the_models_are_those_of_the_commit_under_test(tmp_path, monkeypatch):
         pytest.raises(PeerError, match="LookupError: tiny_convnet of it"),
     ):
         running.answer()
-
-
-def test_a_batch_is_of_images_that_differ():
-    image, mask = torch.randn(1, 3, 4, 4), torch.ones(1, 4, dtype=torch.bool)
-    images, masks = _worker._batch((image, mask), 4)
-    assert torch.equal(_worker._batch((image,), 1)[0], image)
-    assert (images.shape, masks.shape) == ((4, 3, 4, 4), (4, 4))
-    assert len({float(each.sum()) for each in images}) == 4
 
 
 FAR, ONE_ROW = torch.tensor([3.0, 4.0]), torch.tensor([1.0])
@@ -384,25 +311,13 @@ def test_the_memory_is_the_most_since_the_last_restart():
 def test_asv_gets_what_it_asks_for(monkeypatch):
     benchmark, place = suite.Peers(), ("r3d_18", "openvino")
     monkeypatch.setattr(suite, "measured", lambda peers, start, plan: {"openvino": CELL})
-    monkeypatch.delenv(suite.ASKED, raising=False)
-    assert benchmark.setup_cache() == {}
-    with pytest.raises(NotImplementedError):
-        benchmark.setup({}, *place)
     monkeypatch.setenv(suite.ASKED, "resnet18,r3d_18")
     cells = benchmark.setup_cache()
     benchmark.setup(cells, *place)
-
     assert set(cells) == {("resnet18", "openvino"), place}
     found = benchmark.track_relative_latency(cells, *place)
     assert found == {"samples": pytest.approx([2 / 3] * 6), "number": 1}
     assert benchmark.track_preparation(cells, *place) == 1.5
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_asv_is_asked_for_peers_only_where_they_are_wanted(wanted, monkeypatch):
-    monkeypatch.setenv(suite.ASKED, "resnet18" * wanted)
-    parts = importlib.import_module("benchmarks.tiers").everything()
-    assert ("peers" in [part.title for part in parts]) is wanted
 
 
 def test_the_readme_has_the_figures_that_are_kept():

@@ -24,8 +24,7 @@ _MEMORY_IS = (
     "Peak memory is what the allocator of PyTorch holds: without what an engine, such as OpenVINO"
     " or ONNX Runtime, allocates by itself."
 )
-_SIMULATED, _COUNTED = "| change of one cell", "| planted | runs |"
-_FUZZED = "| | goal | here |"
+_SIMULATED, _FUZZED = "| change of one cell", "| | goal | measured |"
 
 
 def write(site: Site, folder: Path) -> None:
@@ -82,7 +81,6 @@ def _stressed(text: str) -> str:
 def _docs(site: Site) -> dict[str, list[list[str]]]:
     return {
         "simulated": table_after(site.docs.get("benchmarks", ""), _SIMULATED),
-        "counted": table_after(site.docs.get("benchmarks", ""), _COUNTED),
         "fuzzed": table_after(site.docs.get("fuzzing", ""), _FUZZED),
         "believed": _points_below(site.docs.get("benchmarks", ""), "## What to believe"),
     }

@@ -26,10 +26,6 @@ def test_the_kernels_of_a_forward_are_as_the_page_says(name):
     fast = optimizer.optimize(model, inputs, check=None, level=1)
     before, after = (roofline(each, inputs, NOWHERE).launches for each in (model, fast))
     assert f"| {name} | {before} → {after} |" in PAGE
-    assert name != "resnet50" or after <= 122
-
-
-def test_the_page_has_all_models_of_the_command():
     assert re.findall(r"^\| (\w+) \| \d+ → ", PAGE, re.MULTILINE) == list(figures.MODELS)
 
 

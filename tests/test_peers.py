@@ -222,8 +222,9 @@ def test_what_was_measured_is_not_overwritten(tmp_path):
 
 
 TRIPLED = {**CELL, "seconds": [0.001] * 6, "prepared": 123.4}
+TRIPLED |= {"difference": 0.005, "budget": 0.01}  # within what it promises
 UNSTEADY = {**CELL, "seconds": [0.001, 0.003] * 3, "peak_memory": None}
-FAILED, WRONG = {"reason": "not today"}, {**CELL, "difference": 0.1}
+FAILED, WRONG = {"reason": "not today"}, {**CELL, "difference": 0.1, "budget": 0.01}
 PEERS = ("eager", "optimized-2", "fx_fuse", "onnxruntime", "openvino")
 TABLES = """\
 | model | eager | fx_fuse | onnxruntime | openvino | optimized-2 |

@@ -182,7 +182,10 @@ BEHIND: dict[Any, str] = {
     both("(m.bn(y := m.conv(x)), y.ndim)"); both("(m.bn(y := m.conv(x)), y.shape[0])");
     both("(m.bn(y := m.conv(x)), y.size(1))")
     """,
-    (IMAGE, 2): 'both("m.bn(m.conv(x)) - m.second(m.conv(x))")',
+    (IMAGE, 2): """
+    both("m.bn(m.conv(x)) - m.second(m.conv(x))");
+    both("m.bn(m.conv(x)) - m.bn(m.other(x))", 2, other=conv())
+    """,
     ((2, 4, 5, 5), 0): """
     Forward("m.bn(m.up(x, output_size=[12, 12]))", up=up(4, 4, 3, 2), bn=norm(2))
     """,
@@ -212,6 +215,7 @@ BEHIND: dict[Any, str] = {
     """,
     (IMAGE, WRITTEN): """
     both("(m.conv.weight.mul_(2), m.bn(m.conv(x)))[1]");
+    both("(m.bn.running_var.mul_(2), m.bn(m.conv(x)))[1]");
     over("(c.add_(1), y * c)[1]", conv(), 4, 1, 1)
     """,
     (IMAGE, "BatchNorm tracks no running statistics and uses the batch's"): """

@@ -16,6 +16,7 @@ pytest.importorskip("jinja2")
 ROOT = Path(__file__).parents[1]
 RATIO, NODES = "cpu.Paired.track_relative_latency", "graph.Graph.track_nodes"
 CUDA, MEMORY = "cuda.Paired.track_relative_latency", "cpu.Memory.track_peak_memory"
+HOSTILE, NAN = "</script><img src=x onerror=alert(1)>&", float("nan")
 LISTING = {name: {"version": "1"} for name in (RATIO, CUDA, NODES, MEMORY)} | {"version": 2}
 data, pages, views = (
     importlib.import_module(f"benchmarks.site.{name}") for name in ("data", "pages", "views")
@@ -25,15 +26,15 @@ data, pages, views = (
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     """Three commits, of which the last two were measured."""
-    params = [["'one'"], ["'optimized-1'"]]
+    params = [["'one'", repr(HOSTILE)], ["'optimized-1'"]]
     for place in range(3):
         commit = committed(tmp_path, f"number {place}")
         ratio, file = 0.5 * place, tmp_path / "results" / "there" / f"{place}-here.json"
         rows = {
-            RATIO: [[ratio], params, "1", [ratio - 0.01], [ratio + 0.01]],
-            CUDA: [[0.25], params, "1", [0.25], [0.25]],
-            NODES: [[10 - place], params, "1"],
-            MEMORY: [[4096], params, "1"],
+            RATIO: [[ratio, None], params, "1", [ratio - 0.01, None], [ratio + 0.01, None]],
+            CUDA: [[0.25, NAN], params, "1", [0.25, None], [0.25, None]],
+            NODES: [[10 - place, 1], params, "1"],
+            MEMORY: [[4096, 1], params, "1"],
         }
         if place:
             stored(file, commit, rows)
@@ -57,15 +58,20 @@ def test_a_speed_up_is_one_over_the_ratio_on_the_pages_of_its_device(results, tm
     found, shown = data.load(results), {}
     pages.write(found, tmp_path / "html")
     for place in found.places:
-        (row,) = views.matrix(found, place).rows
-        shown[place.name] = row.variants[0][0]
+        hostile, one = (row.variants[0][0] for row in views.matrix(found, place).rows)
+        shown[place.name] = one.text[:-1], one.interval, hostile.text
         assert (tmp_path / "html" / pages.folder_of(place) / "one.html").exists()
-    assert {name: each.text[:-1] for name, each in shown.items()} == {
-        "there": "1.00",
-        "there · CUDA": "4.00",
+    assert shown == {
+        "there": ("1.00", f"{1 / 1.01:.2f} to {1 / 0.99:.2f}", "failed"),
+        "there · CUDA": ("4.00", "4.00 to 4.00", "n/a"),
     }
-    assert shown["there"].kind == "unsure"
-    assert shown["there"].interval == f"{1 / 1.01:.2f} to {1 / 0.99:.2f}"
+    for page in (tmp_path / "html").rglob("*.html"):
+        assert "<img" not in page.read_text()
+
+
+def test_without_results_there_is_the_command_that_measures(tmp_path):
+    pages.write(data.load(tmp_path / "none"), tmp_path / "html")
+    assert "python -m tox run -e bench" in (tmp_path / "html" / "index.html").read_text()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"commit_hash": "a"}'])

@@ -376,3 +376,11 @@ def test_what_cannot_be_resumed_is_told_and_stays_as_it_is(journal, content, sai
         journal.resume([A])
     assert said in str(told.value)
     assert journal.path.read_text() == content
+
+
+def test_where_the_journal_cannot_be_written_the_rest_goes_on(tmp_path):
+    (tmp_path / "file").touch()
+    journal = Journal(tmp_path / "file" / "rounds.jsonl", ABOUT)
+    journal.begin()
+    journal.keep(Series(A, [MORE]), again=False)
+    assert journal.trouble.startswith("the rounds cannot be kept in")

@@ -211,6 +211,18 @@ TRIPLED |= {"difference": 0.005, "budget": 0.01}  # within what it promises
 UNSTEADY = {**CELL, "seconds": [0.001, 0.003] * 3, "peak_memory": None}
 WRONG = {**CELL, "difference": 0.1, "budget": 0.01}
 PEERS = ("eager", "optimized-2", "fx_fuse", "onnxruntime", "openvino")
+
+
+def test_the_file_is_whole_at_any_time_and_what_was_measured_is_not_overwritten(tmp_path):
+    store = Store(tmp_path / "peers.jsonl", {"commit": "abc"})
+    store.add({key("eager"): EAGER_CELL})
+    with pytest.raises(TypeError):
+        store.add({key("fx_fuse"): {"reason": object()}})
+    assert Store(store.file, {}).cells == {key("eager"): EAGER_CELL}
+    store.add({key("eager"): CELL, key("fx_fuse"): CELL})
+    assert Store(store.file, {}).cells == {key("eager"): EAGER_CELL, key("fx_fuse"): CELL}
+
+
 TABLES = """\
 | model | eager | fx_fuse | onnxruntime | openvino | optimized-2 |
 | one | 1230 ms | n/a (1) | 1.50 [1.50, 1.50] (1.5) | wrong answer (1.5) | 1.50 [1.50, 1.50] (1.5) |

@@ -153,7 +153,7 @@ SUNK: dict[Any, Any] = {
     ((2, 3, 4), ()): """
     m.hooked(x.mT).mT; torch.relu(x.mT); torch.relu(x).mT; (x.mT + x.new_ones(4, 3)).mT;
     torch.relu_(x.exp().mT).mT; torch.relu(torch.flip(x, (1,))).flip(1); x.mT.cumsum(-1).mT;
-    F.gelu(x.mT).mT; x.mT.softmax(-1).mT;
+    F.gelu(x.mT).mT; x.mT.softmax(-1).mT; x.mT.flip(-1).mT;
     torch.relu(x.permute(0, x.dim() - 1, 1)).mT; torch.relu(x.mT).permute(0, x.dim() - 1, 1)
     """,
     ((2, 3, 4), ELSEWHERE): "y = torch.relu(x.mT); return (y.mT, y)",

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import optimizer
-from optimizer.frontend.module import Unchanged
+from optimizer.frontend.dynamo import GuardedModule
+from optimizer.frontend.module import OptimizedModule, Unchanged
+from optimizer.frontend.symbolic import capture
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The use of `x.T`"
@@ -394,9 +396,7 @@ def parsed(table: str) -> dict[str, Program]:
     return found
 
 
-KINDS = {
-    "symbolic": optimizer.OptimizedModule, "dynamo": optimizer.GuardedModule, "eager": Unchanged
-}  # fmt: skip
+KINDS = {"symbolic": OptimizedModule, "dynamo": GuardedModule, "eager": Unchanged}
 NUMBERS = itertools.count()
 TABLES = [*map(parsed, (TENSORS, STATE, PROCESS, RANDOM, CACHES, DYNAMO))]
 PROGRAMS = {name: each for table in TABLES for name, each in table.items()}
@@ -497,10 +497,10 @@ def test_what_capture_takes_or_refuses_untouched(name: str) -> None:
     (eager, calls), (model, _) = built(name), built(name)
 
     if front_end == "symbolic":
-        model = optimizer.capture(model, ROWS)
+        model = capture(model, ROWS)
     else:
         with pytest.raises(optimizer.CaptureError, match=re.escape(words)):
-            optimizer.capture(model, ROWS)
+            capture(model, ROWS)
 
     assert_follows(eager, model, calls, exact=False)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import optimizer
+from optimizer.frontend.symbolic import capture
 from optimizer.testing import randomize
 from tests.single_pass import Forward, ForwardOfTwo, rows, texts
 
@@ -118,7 +119,7 @@ def test_a_layer_that_is_changed_for_one_call_answers_as_in_eager(name: str, exa
 def test_what_lay_in_memory_is_no_constant() -> None:
     model = Forward("x * torch.empty(4).nan_to_num(1.0).clamp(1.0, 1.0)").eval()
 
-    assert torch.empty in {node.target for node in optimizer.capture(model, ROWS).graph.nodes}
+    assert torch.empty in {node.target for node in capture(model, ROWS).graph.nodes}
 
 
 GLOBAL = torch.ones(4)
@@ -285,7 +286,7 @@ def test_other_threads_do_not_notice_that_a_model_is_traced() -> None:
     tracing.set()
     thread.start()
     for _ in range(20):
-        optimizer.capture(model_of("torch.zeros(4).add_(x[0])"), ROWS)
+        capture(model_of("torch.zeros(4).add_(x[0])"), ROWS)
     tracing.clear()
     thread.join()
 

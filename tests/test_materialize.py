@@ -38,7 +38,7 @@ def normed(kind: str, seed: int = 0) -> nn.Module:
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_computed_once_and_the_batchnorm_folded(kind: str, level: int) -> None:
-    model = normed(kind)
+    model, other = normed(kind), normed(kind, seed=1)
     expected, classes = model(IMAGE), [type(each) for each in model]
 
     with untouched(model):
@@ -46,28 +46,19 @@ def test_it_is_computed_once_and_the_batchnorm_folded(kind: str, level: int) -> 
 
     assert str(fast.report).count("computed once: the weight of") == 2
     assert fast.report.counts()["fold_affine"] == 1
-    torch.testing.assert_close(fast(IMAGE), expected)
+    assert not any("parametrizations" in name for name, _ in fast.named_parameters())
+    torch.testing.assert_close(pickle.loads(pickle.dumps(fast))(IMAGE), expected)
+    for each in (copy.deepcopy(fast), fast):
+        torch.testing.assert_close(each(IMAGE), expected)
+        torch.testing.assert_close(each.refit(other.state_dict())(IMAGE), other(IMAGE))
     assert [type(each) for each in model] == classes
     assert torch.equal(model(IMAGE), expected)
-    assert not any("parametrizations" in name for name, _ in fast.named_parameters())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_of_the_model_is_taken(kind: str) -> None:
-    fast, other = optimizer.optimize(normed(kind), IMAGE, level=1), normed(kind, seed=1)
-
-    expected = fast(IMAGE)
-    assert torch.equal(pickle.loads(pickle.dumps(fast))(IMAGE), expected)
-    for each in (fast, copy.deepcopy(fast)):
-        torch.testing.assert_close(each.refit(other.state_dict())(IMAGE), other(IMAGE))
 
 
 @pytest.mark.parametrize("kind", ["weight_norm", "the older weight_norm"])
 def test_a_layer_that_learns_stays_as_it_is(kind: str) -> None:
-    model = normed(kind).train()
-
     with pytest.warns(optimizer.OptimizerWarning, match="training mode"):
-        fast = optimizer.optimize(model, IMAGE, level=1)
+        fast = optimizer.optimize(normed(kind).train(), IMAGE, level=1)
 
     assert "computed once" not in str(fast.report)
 
@@ -122,23 +113,17 @@ def test_what_is_more_than_a_weight_stays_as_it_is(
         torch.testing.assert_close(fast(IMAGE), other(IMAGE))
 
 
-def writing(kind: str) -> nn.Module:
-    """Writes, by another name, what a weight is computed from."""
-    torch.manual_seed(0)
-    text = "y = m.a(x) + m.b(x); m.b.weight.data[:, 0] += 1; return y"
-    model = Forward(text, a=KINDS[kind](nn.Linear(4, 4)), b=nn.Linear(4, 4))
-    model.b.weight = next(each for each in model.a.parameters() if each.shape == (4, 4))
-    return model.eval()
-
-
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "the older weight_norm"])
+@torch.no_grad()
 def test_what_the_forward_writes_by_another_name_is_seen(kind: str) -> None:
-    model, other = (writing(kind) for _ in range(2))
-    fast = optimizer.optimize(model, torch.ones(2, 4), level=0)
+    text = "y = m.a(x) + m.b(x); m.b.weight.data[:, 0] += 1; return y"
+    torch.manual_seed(0)
+    model = Forward(text, a=KINDS[kind](nn.Linear(4, 4)), b=nn.Linear(4, 4)).eval()
+    model.b.weight = next(each for each in model.a.parameters() if each.shape == (4, 4))
+    fast, other = optimizer.optimize(model, torch.ones(2, 4), level=0), copy.deepcopy(model)
 
-    with torch.no_grad():
-        for _ in range(3):
-            assert torch.equal(fast(torch.ones(2, 4)), other(torch.ones(2, 4)))
+    for _ in range(3):
+        assert torch.equal(fast(torch.ones(2, 4)), other(torch.ones(2, 4)))
 
 
 def test_what_is_tied_to_the_original_is_not_what_is_computed() -> None:

@@ -1,4 +1,7 @@
-"""What belongs to the process or the thread is as it was: after errors, interrupts, and threads."""
+"""What belongs to the process or the thread is as it was: after errors, interrupts, and threads.
+
+So are random numbers: the callers' are kept, and the checks see past those of a model.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,21 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import optimizer
-from optimizer.core.context import is_tracing
+from optimizer.core.context import forked_rng, is_tracing
+from optimizer.testing import assert_equivalent
+from tests.single_pass import Forward, texts
 
 np = pytest.importorskip("numpy")
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
@@ -40,23 +47,12 @@ class Asking(nn.Module):
 
 def process_state() -> list[Any]:
     return [
-        nn.Module.__call__,
-        nn.Module.__getattr__,
-        torch.is_tensor,
-        torch.zeros,
-        "isinstance" in globals(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch._C._len_torch_function_stack(),
-        torch._C._len_torch_dispatch_stack(),
-        is_tracing(),
-        torch.fx._symbolic_trace.CURRENT_PATCHER,
-        gc.isenabled(),
-        list(warnings.filters),
-        sys.getprofile(),
-        random.getstate(),
-        torch.get_rng_state().tolist(),
-        str(np.random.get_state()),
+        *(nn.Module.__call__, nn.Module.__getattr__, torch.is_tensor, torch.zeros),
+        *("isinstance" in globals(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        *(torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
+        *(is_tracing(), torch.fx._symbolic_trace.CURRENT_PATCHER, gc.isenabled()),
+        *(list(warnings.filters), sys.getprofile()),
+        *(random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())),
     ]
 
 
@@ -168,3 +164,62 @@ def test_no_filters_are_swapped_while_a_model_is_optimized(monkeypatch: pytest.M
     monkeypatch.undo()
 
     assert swapped == []
+
+
+def test_a_pass_that_spoils_a_model_that_draws_is_rolled_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong = [
+        replace(each, apply=lambda affine: affine.args[0]) if each.name == "fold_affine" else each
+        for each in optimizer.all_passes()
+    ]
+    monkeypatch.setattr("optimizer.passes.all_passes", lambda: tuple(wrong))
+    draws = Forward("x + torch.rand_like(x)")
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), draws).eval()
+    nn.init.constant_(model[1].weight, 1.5)
+
+    with pytest.warns(UserWarning, match="fold_affine"):
+        fast = optimizer.optimize(model, ROWS, level=1)
+
+    assert "changed the answer" in fast.report.remarks[0], fast.report.remarks
+
+
+DRAWS = """
+    torch.rand(x.shape, dtype=x.dtype); torch.randn_like(x); torch.randint(0, 9, x.shape) * x;
+    torch.empty_like(x).normal_(1, 2); torch.bernoulli(torch.full_like(x, 0.5));
+    F.dropout(x, 0.5, True); F.alpha_dropout(x, 0.5, True); x[torch.randperm(x.shape[0])]
+"""
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.2), (torch.bfloat16, 3.0)])
+@pytest.mark.parametrize("draw", texts(DRAWS))
+def test_a_wrong_factor_beside_a_draw_is_seen(draw: str, dtype: Any, factor: float) -> None:
+    x = torch.linspace(-2.0, 3.0, 400).reshape(100, 4).to(dtype)
+    right, same, wrong = (
+        Forward(f"y = {draw}; return x[: y.shape[0]] * {each} + 0.1 * y")
+        for each in (1.0, 1.0, factor)
+    )
+
+    optimizer.check(right, same, x)
+    assert_equivalent(right, same, (x,))
+    with pytest.raises(optimizer.EquivalenceError):
+        optimizer.check(right, wrong, x)
+    with pytest.raises(AssertionError, match="output 0"):
+        assert_equivalent(right, wrong, (x,))
+
+
+def test_the_generators_of_gpus_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, state = torch.Generator(), torch.tensor([3], dtype=torch.uint8)
+    put = MagicMock()
+    monkeypatch.setattr("torch.cuda.default_generators", (gpu,))
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    monkeypatch.setattr("torch.mps.get_rng_state", lambda: state.clone())
+    monkeypatch.setattr("torch.mps.set_rng_state", put)
+    before = gpu.get_state()
+
+    with forked_rng():
+        gpu.manual_seed(3)
+        state[0] = 4
+
+    assert torch.equal(gpu.get_state(), before)
+    assert put.call_args.args[0].tolist() == [3]

@@ -6,12 +6,9 @@ import copy
 import gc
 import logging
 import tomllib
-import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -203,22 +200,6 @@ def graph_of(model: nn.Module, *args: Any) -> tuple[Any, list[Any]]:
     return found
 
 
-def test_threads_that_call_it_first_optimize_it_once(folds: Any) -> None:
-    model = Block()
-    module, examples = graph_of(model, IMAGES)
-    fast, begin = backend(module, examples), Barrier(4)
-
-    def call(_: int) -> Any:
-        begin.wait()
-        with torch.no_grad():
-            return fast(*examples)
-
-    with ThreadPoolExecutor(4) as pool:
-        for (found,) in pool.map(call, range(4)):
-            assert_same(model(IMAGES), found)
-    assert folds() == [1]
-
-
 def test_while_all_modules_have_hooks_none_sees_a_layer_of_the_optimizers() -> None:
     model, seen = Block(), list[type]()
     module, examples = graph_of(model, IMAGES)
@@ -300,25 +281,3 @@ def test_gradients_are_not_lost(folds: Any) -> None:
 
     assert model.conv.weight.grad is not None
     assert folds() == []
-
-
-def without_gradients(model: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        x = model.conv(x)
-    return x.float()
-
-
-def test_a_mode_inside_the_graph_is_left_alone() -> None:
-    model = Block()
-    fast = compiled(without_gradients)
-
-    assert torch.equal(without_gradients(model, IMAGES), fast(model, IMAGES))
-
-
-def test_an_activation_whose_inplace_has_no_name_is_optimized() -> None:
-    model, x = nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(0.5)).eval(), torch.randn(2, 3)
-    fast = compiled(model)
-
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(fast(x), model(x))

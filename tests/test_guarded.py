@@ -298,18 +298,6 @@ def test_beyond_so_many_recordings_calls_are_still_right() -> None:
     assert recordings(fast) <= 8
 
 
-def test_two_models_of_one_class_do_not_meet() -> None:
-    models = running(), running()
-    for parameter in models[1].parameters():
-        parameter.mul_(2)
-
-    fast = [optimizer.optimize(each, ROWS, level=1) for each in models]
-
-    for each, model in zip(fast, models, strict=True):
-        for x in (ROWS, ROWS[:2]):
-            assert_same(model(x), each(x))
-
-
 @pytest.mark.parametrize(("share", "kind"), [(1.0, Unchanged), (0.5, GuardedModule)])
 def test_a_model_is_not_made_slower_by_its_graphs_nor_changed_by_the_race(
     share: float, kind: type, monkeypatch: pytest.MonkeyPatch

@@ -147,17 +147,6 @@ def test_an_argument_may_be_called_as_what_code_names(name: str, check: Any, lev
     assert_lives(model, fast, ROWS, ROWS)
 
 
-@LEVELS
-def test_an_argument_hides_no_name_that_is_not_needed(level: int) -> None:
-    model = Holding("F.relu(m.layer(input)) * nan", "input, nan=math.nan").eval()
-
-    fast = optimized(model, ROWS, level=level)
-
-    assert isinstance(fast, optimizer.OptimizedModule)
-    assert_lives(model, fast, ROWS)
-    torch.testing.assert_close(fast(input=ROWS, nan=2.0), model(ROWS, 2.0))
-
-
 class Color(enum.Enum):
     RED = 1
 

@@ -1,9 +1,9 @@
 """Programs that are hard to record: what each front end makes of them, call by call as in eager.
 
-A program is the text of a module: `name | text`, with further lines indented. Each model of it runs
-a text of its own: what one keeps outside itself is not what another does. A text without a
-`def forward` is what one returns. A line `# front end: words` is over the programs that it records,
-or leaves in eager, and words of its first remark.
+A program is the text of a module, `name [words] | text`, with further lines indented. Each model
+runs a text of its own: what one keeps outside itself is not what another does. A text without a
+`def forward` is what one returns. Above it stands the front end that records it, or that it is left
+in eager; its words, or those of all of them there, are some of the first remark.
 """
 
 from __future__ import annotations
@@ -82,70 +82,54 @@ class Asking(Model):
 
 
 TENSORS = """
-# eager: enters autocast
-autocast | with torch.autocast("cpu", torch.bfloat16): return m.linear(x)
-# eager: changes the shape of a tensor
-a shape that changes in place | y = (x * 2)[:1]; z = y.exp(); y.squeeze_(0); return y, z
-# eager: a gradient mode
-a write under no_grad | with torch.no_grad(): m.scale.add_(1); return x * m.scale
-# eager: it has a try statement
-a second error | try: return x.view(2, 6)
+# eager
+autocast [enters autocast] | with torch.autocast("cpu", torch.bfloat16): return m.linear(x)
+a shape that changes in place [changes the shape of a tensor] |
+    y = (x * 2)[:1]; z = y.exp(); y.squeeze_(0); return y, z
+a write under no_grad [a gradient mode] | with torch.no_grad(): m.scale.add_(1); return x * m.scale
+a second error [it has a try statement] | try: return x.view(2, 6)
     except AttributeError: return x
     except RuntimeError: return -x
-# eager: reaches contextlib.suppress
-a suppressed error | factor = 1
+a suppressed error [reaches contextlib.suppress] | factor = 1
     with contextlib.suppress(Exception): factor = int(x.sum()) + 7
     return x * factor
-# eager: makes a defaultdict
-a defaultdict | result = collections.defaultdict(list); result["x"] = x * 2; return result
-# eager: looks a traced
-a look into a dict | x * {2: 2.0}.get(x.dim(), 1.0)
-# eager: sets the attribute 'note'
-a new attribute of a tensor | x.note = 2.0; return x * x.note
-# eager: asks what a value has
-an attribute that tensors lack | mask = getattr(x, "mask", 3); return x * mask
-# eager: for its attribute 'grad'
-a gradient | x * 2 if x.grad is None else x
-# eager: it writes a traced value as text
-text of a dtype | x * 2 if str(x.dtype) == "torch.float64" else x
-# eager: it asks for the type of a value
-a type | x * 2 if type(x) == nn.Parameter else x
-# eager: it asks for the type of an intermediate value
-a subclass of tensors | x * 2 if isinstance(x, nn.Parameter) else x
-# eager: its code has MATCH_CLASS
-a type that is matched | match x:
+a look into a dict [looks a traced] | x * {2: 2.0}.get(x.dim(), 1.0)
+an attribute that tensors lack [asks what a value has] |
+    mask = getattr(x, "mask", 3); return x * mask
+a gradient [for its attribute 'grad'] | x * 2 if x.grad is None else x
+text of a dtype [it writes a traced value as text] | x * 2 if str(x.dtype) == "torch.float64" else x
+a type [it asks for the type of a value] | x * 2 if type(x) == nn.Parameter else x
+a subclass of tensors [it asks for the type of an intermediate value] |
+    x * 2 if isinstance(x, nn.Parameter) else x
+a type that is matched [its code has MATCH_CLASS] | match x:
         case torch.Tensor(): return x * 2
     return x
-# eager: a tensor that it makes itself
-a new tensor that is written | total = torch.Tensor([0.0] * 4); total.add_(x[0]); return total
-# eager: may choose a branch
-None in a tuple | calls = (ROWS, None), (ROWS, ROWS)
+a new tensor that is written [a tensor that it makes itself] |
+    total = torch.Tensor([0.0] * 4); total.add_(x[0]); return total
+None in a tuple [may choose a branch] | calls = (ROWS, None), (ROWS, ROWS)
     def forward(m, pair): return pair[0] * 2 if pair[1] is None else pair[0] * pair[1]
-# eager: the default of 'w'
-a tensor by default | class model(nn.Module):
+a tensor by default [the default of 'w'] | class model(nn.Module):
         def forward(self, x, w=torch.full((4,), 3.0)): return x * w
-# eager: hooks, parametrizations or
-a __call__ of the model | class model(Model):
+a __call__ of the model [hooks, parametrizations or] | class model(Model):
         def __call__(self, x): return super().__call__(x) + 1
     def forward(m, x): return x * 2
-# eager: it sets the attribute
-a child with a hook that counts | class Shift(nn.Module):
+a child with a hook that counts [it sets the attribute] | class Shift(nn.Module):
         def forward(self, x): return x + 1
     def hook(m, given, y): history.append(y); box.n += 1; return y * step() * box.n + len(history)
     box.n, held = 0, {"child": Shift()}
     held["child"].register_forward_hook(hook)
     def forward(m, x): return m.child(m.linear(x))
-# dynamo: it changes what its code finds
-a child that counts | class Counter(nn.Module):
+# dynamo
+a child that counts [it changes what its code finds] | class Counter(nn.Module):
         def forward(self, x): listed[0] += 1; return x * listed[0]
     held = {"child": Counter()}
     def forward(m, x): return m.child(m.linear(x))
-# dynamo: a hook or parametrization
-a forward of its own that changes what its parent read | held = {"child": nn.ReLU()}
+a forward of its own that changes what its parent read [a hook or parametrization] |
+    held = {"child": nn.ReLU()}
     held["child"].forward = lambda x: history.append(1) or x * 2
     def forward(m, x): n = len(history); return m.child(m.linear(x)) * (n + 1)
-# symbolic: is called as it is
-a child with a hook | held = {"child": nn.ReLU()}
+# symbolic
+a child with a hook [is called as it is] | held = {"child": nn.ReLU()}
     held["child"].register_forward_hook(lambda m, given, y: y * 2)
     def forward(m, x): return m.child(m.linear(x))
 # symbolic
@@ -158,7 +142,6 @@ isinstance under a decorator |
     @functools.wraps(inner)
     def forward(m, x): return inner(m, x)
 axes that are computed | x.permute(x.dim() - 1, 0).permute(1, 0)
-statistics of the batch | F.batch_norm(m.linear(x), m.flag, m.scale.detach(), training=True)
 statistics that are computed | F.batch_norm(m.linear(x), m.flag * 3, m.flag + 2)
 a weight that is computed | F.linear(x, m.linear.weight * 2)
 a bias that is computed | F.linear(x, m.linear.weight, m.scale * 2)
@@ -166,57 +149,35 @@ a buffer that is written through a view | m.flag[:2].mul_(2).sum() * x
 a weight that is written |
     held = {"weight": nn.Parameter(torch.full((4,), 2.0), requires_grad=False)}
     def forward(m, x): return x * m.weight.mul_(2)
-T of three axes | calls = [torch.ones(2, 3, 4).cumsum(1)]
-    def forward(m, x): return x.T.exp()
 """
 
 # Its models are tried behind layers, and are checked, too.
 STATE = """
-# eager: it sets the attribute 'count'
-an object that had no attributes | box.count = vars(box).get("count", 0) + 1; return x * box.count
-# eager: by Dynamo: to guard many values takes it long
-a table of very many words | words = {str(each): each for each in range(40_000)}
+# eager
+an object that had no attributes [it sets the attribute 'count'] |
+    box.count = vars(box).get("count", 0) + 1; return x * box.count
+a table of very many words [by Dynamo: to guard many values takes it long] |
+    words = {str(each): each for each in range(40_000)}
     def forward(m, x): return x * float(len(words) > 0)
-# eager: it sets the global 'count' (a global:
-a global | global count; count += 1; return x * count
-# eager: it changes what its code finds
-a list in a helper | step(); return x * listed[0]
-a list of a partial function | def count(m, x, listed): listed[0] += 1; return x * listed[0]
-    forward = functools.partial(count, listed=[0])
-a default | def forward(m, x, calls=[0]): calls[0] += 1; return x * calls[0]
-a list that getattr finds | getattr(m, "se" + "en").append(1); return x * len(m.seen)
-# eager: it reaches
-octets | octets = bytearray(1)
-    def forward(m, x): octets[0] += 1; return x * octets[0]
-an inherited classmethod | class Counter:
-        calls = 0
-        @classmethod
-        def step(cls): cls.calls += 1; return cls.calls
-    class Inherits(Counter): ...
-    def forward(m, x): return x * Inherits.step()
-a bound append | held = {"push": history.append}
-    def forward(m, x): m.push(1); return x * len(history)
-what refuses to take its state | from dataclasses import dataclass
-    @dataclass(frozen=True, slots=True)
-    class Frozen: scale: float = 2.0
-    frozen = Frozen()
-    def forward(m, x): return x * frozen.scale * step()
-# eager: it sets the attribute 'calls'
-a class | Settings.calls += 1; return x * Settings.calls
-a function's attribute | step.calls = getattr(step, "calls", 0) + 1; return x * step.calls
-another module's attribute | outside.calls += 1; return x * outside.calls
-# eager: it sets the attribute 'of_all'
-the model's type | class model(Model): of_all = 0
+a global [it sets the global 'count' (a global:] | global count; count += 1; return x * count
+the model's type [it sets the attribute 'of_all'] | class model(Model): of_all = 0
     def forward(m, x): type(m).of_all = m.of_all + 1; return x * m.of_all
-# eager: it sets 'calls' of an enclosing function
-a closure | def made(calls=0):
+a closure [it sets 'calls' of an enclosing function] | def made(calls=0):
         def forward(m, x): nonlocal calls; calls += 1; return x * calls
         return forward
     forward = made()
-# eager: it sets the attribute 'kept'
-an attribute | m.kept = x; return x
+an attribute [it sets the attribute 'kept'] | m.kept = x; return x
+# eager: it changes what its code finds
+a list of a partial function | def count(m, x, listed): listed[0] += 1; return x * listed[0]
+    forward = functools.partial(count, listed=[0])
+# eager: it reaches
+octets | octets = bytearray(1)
+    def forward(m, x): octets[0] += 1; return x * octets[0]
+a bound append | held = {"push": history.append}
+    def forward(m, x): m.push(1); return x * len(history)
+# eager: it sets the attribute 'calls'
+a class | Settings.calls += 1; return x * Settings.calls
 # eager: random
-an import | import random as drawing; return x * drawing.random()
 Python's random numbers | x * random.random()
 # dynamo: it changes what its code finds
 a list on a layer | held = {"own": nn.Linear(4, 4)}; held["own"].log = []
@@ -228,7 +189,6 @@ a graph that keeps state | def counted(x): return x * step()
     def forward(m, x): return m.child(m.linear(x))
 # symbolic
 functions and lists | m.linear(x) * table["tanh"](x) * table["scales"][1] * len(listed)
-numpy | m.linear(x) * float(np.sqrt(4.0) * np.array([1.0, 2.0]).sum())
 """
 HELD = {
     "a nested dict": ("{'a': [0]}", "kept['a'].append(1) or len(kept['a'])"),
@@ -251,24 +211,22 @@ for _name, (_make, _step) in HELD.items():
 
 # What `capture` takes, or refuses with the model untouched.
 PROCESS = """
+# eager
+a decorator of torch [forward() is decorated by] | @torch.no_grad()
+    def forward(m, x): return x * 2
+a hidden method [it finds 'helper' by getattr()] | getattr(m, "hel" + "per")(x)
+many values [9999 values] | held = {"words": dict.fromkeys(range(9999), 0)}
+    def forward(m, x): return x * len(m.words)
 # eager: it reaches
 time | x * (time.time() * 0 + 1)
 environment | x * float(os.environ.get("SCALE", "1"))
-a default dtype | x * (1 + (torch.get_default_dtype() == torch.float64))
 an object | x * settings.scale
 a getter | operator.attrgetter("linear")(m)(x)
 a gradient mode | x * (1 + torch.is_grad_enabled())
 # eager: it asks the process
-a backend | x * (1 + torch.backends.cudnn.benchmark)
 numpy's options | (np.seterr(all="warn"), x)[1]
-# eager: forward() is decorated by
-a decorator of torch | @torch.no_grad()
-    def forward(m, x): return x * 2
-# eager: it finds 'helper' by getattr()
-a hidden method | getattr(m, "hel" + "per")(x)
 # eager: it uses
 setting | setattr(m, "n", 1) or x
-namespaces | x * len(globals()["ROWS"])
 a __dict__ | x * len(m.__dict__)
 a layer that is changed | m.train().linear(x)
 a __call__ of a child | class Child(nn.Module):
@@ -283,18 +241,6 @@ a layer that counts | class Layer(nn.Module):
 a method that is not named | class model(Model):
         def __getitem__(self, index): self.last = index; return index
     def forward(m, x): return x * m[2]
-# eager: a module outside the model
-a method of a module outside | class Other(nn.Module):
-        def helper(self, x): return x * 2
-    plain = Other().helper
-    def forward(m, x): return plain(x)
-# eager: 9999 values
-many values | held = {"words": dict.fromkeys(range(9999), 0)}
-    def forward(m, x): return x * len(m.words)
-# eager: model has a metaclass
-a metaclass | class Meta(type): ...
-    class model(Model, metaclass=Meta): ...
-    def forward(m, x): return x * 2
 # eager: it changes what its code finds
 a function that is wrapped |
     def counting(function): return functools.wraps(function)(lambda *a: function(*a) * step())
@@ -302,39 +248,33 @@ a function that is wrapped |
     def forward(m, x): return relu(x)
 a function in a proxy | x * proxy["step"]()
 # symbolic
-a helper | F.relu(m.linear(m.helper(x))) + torch.tanh(x).mean()
 an enumeration | from enum import Enum
     class Mode(Enum): ONE, TWO = 1, 2
     held = {"mode": Mode.TWO}
     def forward(m, x): return x if m.mode == Mode.ONE else -x
 pure functions | x * math.sqrt(4) * functools.reduce(operator.mul, [1, 2])
-a name that is computed | getattr(m, f"{'lin'}ear")(x)
-a message | torch._assert(x.dim() == 2, f"a matrix, and got {x.shape}"); return m.linear(x)
 """
 
 RANDOM = """
+# eager
+a torch generator [it draws by a generator of its own] |
+    x + torch.rand(4, generator=torch.Generator().manual_seed(0))
+a torch generator that is held [it reaches generator, a Generator] |
+    held = {"generator": torch.Generator().manual_seed(3)}
+    def forward(m, x): return x + torch.empty_like(x).uniform_(generator=m.generator.manual_seed(4))
+a layer that is made [it uses autograd] | nn.Linear(4, 4)(x) * 0
 # eager: left as it is: it
 fork_rng | with torch.random.fork_rng(devices=[]): torch.manual_seed(0); noise = torch.rand_like(x)
     return x + noise + torch.rand_like(x)
-the default generator |
-    state = torch.default_generator.get_state(); torch.default_generator.manual_seed(5)
-    noise = F.dropout(x, 0.5, True); torch.default_generator.set_state(state); return noise
 # eager: seed()
 a seed that is set | torch.manual_seed(0); return x + torch.randn(4)
 a seed that is drawn | calls = ()
     def forward(m, x): return (torch.seed(), x + torch.randn(4))[1]
-# eager: it draws by a generator of its own
-a torch generator | x + torch.rand(4, generator=torch.Generator().manual_seed(0))
-# eager: it reaches generator, a Generator
-a torch generator that is held | held = {"generator": torch.Generator().manual_seed(3)}
-    def forward(m, x): return x + torch.empty_like(x).uniform_(generator=m.generator.manual_seed(4))
-# eager: it uses autograd
-a layer that is made | nn.Linear(4, 4)(x) * 0
 """
 
 CACHES = """
-# dynamo: it changes what its code finds
-another answer once it is there | scale = 2 if m.kept else 1
+# dynamo
+another answer once it is there [it changes what its code finds] | scale = 2 if m.kept else 1
     if not m.kept: m.kept["bias"] = m.scale[[3, 1, 2, 0]]
     return x + m.kept["bias"] * scale
 # symbolic
@@ -360,16 +300,11 @@ a loop over rows | sum(m.linear(row) for row in x)
 a buffer that counts | m.flag += 1; return x * m.flag + m.plain
 a mask | y = x.clone(); y[x > 0] = 0.5; return y
 results | {"x": Pair(x, x * 2), "l": [m.linear(x), None, 3], "o": collections.OrderedDict(a=x.t())}
-a count that is kept | m.calls += 1; return x * m.calls
-a cache by size |
-    if x.shape[0] not in m.kept: m.kept[x.shape[0]] = torch.arange(x.shape[0]).float()[:, None]
-    return x + m.kept[x.shape[0]]
 a parameter that is assigned | m.scale = nn.Parameter(m.scale + 1); return x * m.scale
 inference mode | @torch.inference_mode()
     def forward(m, x): return m.norm(m.linear(x)).relu()
 no autocast | with torch.autocast("cpu", enabled=False): return m.linear(x.float())
 a check of the data | n = (x > -100).sum().item(); torch._check(n > 0); return x * n
-a layer that is made, without weights | nn.Softmax(dim=-1)(x)
 # eager: left as it is
 dropout | F.dropout(x, 0.5) + torch.rand(4)
 recorded gradients | with torch.enable_grad(): return x * 2
@@ -390,9 +325,10 @@ def parsed(table: str) -> dict[str, Program]:
         if each.startswith("# "):
             front_end, _, words = each[2:].partition(": ")
             continue
-        name, first, lines = re.fullmatch(r"(.*?) \|(.*)\n?((?s:.*))", each).groups()
+        row = re.fullmatch(r"(.*?)(?: \[(.*?)\])? \|(.*)\n?((?s:.*))", each)
+        name, own, first, lines = row.groups()
         dedented = re.sub("(?m)^    ", "", lines)
-        found[name] = Program(front_end, words, f"{first.strip()}\n{dedented}".strip())
+        found[name] = Program(front_end, own or words, f"{first.strip()}\n{dedented}".strip())
     return found
 
 

@@ -124,6 +124,10 @@ a child that counts [it changes what its code finds] | class Counter(nn.Module):
         def forward(self, x): listed[0] += 1; return x * listed[0]
     held = {"child": Counter()}
     def forward(m, x): return m.child(m.linear(x))
+a child with a hook that changes what its parent read [a hook or parametrization] |
+    held = {"child": nn.ReLU()}
+    held["child"].register_forward_hook(lambda m, given, y: history.append(1))
+    def forward(m, x): n = len(history); return m.child(m.linear(x)) * (n + 1)
 a forward of its own that changes what its parent read [a hook or parametrization] |
     held = {"child": nn.ReLU()}
     held["child"].forward = lambda x: history.append(1) or x * 2
@@ -168,6 +172,7 @@ a closure [it sets 'calls' of an enclosing function] | def made(calls=0):
     forward = made()
 an attribute [it sets the attribute 'kept'] | m.kept = x; return x
 # eager: it changes what its code finds
+a keyword-only default | def forward(m, x, *, calls=[0]): calls[0] += 1; return x * calls[0]
 a list of a partial function | def count(m, x, listed): listed[0] += 1; return x * listed[0]
     forward = functools.partial(count, listed=[0])
 # eager: it reaches

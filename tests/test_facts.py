@@ -140,7 +140,7 @@ def optimized(model: nn.Module, *inputs: Any) -> Any:
 
 
 WITH = {name: (*row, True) for name, row in (CASES | WRITTEN).items()}
-WITHOUT = {f"{name}, no example": (*row, False) for name, row in CASES.items()}
+WITHOUT = {f"{name}, no example": (*row, False) for name, row in (CASES | WRITTEN).items()}
 
 
 @rows("build calls refusal example", WITH, WITHOUT)

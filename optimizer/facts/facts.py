@@ -458,8 +458,9 @@ def weights_exposed(node: fx.Node) -> bool:
         return True
     facts, tensors = facts_of(node.graph), tensors_of(module_of(node))
     if facts is None:
+        known = all(map(runs_known_code, node.graph.nodes))  # else another node may write anything
         read = {id(attribute_of(n)) for n in node.graph.nodes if n.op == "get_attr"}
-        return any(id(tensor) in read for tensor in tensors)
+        return not known or any(id(tensor) in read for tensor in tensors)
     return is_exposed(node.graph, storages_in(facts.to_meta(tensors)))
 
 

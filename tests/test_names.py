@@ -184,8 +184,13 @@ WITHOUT_LITERAL = (
 )
 
 
+def named(value: Any) -> str:
+    """The same in each process."""
+    return str(getattr(value, "__name__", value))
+
+
 @LEVELS
-@pytest.mark.parametrize("default", [*LITERALS, *WITHOUT_LITERAL], ids=str)
+@pytest.mark.parametrize("default", [*LITERALS, *WITHOUT_LITERAL], ids=named)
 @torch.no_grad()
 def test_a_default_is_returned_as_in_eager(default: Any, level: int) -> None:
     model = then(lambda y, given: (y.relu(), given), default)

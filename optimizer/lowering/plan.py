@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ def signature_of(
     if settings is False:
         return None
     what = (training, spec, *map(_geometry, leaves))
-    return Key(what, tuple(each.device for each in tensors), settings), tensors
+    return Key(what, tuple(map(_device, tensors)), settings), tensors
 
 
 def _geometry(leaf: Any) -> Hashable:
@@ -58,6 +59,7 @@ def _geometry(leaf: Any) -> Hashable:
     return key_of(leaf)  # type: ignore[no-any-return]
 
 
+_device = attrgetter("device")
 _FINDING = 1e-3  # seconds that it takes to find a plan, at most
 _WORTH_NO_RACE = 0.1  # of a call's time, at least
 

@@ -161,6 +161,15 @@ def test_the_answer_is_right_at_later_calls_too(
         torch.testing.assert_close((fast(*one), one), (eager(*other), other))
 
 
+@pytest.mark.parametrize("example", [(), (IMAGE,)])
+def test_a_layer_whose_weight_is_written_by_a_view_stays(example: tuple[torch.Tensor, ...]) -> None:
+    model = Layers("m.view.mul_(2.0); return m.image_norm(m.conv(x))")
+    model.register_buffer("view", model.conv.weight.data)  # whose copy by deepcopy is no view
+
+    [refused] = optimized(model, *example).report.refused
+    assert refused.reason == "the forward writes their tensors"
+
+
 class Log(nn.Module):
     """Keeps a list, so that it is called as it is, and runs on meta tensors."""
 

@@ -459,8 +459,8 @@ def weights_exposed(node: fx.Node) -> bool:
     facts, tensors = facts_of(node.graph), tensors_of(module_of(node))
     if facts is None:
         known = all(map(runs_known_code, node.graph.nodes))  # else another node may write anything
-        read = {id(attribute_of(n)) for n in node.graph.nodes if n.op == "get_attr"}
-        return not known or any(id(tensor) in read for tensor in tensors)
+        read = storages_in([attribute_of(n) for n in node.graph.find_nodes(op="get_attr")])
+        return not known or not read.isdisjoint(storages_in(tensors))
     return is_exposed(node.graph, storages_in(facts.to_meta(tensors)))
 
 

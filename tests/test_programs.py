@@ -113,6 +113,9 @@ a tensor by default [the default of 'w'] | class model(nn.Module):
 a __call__ of the model [hooks, parametrizations or] | class model(Model):
         def __call__(self, x): return super().__call__(x) + 1
     def forward(m, x): return x * 2
+members that are exchanged [its forward changes a module] |
+    held = {"pair": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])}
+    def forward(m, x): m.pair[0], m.pair[1] = m.pair[1], m.pair[0]; return m.pair[0](x)
 a child with a hook that counts [it sets the attribute] | class Shift(nn.Module):
         def forward(self, x): return x + 1
     def hook(m, given, y): history.append(y); box.n += 1; return y * step() * box.n + len(history)
@@ -475,3 +478,13 @@ def test_without_example_inputs_the_answer_is_the_same(name: str) -> None:
     eager, fast, calls = optimized(name, example=False)
 
     assert_follows(eager, fast, calls)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_what_a_hook_of_a_layer_writes_is_put_back(level: int) -> None:
+    seen: list[Any] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    model[1].register_forward_hook(lambda *call: seen.append(call))
+
+    optimizer.optimize(model, ROWS, level=level)
+    assert not seen

@@ -216,6 +216,16 @@ def unnamed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args, **kwargs: forward(self, *args, **kwargs) + len(kwargs)
 
 
+def renamed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes by position what the forward calls otherwise."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, y: Any = None, x: Any = None, mask: Any = None, scale: Any = 1) -> Any:
+        return forward(self, y if x is None else 2 * x, mask, scale)
+
+    return wrapper
+
+
 CALLS: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
     ((ROWS,), {}),
     ((), {"x": ROWS}),
@@ -242,7 +252,7 @@ def decorated(decorate: Callable[..., Any] = lambda forward: forward) -> Any:
     return Decorated().eval()
 
 
-@pytest.mark.parametrize("decorate", [by_name, unnamed])
+@pytest.mark.parametrize("decorate", [by_name, unnamed, renamed])
 @torch.no_grad()
 def test_a_decorated_forward_is_right_however_it_is_called(decorate: Any) -> None:
     model = decorated(decorate)

@@ -281,3 +281,17 @@ def test_gradients_are_not_lost(folds: Any) -> None:
 
     assert model.conv.weight.grad is not None
     assert folds() == []
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_autocast_inside_is_kept_without_a_check_too(folds: Any, enabled: bool) -> None:
+    class Casting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                return super().forward(x)
+
+    model = Casting()
+    actual = compiled(model, check=None)(IMAGES)
+
+    torch.testing.assert_close(actual, model(IMAGES))
+    assert sum(folds()) == (not enabled)

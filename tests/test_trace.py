@@ -38,6 +38,8 @@ PROGRAMS = [
     "y = x.new_zeros(4, 3); part = y[1:3]; before = y + 1; part.copy_(x);"
     "return before, y * 2, part",
     "one = torch.ones(2, 3); y = x * one; one.add_(1); return y, x * one",
+    "one = torch.ones(2, 3); part = one[:, :2]; y = x[:, :2] * part; one.add_(1);"
+    "return y, part * x[:, 1:]",
     "y = x.exp(); y.add_(1); view = y[:1]; view.mul_(2); return y",
     "y = x.exp(); copy = y.clone(); y[:1].mul_(2); return copy * 1, y + 1",
     "y = x.exp(); y.add_(1); copy = y.clone(); y[:1].mul_(2); return copy * 1, y + 1",

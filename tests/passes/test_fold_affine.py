@@ -184,7 +184,8 @@ BEHIND: dict[Any, str] = {
     """,
     (IMAGE, 2): """
     both("m.bn(m.conv(x)) - m.second(m.conv(x))");
-    both("m.bn(m.conv(x)) - m.bn(m.other(x))", 2, other=conv())
+    both("m.bn(m.conv(x)) - m.bn(m.other(x))", 2, other=conv());
+    Forward("m.conv(x) * m.c - m.conv(x) * m.d", conv=conv(), c=torch.rand(1), d=torch.rand(1))
     """,
     ((2, 4, 5, 5), 0): """
     Forward("m.bn(m.up(x, output_size=[12, 12]))", up=up(4, 4, 3, 2), bn=norm(2))

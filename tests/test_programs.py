@@ -97,6 +97,7 @@ a look into a dict [looks a traced] | x * {2: 2.0}.get(x.dim(), 1.0)
 an attribute that tensors lack [asks what a value has] |
     mask = getattr(x, "mask", 3); return x * mask
 a gradient [for its attribute 'grad'] | x * 2 if x.grad is None else x
+a weight on a GPU [its control flow depends] | x * 2 if next(m.parameters()).is_cuda else x
 text of a dtype [it writes a traced value as text] | x * 2 if str(x.dtype) == "torch.float64" else x
 a type [it asks for the type of a value] | x * 2 if type(x) == nn.Parameter else x
 a subclass of tensors [it asks for the type of an intermediate value] |

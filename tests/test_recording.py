@@ -333,6 +333,12 @@ def test_who_writes_what_is_returned_sees_what_the_model_would_show(text: str, l
                 each.add_(1.5)
 
 
+def test_what_a_model_asks_of_its_weights_is_asked_on_another_device_too() -> None:
+    model = Forward("x.to(next(m.parameters()).device) + 1", linear=nn.Linear(4, 4))
+    fast = optimizer.optimize(model.eval(), ROWS, level=0).to("meta")
+    assert fast(ROWS.to("meta")).is_meta
+
+
 def sharing(*tensors: Tensor) -> list[int]:
     """For each tensor, the first that shares its memory."""
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]

@@ -188,10 +188,10 @@ class RecordConstants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
-        name = getattr(func, "__name__", "")
-        if name == "__get__" and func.__self__.__name__ in _CHANGED_BY_TO:
-            return getattr(self.tracer.getattr("", args[0], {}), func.__self__.__name__)
+        leaves, name = tree_leaves((args, kwargs)), getattr(func, "__name__", "")
+        asked = name == "__get__" and getattr(func.__self__, "__name__", "")
+        if asked in _CHANGED_BY_TO:
+            return getattr(self.tracer.getattr("", args[0], {}), asked)
         traced = any(isinstance(leaf, fx.Proxy) for leaf in leaves)
         constant = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if func in ops.FACTORIES:

@@ -135,10 +135,11 @@ def test_no_later_write_is_seen_nor_reaches_the_model(place: str) -> None:
     assert torch.equal(call(model), before)
 
 
-def test_what_is_held_elsewhere_is_copied_at_once() -> None:
+@pytest.mark.parametrize("hold", [Tensor.numpy, torch.from_dlpack], ids=["numpy", "dlpack"])
+def test_what_is_held_elsewhere_is_copied_at_once(hold: Callable[[Tensor], Any]) -> None:
     """Else a numpy array would write into the snapshot, and the model would part from it."""
     model = nn.Linear(4, 4)
-    array = model.weight.detach().numpy()
+    array = hold(model.weight.detach())
     taken = snapshot(model)
     before = taken.weight.detach().clone()
 
@@ -146,6 +147,8 @@ def test_what_is_held_elsewhere_is_copied_at_once() -> None:
 
     assert torch.equal(taken.weight, before)
     assert model.weight[0].tolist() == [5] * 4
+    model.weight.data.zero_()
+    assert array[0].tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -54,11 +54,11 @@ PROPERTIES: dict[str, str] = {
     "any subset of the passes does": "test_fuzz.py test_any_subset_of_the_passes_keeps_the_answer",
     "any order of the passes does": "test_any_order_keeps_the_answer",
     "every front end does": "test_graphs_of_dynamo_keep_the_answer",
-    "one row, more rows, another rank": "test_later.py test_each_later_call_is_spoiled_and_seen",
+    "one row, more rows, another rank": "test_oracles.py test_each_later_call_is_spoiled_and_seen",
     "empty and single dimensions": "test_testing.py "
     "test_every_token_runs_on_every_rank_in_the_shape_that_is_kept_of_it",
     "expanded inputs": "test_expanded_inputs",
-    "other strides than the example's": "test_later.py test_each_later_call_is_spoiled_and_seen",
+    "other strides than the example's": "test_oracles.py test_each_later_call_is_spoiled_and_seen",
     "keyword arguments": "test_fuzz.py test_the_answer_holds_where_arguments_are_given_by_keyword",
     # The passes
     "optimizing twice changes nothing more": "test_fuzz.py "
@@ -88,7 +88,7 @@ PROPERTIES: dict[str, str] = {
     "the inputs are untouched": "test_testing.py "
     "test_a_subject_that_writes_to_its_inputs_is_caught",
     "aliases, statistics, random state": "test_oracles.py test_a_spoiled_candidate_is_seen",
-    "results share no memory with weights": "test_later.py "
+    "results share no memory with weights": "test_oracles.py "
     "test_each_later_call_is_spoiled_and_seen",
     "a checkpoint can be loaded": "test_its_own_checkpoint_can_be_loaded",
     "copies and pickles": "test_snapshot.py test_a_copy_keeps_the_answer_and_the_report",
@@ -97,7 +97,7 @@ PROPERTIES: dict[str, str] = {
     "the random state": "test_traps.py test_a_trap_is_answered_as_eager_answers",
     "training mode": "test_errors.py test_a_training_mode_model_is_optimized_with_one_warning",
     "hooks": "test_oracles.py test_a_lost_hook_is_seen",
-    "gradients": "test_later.py test_each_later_call_is_spoiled_and_seen",
+    "gradients": "test_oracles.py test_each_later_call_is_spoiled_and_seen",
     "inference mode": "test_inference_mode",
     "autocast": "test_traps.py test_autocast_around_the_result_gives_the_dtype_of_the_model",
     "two threads": "test_lifecycle.py test_models_can_be_optimized_from_threads_while_others_run",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -41,30 +40,24 @@ def run_of(folder, value, name, version="1", width=None):
     return read(file)
 
 
-@table("name values widths expected",
-        (NODES, (9, 10), (None, None), "1 count differs (1 larger, 0 smaller)"),
-        (NODES, (9, 8), (None, None), "1 count differs (0 larger, 1 smaller)"),
-        (FIRED, (9, 8), (None, None), "1 count differs (0 larger, 0 smaller, 1 neither)"),
-        (NODES, (9, NAN), (None, None), EQUAL),
-        (NODES, (NAN, 9), (None, None), EQUAL),
-        (NODES, (None, 9), (None, None), EQUAL),
-        (MEMORY, (64, 96), (None, None), EQUAL),
-        (RATIO, (0.5, 0.6), (0.01, 0.01), "1 paired ratio moved by up to 20.0 % (1 slower, 0 faste"
-         "r), which separate runs cannot tell from noise: `python -m benchmarks compare 12345678"
-         " 12345678` decides"),
-        (RATIO, (0.5, 0.4), (0.01, 0.01), "1 paired ratio moved by up to 20.0 % (0 slower, 1 fast"),
-        (RATIO, (0.5, 0.6), (0.06, 0.06), STILL),
-        (RATIO, (0.5, 0.6), (NAN, 0.01), STILL),
-        (LATENCY, (1.0, 2.0), (0.01, 0.01), STILL),
+@table("name before after width expected",
+        (NODES, 9, 10, None, "1 count differs (1 larger, 0 smaller)"),
+        (FIRED, 9, 8, None, "1 count differs (0 larger, 0 smaller, 1 neither)"),
+        (NODES, 9, NAN, None, EQUAL),
+        (MEMORY, 64, 96, None, EQUAL),
+        (RATIO, 0.5, 0.6, 0.01, "1 paired ratio moved by up to 20.0 % (1 slower, 0 faster), which"
+         " separate runs cannot tell from noise: `python -m benchmarks compare 12345678 12345678`"),
+        (RATIO, 0.5, 0.4, 0.01, "1 paired ratio moved by up to 20.0 % (0 slower, 1 fast"),
+        (RATIO, 0.5, 0.6, 0.06, STILL),
+        (LATENCY, 1.0, 2.0, 0.01, STILL),
     )  # fmt: skip
-def test_what_differs_is_told(tmp_path, name, values, widths, expected):
-    before, after = (run_of(tmp_path / str(width), value, name, width=width)
-                     for value, width in zip(values, widths, strict=True))  # fmt: skip
-    told = list(lines(after, before))
+def test_what_differs_is_told(tmp_path, name, before, after, width, expected):
+    old, new = (run_of(tmp_path / end, value, name, width=width)
+                for end, value in (("old", before), ("new", after)))  # fmt: skip
+    told = list(lines(new, old))
 
     assert expected in told[0]
     assert len(told) == 1 + expected.startswith("1")
-    assert not re.search("ratio.* (worse|better)", "\n".join(told))
 
 
 def test_what_an_older_suite_found_is_named_and_not_compared(tmp_path):
@@ -75,9 +68,7 @@ def test_what_an_older_suite_found_is_named_and_not_compared(tmp_path):
     assert f"names are gone: {NODES}." in older_suites([before], {"graph.other": "1"})
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", '{"results": {"a": 3}, "result_columns": ["result"]}']
-)
+@pytest.mark.parametrize("text", ["{", "3", '{"results": {"a": 3}, "result_columns": ["result"]}'])
 def test_what_cannot_be_read_is_a_sentence_that_says_what_to_do(tmp_path, text):
     file = tmp_path / "12345678-here.json"
     file.write_text(text)
@@ -86,9 +77,8 @@ def test_what_cannot_be_read_is_a_sentence_that_says_what_to_do(tmp_path, text):
     assert runs(tmp_path) == ([], [str(told.value)])
 
 
-@pytest.mark.parametrize(("count", "expected"), [(3, [0, 5, 10]), (1, [0]), (99, [*range(11)])])
-def test_commits_are_spread_evenly_with_the_newest_and_the_oldest(count, expected):
-    assert spread(range(11), count) == expected
+def test_commits_are_spread_evenly_with_the_newest_and_the_oldest():
+    assert [spread(range(11), count) for count in (1, 3, 99)] == [[0], [0, 5, 10], [*range(11)]]
 
 
 def test_a_line_comes_while_asv_is_silent(capsys):
@@ -99,7 +89,6 @@ def test_a_line_comes_while_asv_is_silent(capsys):
         time.sleep(0.15)
     told = capsys.readouterr().out.splitlines()
 
-    assert len(told) >= 3
     assert told[0].startswith("-- memory: 0 of 22, 22 minutes left, to ")
     assert told[-1].startswith("-- memory, cpu.Memory('two'): 2 of 22, ")
 
@@ -112,52 +101,33 @@ def test_a_disk_that_is_nearly_full_stops_it_before_a_part(monkeypatch, capsys):
     assert "the disk has 1 MB left" in capsys.readouterr().err
 
 
-VARIANTS = ["'eager'", "'optimized-1'", "'optimized-2'"]
-ONES = [1.0, 1.0, 1.0]
-
-
 @pytest.fixture
 def printed(tmp_path, monkeypatch, capsys):
     """The table, of files of a commit, its date, and the numbers that each benchmark found."""
 
-    def printed(*files, models=("'one'",), names=(LATENCY, MEMORY, RATIO), device="cpu"):
-        for commit, date, found in files:
-            row = [found, [models, VARIANTS], "1", found, found]
-            rows = dict.fromkeys(names if commit == "b" else (LATENCY, MEMORY, RATIO), row)
-            rows = {name.replace("cpu", device): each for name, each in rows.items()}
-            about = {"date": date, "params": {"machine": "there"}}
-            stored(tmp_path / "there" / f"{commit}-here.json", commit * 8, rows, **about)
+    def printed(commit, date, found, models=("'one'",), names=(LATENCY, MEMORY, RATIO)):
+        row = [found, [models, ["'eager'", "'optimized-1'", "'optimized-2'"]], "1", found, found]
+        about = {"date": date, "params": {"machine": "there"}}
+        file = tmp_path / "there" / f"{commit}-here.json"
+        stored(file, commit * 8, dict.fromkeys(names, row), **about)
         monkeypatch.setattr(summary, "RESULTS", tmp_path)
-        summary.main(["--device", device])
+        summary.main([])
         return capsys.readouterr().out
 
     return printed
 
 
-def test_the_latest_that_is_whole_is_printed(printed):
-    with pytest.raises(SystemExit, match="tox run -e bench"):
-        printed()
-    found = printed(("a", 2, [4e-3, 2e-3, 1e-3]), ("c", 1, ONES))
+def test_the_latest_that_is_whole_is_printed(printed, tmp_path):
+    assert printed("a", 2, None).rstrip().endswith("|---|")
+    found = printed("a", 2, [4.0, None, 1.0, 4e-3, 2e-3, 1e-3], models=("'one'", "'other'"))
     assert found.startswith("Commit aaaaaaaa on there")
-    assert "| one | 4 → 2 → 1 | 0.002 [0.002, 0.002] | 0.001 [0.001, 0.001] |" in found
-    assert printed(("b", 3, ONES), names=(LATENCY,)).startswith("Commit aaaaaaaa")
-    assert printed(("d", 4, ONES), device="mps").startswith("Commit dddddddd")
-
-
-def test_what_was_not_measured_or_by_an_older_definition_is_not_printed(printed, tmp_path):
-    found = printed(("a", 2, [4.0, None, 1.0, 3.0, 2.0, 1.0]), models=("'one'", "'other'"))
-    assert "| other |" in found
+    assert "| other | 4 → 2 → 1 | 0.002 [0.002, 0.002] | 0.001 [0.001, 0.001] |" in found
     assert "| one |" not in found
-    assert printed(("a", 2, None)).rstrip().endswith("|---|")
+    ones = [1.0, 1.0, 1.0]
+    assert printed("c", 1, ones).startswith("Commit aaaaaaaa")
+    assert printed("b", 3, ones, names=(LATENCY,)).startswith("Commit aaaaaaaa")
     (tmp_path / "benchmarks.json").write_text(json.dumps({MEMORY: {"version": "2"}}))
-    assert "| n/a → n/a → n/a |" in printed(("a", 2, ONES))
-
-
-@pytest.mark.parametrize("name", ["census", "figures", "summary"])
-def test_each_command_has_help(name, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        importlib.import_module(f"benchmarks.{name}").main(["--help"])
-    assert f"usage: python -m benchmarks.{name}" in capsys.readouterr().out
+    assert "| n/a → n/a → n/a |" in printed("d", 4, ones)
 
 
 FOUR, WORSE = ["'eager'", "'optimized-1'", "'fx_fuse'", "'optimized-2'"], [9, 9, 12, 12]
@@ -170,7 +140,6 @@ FOUND = {
     NODES: [WORSE, [1000, 1000, 1000, 1001], WORSE, [9] * 4],
     "graph.Work.track_launches": [WORSE, [9, 9, 8, 8], WORSE, [9] * 4],
     FIRED: [[3, 3, 5, 5]],
-    "graph.Rewrites.track_refused": [[3, 3, 5, 5]],
     "optimize_cost.Models.time_optimize": [[1, 1, 2, 2]] * 4,
 }
 
@@ -182,7 +151,7 @@ def benchmark(name):
     return about | {"param_names": ["model", "variant"][: len(params)]}
 
 
-def test_only_exact_numbers_that_a_commit_makes_worse_are_alarms(tmp_path):
+def test_only_exact_numbers_that_a_commit_makes_worse_are_alarms(tmp_path, monkeypatch):
     """What the page of regressions has after each of four commits was measured."""
     pytest.importorskip("asv_tachyon")
     folder = tmp_path / "results" / "there"
@@ -206,10 +175,7 @@ def test_only_exact_numbers_that_a_commit_makes_worse_are_alarms(tmp_path):
 
     listed = {name for name, *_ in found["regressions"]}
     assert listed == {f"{name}('one', 'optimized-1')" for name in (MEMORY, NODES)}
-
-
-def test_what_was_not_measured_ends_no_step(monkeypatch):
-    pytest.importorskip("asv_tachyon")
+    # What was not measured ends no step.
     monkeypatch.syspath_prepend(ROOT)
     alarms = importlib.import_module("benchmarks.plugins.alarms")
     series = [(1, 5), (2, None), (3, 5), (4, NAN), (7, 6)]

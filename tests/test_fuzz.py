@@ -22,7 +22,6 @@ import optimizer
 from optimizer.testing import MOTIFS, Optimize, Spec, assert_equivalent, check_spec, models
 from optimizer.testing._strategies import NOT_RECORDED
 from optimizer.testing._tokens import TOKENS
-from tests.conftest import shared
 
 PASSES = {each.name: each for each in optimizer.all_passes()}
 # A @given test is one unit of work: shards let the workers share it.
@@ -213,15 +212,3 @@ def assert_kept(spec: Spec, subject: Optimize, **options: bool | torch.dtype) ->
 
 def code(module: nn.Module) -> str:
     return module.code if isinstance(module, fx.GraphModule) else repr(module)
-
-
-def test_what_failed_is_kept_where_a_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HYPOTHESIS_REDIS", raising=False)
-    assert shared() == {}
-
-    from redis.exceptions import ConnectionError as Unreachable
-
-    monkeypatch.setenv("HYPOTHESIS_REDIS", "redis://127.0.0.1:1")
-    database = shared()["database"]
-    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1"):
-        next(database.fetch(b"a test"))

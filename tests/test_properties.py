@@ -1,11 +1,7 @@
-"""The properties of an optimizer that are not any one pass's, each tried on generated models.
-
-PROPERTIES lists all that this package holds itself to, and where.
-"""
+"""The properties of an optimizer that are not any one pass's, each tried on generated models."""
 
 from __future__ import annotations
 
-import ast
 import copy
 import os
 import subprocess
@@ -25,83 +21,13 @@ from torch import fx, nn
 import optimizer
 from optimizer._dynamo import backend
 from optimizer.core.guards import GUARDS
-from optimizer.testing import (
-    TOKENS,
-    Optimize,
-    Spec,
-    assert_equivalent,
-    check_spec,
-)
+from optimizer.testing import TOKENS, Optimize, Spec, assert_equivalent, check_spec
 from tests.test_fuzz import fuzz
 
 ROOT = Path(__file__).parents[1]
 PASSES = [each.name for each in optimizer.all_passes()]
 # Where eager multiplies an infinity or a NaN, these compute another way: see their docstrings.
 NOT_FOR_SPECIALS = {"recognize_attention"}
-
-# What holds, and the test that would fail: a name here, or a file and a name.
-PROPERTIES: dict[str, str] = {
-    # The answer
-    "each pass alone keeps the answer": "test_fuzz.py test_a_pass_alone_keeps_the_answer",
-    "the whole pipeline keeps it": "test_fuzz.py test_level_1_keeps_the_answer",
-    "level 0 keeps the bits": "test_fuzz.py test_level_0_keeps_the_bits",
-    "level 2 keeps the answer": "test_level_2_keeps_the_answer",
-    "float32 is as near to the truth": "test_float32_is_as_precise_as_the_model",
-    "so are half as many bits": "test_every_pass.py "
-    "test_it_fires_and_keeps_its_promise_in_every_precision",
-    "NaNs and infinities stay": "test_nans_and_infinities_stay",
-    "every prefix of the pipeline keeps the answer": "test_every_prefix_keeps_the_answer",
-    "any subset of the passes does": "test_fuzz.py test_any_subset_of_the_passes_keeps_the_answer",
-    "any order of the passes does": "test_any_order_keeps_the_answer",
-    "every front end does": "test_graphs_of_dynamo_keep_the_answer",
-    "one row, more rows, another rank": "test_oracles.py test_each_later_call_is_spoiled_and_seen",
-    "empty and single dimensions": "test_testing.py "
-    "test_every_token_runs_on_every_rank_in_the_shape_that_is_kept_of_it",
-    "expanded inputs": "test_expanded_inputs",
-    "other strides than the example's": "test_oracles.py test_each_later_call_is_spoiled_and_seen",
-    "keyword arguments": "test_fuzz.py test_the_answer_holds_where_arguments_are_given_by_keyword",
-    # The passes
-    "optimizing twice changes nothing more": "test_fuzz.py "
-    "test_optimizing_twice_changes_nothing_more",
-    "the report says whether anything changed": "test_a_report_of_nothing_is_true",
-    "no more nodes than before": "test_every_pass.py "
-    "test_it_leaves_no_more_nodes_and_finds_nothing_to_do_the_second_time",
-    "a planted motif fires": "test_fuzz.py test_every_pass_fires_on_its_motif",
-    "a near miss keeps the answer": "test_fuzz.py test_a_near_miss_keeps_the_answer",
-    "every refusal has its reason": "test_conventions.py "
-    "test_every_reason_to_refuse_has_a_row_in_the_test_of_its_file",
-    # The same graph, written otherwise
-    "other names": "test_names_do_not_matter",
-    "another order of independent nodes": "test_the_order_of_independent_nodes_does_not_matter",
-    "identities in between": "test_identities_in_between_change_nothing",
-    "another spelling": "passes/test_fold_affine.py test_folds_into_layers_in_every_spelling",
-    "a wrapped model": "test_a_wrapped_model_keeps_the_answer",
-    "an unused branch goes": "test_an_unused_branch_goes",
-    "an interior value as an output": "test_an_interior_value_as_an_output_is_the_same",
-    "what is computed twice is computed once": "test_what_is_computed_twice_is_computed_once",
-    "both entries agree": "test_a_graph_and_its_module_agree",
-    # The same graph, other data
-    "rows can be permuted": "test_rows_can_be_permuted",
-    "rows can be split": "test_rows_can_be_split",
-    # What a caller can see besides the answer
-    "the model is untouched": "test_oracles.py test_a_touched_model_is_noticed",
-    "the inputs are untouched": "test_testing.py "
-    "test_a_subject_that_writes_to_its_inputs_is_caught",
-    "aliases, statistics, random state": "test_oracles.py test_a_spoiled_candidate_is_seen",
-    "results share no memory with weights": "test_oracles.py "
-    "test_each_later_call_is_spoiled_and_seen",
-    "a checkpoint can be loaded": "test_its_own_checkpoint_can_be_loaded",
-    "copies and pickles": "test_snapshot.py test_a_copy_keeps_the_answer_and_the_report",
-    "the same code again": "test_fuzz.py test_optimizing_again_gives_the_same_code",
-    "the same code in another process": "test_another_process_gives_the_same_code",
-    "the random state": "test_traps.py test_a_trap_is_answered_as_eager_answers",
-    "training mode": "test_errors.py test_a_training_mode_model_is_optimized_with_one_warning",
-    "hooks": "test_oracles.py test_a_lost_hook_is_seen",
-    "gradients": "test_oracles.py test_each_later_call_is_spoiled_and_seen",
-    "inference mode": "test_inference_mode",
-    "autocast": "test_traps.py test_autocast_around_the_result_gives_the_dtype_of_the_model",
-    "two threads": "test_lifecycle.py test_models_can_be_optimized_from_threads_while_others_run",
-}
 
 
 def on_models(**choices: Any) -> Callable[[Callable[[Spec], object]], Callable[[], None]]:
@@ -122,15 +48,6 @@ def optimized(spec: Spec) -> nn.Module:
 
 def size(module: nn.Module) -> int:
     return len(module.graph.nodes) if isinstance(module, fx.GraphModule) else 0
-
-
-@pytest.mark.parametrize("name", PROPERTIES)
-def test_the_table_names_tests_that_exist(name: str) -> None:
-    *file, test = PROPERTIES[name].split()
-    path = Path(__file__).parent / file[0] if file else Path(__file__)
-    tree = ast.parse(path.read_text())
-
-    assert test in {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -326,23 +243,20 @@ def test_a_graph_and_its_module_agree(spec: Spec) -> None:
 
 # What treats each row by itself, of rows whose sums are exact.
 ROWWISE = ["linear", "bn", "conv_k3", "relu", "dup", "add", "mul", "mask", "max_pool", "head"]
-SHAPES = [(2, 3), (4, 4, 4), (2, 4, 4, 4)]
-BY_ROW = {"alphabet": ROWWISE, "regimes": ["dyadic"], "shapes": SHAPES}
+BY_ROW: dict[str, Any] = {
+    "alphabet": ROWWISE,
+    "regimes": ["dyadic"],
+    "shapes": [(2, 3), (4, 4, 4), (2, 4, 4, 4)],
+}
 
 
 @on_models(**BY_ROW)
-def test_rows_can_be_permuted(spec: Spec) -> None:
+def test_rows_can_be_permuted_and_split(spec: Spec) -> None:
     x, candidate = spec.inputs()[0], optimized(spec)
-    turned = answers(candidate, x.flip(0))
-    for actual, expected in zip(turned, answers(candidate, x), strict=True):
-        assert torch.equal(actual, expected.flip(0))
-
-
-@on_models(**BY_ROW)
-def test_rows_can_be_split(spec: Spec) -> None:
-    x, candidate = spec.inputs()[0], optimized(spec)
-    parts = [answers(candidate, x[:1]), answers(candidate, x[1:])]
-    for one, other, whole in zip(*parts, answers(candidate, x), strict=True):
+    for whole, turned, one, other in zip(
+        *(answers(candidate, each) for each in (x, x.flip(0), x[:1], x[1:])), strict=True
+    ):
+        assert torch.equal(turned, whole.flip(0))
         assert torch.equal(torch.cat([one, other]), whole)
 
 

@@ -81,6 +81,7 @@ def hooked_graph() -> nn.Module:
 BAD_COPIES: dict[str, Callable[[], nn.Module]] = {
     "forgets the mode": lambda: copied_as(lambda block: loaded(type(block)(block.times), block)),
     "forgets an attribute": lambda: copied_as(lambda block: loaded(type(block)(), block).eval()),
+    "has other weights": lambda: copied_as(lambda block: type(block)(block.times).eval()),
     "is the model": lambda: copied_as(lambda block: block),
     "a part that is its own copy": lambda: nn.Sequential(Block(), copied_as(lambda block: block)),
     "an attribute whose copy is another": HoldsSettings,
@@ -136,6 +137,24 @@ def test_no_trace_is_left_in_a_model_that_notes_and_its_hooks_run_on_copies_alon
         optimizer.check(model, optimizer.optimize(model, X, level=1), X)
 
     assert (model.notes, met) == ([], [])
+
+
+def test_the_snapshot_counts_where_the_weights_change_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = randomize(Block())
+    before, snapshot = model(X), vars(optimizer._optimize)["snapshot"]
+
+    def trained(given: nn.Module) -> Any:
+        found = snapshot(given)
+        given.layer.weight.data.mul_(3.0)  # by another thread
+        return found
+
+    monkeypatch.setattr(optimizer._optimize, "snapshot", trained)
+    fast = optimizer.optimize(model, X, level=1)
+
+    torch.testing.assert_close(fast(X), before)
+    assert fast.report.counts()["fold_affine"] > 0
 
 
 def folded_then(text: str) -> nn.Module:

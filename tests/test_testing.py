@@ -387,6 +387,7 @@ def test_a_pass_that_is_rolled_back_does_not_pass(each: Any) -> None:
             check_pass(subject, "neg_torch relu")
 
 
+@pytest.mark.filterwarnings("ignore::optimizer.OptimizerWarning")
 def test_a_warning_of_this_package_does_not_pass() -> None:
     def warns(model: nn.Module, inputs: Inputs) -> nn.Module:
         warnings.warn("planted", optimizer.OptimizerWarning, stacklevel=2)

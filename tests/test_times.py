@@ -8,13 +8,14 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from torch import nn
 
 from optimizer.core.inputs import Call
 from optimizer.lowering import choose as _times
-from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES
-from optimizer.lowering.choose import Times
+from optimizer.lowering.candidates import AS_IT_IS
+from optimizer.lowering.choose import ByRegion, Chooser, Times, Tuning
 from optimizer.lowering.trace import straight_line
-from tests.single_pass import Forward, rows
+from tests.single_pass import rows
 
 Clock: TypeAlias = Callable[..., dict[str, Callable[..., Any]]]
 
@@ -88,16 +89,19 @@ def test_a_call_that_is_over_in_a_moment_is_not_timed(slept: Clock) -> None:
     assert [times.seconds[name] for name in ("long", "short")] == [[0.3], []]
 
 
-def test_a_candidate_is_timed_while_it_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_are_timed_while_they_are_verified_and_the_region_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[str] = []
 
-    def call(self: Times, name: str, program: Any, inputs: Any) -> Any:
+    def call(self: Times, name: str, program: Any, inputs: Any, fill: bool = False) -> Any:
         calls.append(name)
+        self.seconds[name].append(1.0)
         return program(*inputs)
 
     monkeypatch.setattr(Times, "call", call)
-    x = torch.randn(2, 3, 4, 4)
-    region = straight_line(Forward("return (x.relu(),)"), [], Call((x,), {})).module
-    make = CANDIDATES["channels_last"]
-    _times._verified("channels_last", make, region, Times([x]), timed=True)
-    assert calls == [AS_IT_IS, "channels_last"] * 2
+    layer, x = nn.Conv2d(4, 4, 1, groups=2), torch.randn(2, 4, 4, 4)
+    line = straight_line(layer, [*layer.parameters()], Call((x,), {})).module
+    ByRegion(line, Chooser(Tuning(engines=()))).run(x)
+    first, second = "packed weights, channels_last", "packed Linear, channels_last"
+    assert calls[:6] == [AS_IT_IS] * 2 + [first] * 2 + [second] * 2

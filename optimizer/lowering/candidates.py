@@ -97,8 +97,7 @@ class CudaGraph(nn.Module):
     def __init__(self, program: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         device = device_of(inputs)
-        if not isinstance(device, Cuda):
-            raise TypeError(f"{device.name} has no CUDA graphs")
+        assert isinstance(device, Cuda), f"{device.name} has no CUDA graphs"
         self.program, self.turn = program, device.turns()  # the kernels read its weights
         self.replay, self.inputs, self.outputs = device.record(program, inputs)
 

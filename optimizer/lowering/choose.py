@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -51,6 +50,7 @@ class Times:
         self.wait = device_of(tensors_in(inputs)).synchronize
         self.seconds = defaultdict[str, list[float]](list)
         self.results: dict[str, Any] = {}  # of the first call of each
+        self.expected: list[Answer] = []  # of what is as it is, to calls that verify others
 
     def call(
         self, name: str, program: Callable[..., Any], inputs: Sequence[Any], fill: bool = False
@@ -68,6 +68,10 @@ class Times:
             self.spent += elapsed
         self.results.setdefault(name, result)
         return result
+
+    def answers(self, name: str, run: Callable[..., Any], calls: Iterable[Call]) -> list[Answer]:
+        """Return the tensors that a program returns for some calls, which are timed."""
+        return [Answer(tuple(self.call(name, run, call.args)), ()) for call in calls]
 
     def race(self, runs: Runs, deadline: float, fewest: int = _FEWEST_ROUNDS) -> dict[str, float]:
         """Return the median time of each: they take turns until one clearly wins, or time is up."""
@@ -163,10 +167,10 @@ class Chooser:
         decisions: what to choose, by the key of a region; regions not in it are timed.
     """
 
-    def __init__(self, tuning: Tuning, decisions: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, tuning: Tuning, decisions: Mapping[str, str] | None = None) -> None:
         self.tuning = tuning
         self.deadline = time.perf_counter() + tuning.tune_seconds
-        self.decisions = dict(decisions)
+        self.decisions = dict(decisions or {})
         self.choices: list[Choice] = []
         engines = engines_here(tuning.engines)
         self.engines = {name: partial(compiled, each) for name, each in engines.items()}
@@ -264,10 +268,9 @@ def _verified(name: str, make: Maker, region: Program, times: Times, timed: bool
         times.call(name, program, inputs)
     else:
         calls = [Call(tuple(tensors), {}) for tensors in (inputs, map(varied, inputs))]
-        both = {AS_IT_IS: region, name: program}.items()
-        answers = [[Answer(tuple(times.call(*each, c.args)), ()) for each in both] for c in calls]
-        for call, (expected, actual) in zip(calls, answers, strict=True):
-            differs = compare_answers(region, call, expected, actual, exact=False)
+        expected = times.expected = times.expected or times.answers(AS_IT_IS, region, calls)
+        for call, *both in zip(calls, expected, times.answers(name, program, calls), strict=True):
+            differs = compare_answers(region, call, *both, exact=False)
             require(differs is None, str(differs))
     overwritten = difference(Answer((), [*times.inputs]), Answer((), inputs), exact=True)
     require(overwritten is None, "it overwrites its inputs")
@@ -275,10 +278,8 @@ def _verified(name: str, make: Maker, region: Program, times: Times, timed: bool
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, Refused):
-        return str(error)
     last = str(error).strip().rpartition("\n")[2]
-    return f"{type(error).__name__}: {last[:200]}"
+    return str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {last[:200]}"
 
 
 def varied(tensor: torch.Tensor) -> torch.Tensor:

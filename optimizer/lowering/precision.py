@@ -62,7 +62,6 @@ class Precision(NamedTuple):
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
-
 _PRODUCTS = WEIGHTED | {"mm", "addmm", "baddbmm"}
 
 

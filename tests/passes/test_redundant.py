@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from models._torchvision_import import import_torchvision
 from optimizer.testing import assert_equivalent, inputs_like
-from tests.single_pass import Forward, ForwardOfTwo, optimized_by, rows, spelled, texts, tried
+from tests.single_pass import Forward, ForwardOfTwo, optimized_by, spelled, texts, tried
 
 CSE, DEAD_CODE, CLONES = "eliminate_common_subexpressions", "eliminate_dead_code", "remove_clones"
 IDENTITIES, CONSTANTS = "remove_identities", "fold_constants"
@@ -21,21 +21,16 @@ ROWS, IMAGE = inputs_like([(4, 3)], "random", 0), inputs_like([(2, 3, 4, 4)], "r
 LATER = [torch.randn(3, 5).t(), torch.randn(1, 3).expand(4, 3), torch.randn(8, 6)[::2, ::2]]
 
 
-class Shifted(nn.Identity):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Identity has it
-        return input + 1
-
-
 def model_of(forward: str) -> nn.Module:
     """A model of layers, of which some are in training mode or have a hook, and of tensors."""
     torch.manual_seed(0)
     layers = {"linear": nn.Linear(3, 3), "other": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)}
     layers |= {"hooked": nn.Linear(3, 3), "clamped": nn.ReLU(inplace=True)}
-    layers |= {"same": nn.Identity(54, unused=1), "shifted": Shifted(), "tripled": nn.Identity()}
+    layers |= {"same": nn.Identity(54, unused=1), "tripled": nn.Identity()}
     layers |= {"drop": nn.Dropout(0.3, inplace=True), "alpha": nn.AlphaDropout()}
     layers |= {"drop1": nn.Dropout1d(), "drop2": nn.Dropout2d(), "drop3": nn.Dropout3d()}
-    layers |= {"features": nn.FeatureAlphaDropout(), "run": nn.Sequential(*[nn.Dropout()] * 15)}
-    trained = {"learns": nn.BatchNorm1d(3), "draws": nn.Dropout(), "planes": nn.Dropout2d()}
+    layers |= {"features": nn.FeatureAlphaDropout()}
+    trained = {"learns": nn.BatchNorm1d(3), "draws": nn.Dropout()}
     own = {"weight": nn.Parameter(torch.randn(3)), "matrix": nn.Parameter(torch.randn(3, 3))}
     state = {"table": torch.randn(5, 3), "index": torch.tensor([3, 0, 3]), "large": torch.ones(600)}
     state |= {"steps": torch.zeros(3), "mean": torch.zeros(3), "var": torch.ones(3)}
@@ -49,24 +44,21 @@ def model_of(forward: str) -> nn.Module:
     return model
 
 
+# See also the motifs and tests/traps.py.
 ALONE: dict[Any, str] = {
     (CSE, 1): """
-    x.tanh() - x.tanh() * 2; x.sum(dim=1, keepdim=True) * x.sum(dim=1, keepdim=True);
-    x[:, 1:3] * x[:, 1:3]; m.linear(x) * m.linear(x).exp(); (x.exp(), x.exp() + 1);
-    x * (m.steps * 3) + m.steps * 3
+    x.sum(dim=1, keepdim=True) * x.sum(dim=1, keepdim=True); x[:, 1:3] * x[:, 1:3];
+    m.linear(x) * m.linear(x).exp(); (x.exp(), x.exp() + 1); x * (m.steps * 3) + m.steps * 3
     """,
-    (CSE, 2): "x * x.shape[0] + x.shape[0]; x.chunk(2)[0] * x.chunk(2)[0]",
-    (CSE, 3): "m.linear(x).exp().sum() + m.linear(x).exp().sum()",
+    (CSE, 2): "x.chunk(2)[0] * x.chunk(2)[0]",
     (CSE, 0): """
-    x.new_tensor([0.0, 1.0, 2.0]) / x.new_tensor([-0.0, 1.0, 2.0]); x / 0.0 + x / -0.0;
-    x[[0, 1]].sum() + x[0, 1]; x[1:, 0:4:2] + x[1:, 0:4:3]; x[:, None] + x[None];
-    (x.sum(dtype=torch.int64), x.sum(dtype=torch.float32)); m.linear(x) + m.other(x);
-    x.clamp(min=0.5) + x.clamp(max=0.5); x - m.mean + (m.mean - x); x.sum(0) + x.sum(1).sum();
+    x.new_tensor([0.0, 1.0, 2.0]) / x.new_tensor([-0.0, 1.0, 2.0]); x[[0, 1]].sum() + x[0, 1];
+    x[1:, 0:4:2] + x[1:, 0:4:3]; x[:, None] + x[None]; m.linear(x) + m.other(x);
+    (x.sum(dtype=torch.int64), x.sum(dtype=torch.float32)); x.clamp(min=0.5) + x.clamp(max=0.5);
     m.draws(x) + m.draws(x); m.learns(x) + m.learns(x); torch.rand_like(x) + torch.rand_like(x)
     """,
     (CSE, "what it reads may be written in between"): """
     before = x.exp(); x.add_(1.0); return before + x.exp()
-    y, z = (x * 2, x + 1); before = y * z; z.add_(1.0); return before + y * z
     before = x * m.steps; m.steps.add_(1.0); return before + x * m.steps
     y = m.linear(x.double()); m.linear.weight.mul_(2.0); return y + m.linear(x.double())
     """,
@@ -74,48 +66,40 @@ ALONE: dict[Any, str] = {
     first, again = (x.exp(), x.exp()); first.add_(1.0); return first * again
     first, again = (x.exp(), x.exp()); again[0] = 1.0; return first * again
     """,
-    (CSE, "both are returned"): "(x.exp(), x.exp()); [x.exp().t(), {'y': x.exp()[0]}]",
+    (CSE, "both are returned"): "[x.exp().t(), {'y': x.exp()[0]}]",
     (CLONES, 1): """
     y = torch.tanh(x); saved = y.clone(); z = torch.relu(y); z += saved; return z
-    y = torch.tanh(x); return (y, y.clone().exp())
     y = torch.tanh(x); y.mul_(2.0); return torch.relu(torch.clone(y))
     """,
-    (CLONES, 2): "torch.relu(torch.tanh(x).clone().clone())",
     (CLONES, 0): "torch.relu(torch.tanh(x[None, None]).clone(memory_format=torch.channels_last))",
     (CLONES, "what is copied was not made here, and may lie anyhow in memory"): """
     torch.relu(x.clone()); torch.relu(torch.tanh(x).t().clone())
     """,
     (CLONES, "the copy or a view of it is seen"): """
-    torch.tanh(x).clone().view(-1).exp(); torch.tanh(x).clone(); torch.tanh(x).clone().exp_().sum()
+    torch.tanh(x).clone().view(-1).exp(); torch.tanh(x).clone()
     """,
     (CLONES, "the copy is written"): """
     y = torch.tanh(x); z = y.clone(); z[0] = 2.0; return y + z.exp()
     """,
     (CLONES, "what is copied is written later"): """
-    y = torch.tanh(x); z = y.clone().mul(3.0); y.mul_(2.0); return z + y
     y = torch.tanh(x); z = y.clone(); y[0].mul_(2.0); return z + y
     """,
     (IDENTITIES, 1): """
-    m.same(x); m.same(input=x).exp(); m.drop(x); m.alpha(x); m.drop1(x[0]); m.drop2(x); m.drop3(x);
-    m.features(x); F.dropout(x, 0.5, False, True); F.dropout(training=m.training, input=x);
-    F.alpha_dropout(x); F.dropout1d(x[0], training=False); F.dropout2d(x, training=False);
-    F.dropout3d(x, training=False); F.feature_alpha_dropout(x, 0.5, False);
-    torch.dropout(x, p=0.5, train=m.training); torch.alpha_dropout(x, 0.5, False);
-    torch.feature_alpha_dropout(x, 0.5, False); m.drop(x).mul_(2.0) + x
+    m.same(input=x).exp(); m.alpha(x); m.drop1(x[0]); m.drop2(x); m.drop3(x); m.features(x);
+    F.dropout(training=m.training, input=x); F.alpha_dropout(x); F.dropout1d(x[0], training=False);
+    F.dropout2d(x, training=False); F.dropout3d(x, training=False); m.drop(x).mul_(2.0) + x;
+    F.feature_alpha_dropout(x, 0.5, False); torch.dropout(x, p=0.5, train=m.training)
     """,
-    (IDENTITIES, 15): "m.run(x)",
-    (IDENTITIES, 0): "m.shifted(x); m.tripled(x)",
+    (IDENTITIES, 0): "m.tripled(x)",
     (IDENTITIES, "it is in training mode and drops values"): """
-    m.draws(x).exp(); m.planes(x); F.dropout(x); torch.dropout(x, 0.5, True);
-    F.dropout(x, 0.5, x.dim() == 9)
+    m.draws(x).exp(); torch.dropout(x, 0.5, True); F.dropout(x, 0.5, x.dim() == 9)
     """,
     (IDENTITIES, "its input is a constant"): "x * m.same(2.0)",
     (CONSTANTS, 1): """
-    x.exp() + torch.sigmoid(m.weight); x.exp() + 2.0 ** m.weight; x.exp() + m.linear(m.weight);
-    x.exp() + m.table[m.index].sum(0); x.exp() + torch.sum(input=m.matrix, dim=0);
-    x[0, 0] + m.weight[:1].repeat(1 << 17); x.exp() + m.linear(m.table).t()[None][0, :, 1];
-    x.exp() + m.norm(m.table)[2]; torch.where(m.weight > 0, x.exp(), 0.0);
-    x.exp()[:, (m.index - 1) % 3]; x.exp() + m.weight.detach().exp();
+    x.exp() + 2.0 ** m.weight; x.exp() + m.table[m.index].sum(0);
+    x.exp() + torch.sum(input=m.matrix, dim=0); x[0, 0] + m.weight[:1].repeat(1 << 17);
+    x.exp() + m.linear(m.table).t()[None][0, :, 1]; x.exp() + m.norm(m.table)[2];
+    torch.where(m.weight > 0, x.exp(), 0.0); x.exp()[:, (m.index - 1) % 3];
     x.exp() + torch.outer(m.large, m.large).mean()
     """,
     (CONSTANTS, 2): "x.exp() + (m.linear(m.table).relu() + 1).chunk(5)[2] * 2",
@@ -134,7 +118,7 @@ ALONE: dict[Any, str] = {
 def test_one_pass_alone(forward: str, case: Any) -> None:
     name, outcome = case
     inputs = IMAGE if name == IDENTITIES else ROWS
-    later = LATER if outcome in (1, 2, 3) and name != IDENTITIES else []
+    later = LATER if outcome in (1, 2) and name != IDENTITIES else []
 
     tried(name, model_of(forward), inputs, outcome, *((each.double(),) for each in later))
 
@@ -150,24 +134,14 @@ WITHOUT = {
 
 @spelled(WITHOUT, cells="forward case")
 def test_one_pass_without_example_inputs(forward: str, case: Any) -> None:
-    name, outcome = case
-    tried(name, model_of(forward), (), outcome, ROWS)
+    tried(case[0], model_of(forward), (), case[1], ROWS)
 
 
-INTEGERS, MORE = torch.arange(12).reshape(4, 3), ROWS[0].repeat(2, 1)
-NORMED = "F.batch_norm(x, m.mean, m.var, training=many)"
+def test_statistics_that_are_updated_in_a_later_call_are_updated_twice() -> None:
+    normed = "F.batch_norm(x, m.mean, m.var, training=many)"
+    model = model_of(f"many = len(x) > 4; return {normed} + {normed}")
 
-
-NOT_MERGED = {
-    "a float is no integer": ("(x + 1, x + 1.0)", INTEGERS),
-    "nor is a bool": ("(x * 1, x * True)", INTEGERS),
-    "statistics are updated twice": (f"many = len(x) > 4; return {NORMED} + {NORMED}", MORE),
-}
-
-
-@rows("forward later", NOT_MERGED)
-def test_what_differs_in_a_later_call_is_not_merged(forward: str, later: Tensor) -> None:
-    tried(CSE, model_of(forward), ROWS, 0, (later,))
+    tried(CSE, model, ROWS, 0, (ROWS[0].repeat(2, 1),))
 
 
 def test_a_list_that_may_be_filled_is_not_shared() -> None:
@@ -182,15 +156,13 @@ def test_a_list_that_may_be_filled_is_not_shared() -> None:
 
 IN_VAIN = {
     ("exp",): """
-    m.linear(x).sin().t().sum() + 1; m.linear.weight * 2; x.size(1) * 2; m.norm(x);
-    ((y := x.sin()) + 1, y * 2); torch.zeros(3, dtype=x.dtype) + torch.arange(3);
-    F.dropout(x, training=False); torch.chunk(x, 2)[0]
+    m.linear(x).sin().t().sum() + 1; x.size(1) * 2; m.norm(x); ((y := x.sin()) + 1, y * 2);
+    torch.zeros(3, dtype=x.dtype) + torch.arange(3); F.dropout(x, training=False)
     """,
-    # What writes, draws, asserts or runs a hook is no dead code. See also tests/traps.py.
+    # What writes, draws, asserts or runs a hook is no dead code.
     0: """
-    x[0] = 5.0; x.__imul__(2); x.t()[0].zero_(); m.clamped(x * 2); m.steps.copy_(x.sum());
-    torch.rand_like(x); F.batch_norm(x, m.mean, m.var, training=True); m.hooked(x);
-    (y := x * 2, y.t().add_(1), y);
+    x.t()[0].zero_(); m.clamped(x * 2); m.steps.copy_(x.sum()); torch.rand_like(x); m.hooked(x);
+    F.batch_norm(x, m.mean, m.var, training=True); (y := x * 2, y.t().add_(1), y);
     torch._assert(x.shape[0] == 4, "rows"); torch._assert_async(torch.ones_like(x).sum() == 12, "")
     """,
 }
@@ -209,11 +181,9 @@ def test_an_argument_that_is_not_read_stays_an_argument() -> None:
 
 
 def test_a_set_that_is_given_is_added_to_though_tensors_have_an_add_too() -> None:
-    given = {1}
+    model, given = ForwardOfTwo("z.add(7); return x.exp()").eval(), {1}
 
-    optimized_by(DEAD_CODE, ForwardOfTwo("z.add(7); return x.exp()").eval(), *ROWS, {2})(
-        *ROWS, given
-    )
+    optimized_by(DEAD_CODE, model, *ROWS, {2})(*ROWS, given)
 
     assert given == {1, 7}
 
@@ -249,20 +219,16 @@ VARIABLE = {
     "the forward writes it, or what it is made of": """
     m.steps[0] += 1.0; return x + m.steps.exp()
     m.norm.running_mean.add_(1.0); return x + m.norm(m.table)[0]
-    y = m.weight * 2; y.add_(x[0]); return x * y
-    y = (m.weight * 2).to(x.dtype); y.add_(x[0]); return x * y
     y = (m.weight * 2).type_as(x.float()); y[:2].add_(1.0); return x * y
     """,
     "it is returned, and so has to be new in each call": """
-    (x, m.weight * 2); {"x": x, "y": [(m.matrix * 2).t()[0]]}; (m.weight * 2).to(x.dtype)
+    {"x": x, "y": [(m.matrix * 2).t()[0]]}; (m.weight * 2).to(x.dtype)
     """,
     "it is larger than what it is made of": """
-    x[0, 0] + m.large[:, None] * m.large; x[0, 0] + m.weight[:1].repeat((1 << 17) + 1);
-    x[0] + m.weight.repeat(70000, 1)[0]
+    x[0, 0] + m.weight[:1].repeat((1 << 17) + 1); x[0] + m.weight.repeat(70000, 1)[0]
     """,
     "it would not be cast or moved with the model": f"""
-    {CAST}; x + m.index.new_ones(3, device="cpu");
-    x + torch.complex(m.weight, (m.weight + 0).double()).abs()
+    {CAST}; x + m.index.new_ones(3, device='cpu')
     """,
 }
 
@@ -287,9 +253,7 @@ def test_what_is_not_constant_stays(forward: str, outcome: str) -> None:
 
     assert outcome in {refusal.reason for refusal in fast.report.refused}
     calls = [*ROWS * 2, *[ROWS[0].float()] * ("float32" not in forward)]
-    for expected, actual in zip(behaviour(model, *calls), behaviour(fast, *calls), strict=True):
-        assert actual.dtype == expected.dtype
-        assert torch.equal(actual, expected)
+    torch.testing.assert_close(behaviour(fast, *calls), behaviour(model, *calls), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("forward", [*texts(ALONE[CONSTANTS, 1]), *texts(CAST)])
@@ -317,7 +281,4 @@ def test_what_autocast_computes_otherwise_is_refused() -> None:
     model, x = model_of("x + m.linear(m.table)[0]").float(), ROWS[0].float()
 
     with torch.autocast("cpu", torch.bfloat16):
-        fast = optimized_by(CONSTANTS, model, x)
-
-    assert [each.reason for each in fast.report.refused] == ["autocast gives it another dtype"]
-    assert_equivalent(model, fast, (x,), exact=True)
+        tried(CONSTANTS, model, (x,), "autocast gives it another dtype")

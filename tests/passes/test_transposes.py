@@ -15,15 +15,13 @@ from tests.single_pass import Forward, callees, optimized_by, spelled, texts, tr
 
 COMPOSE, SINK = "compose_transposes", "sink_transposes"
 PERMUTATIONS = (torch.permute, torch.transpose, torch.t, torch.movedim)
-UNKNOWN_RANK = "its rank depends on sizes, through a squeeze"
 CYCLE, BACK = "x.permute(1, 2, 0)", "x.permute(2, 0, 1)"
 
 
 def model_of(text: str) -> nn.Module:
-    layers = {"relu": nn.ReLU(), "silu": nn.SiLU(), "leaky": nn.LeakyReLU(), "tanh": nn.Tanh()}
     hooked = nn.ReLU()
     hooked.register_forward_hook(lambda module, given, result: result.cumsum(-1))
-    return Forward(text, hooked=hooked, sigmoid=nn.Sigmoid(), **layers).eval()
+    return Forward(text, hooked=hooked, sigmoid=nn.Sigmoid(), leaky=nn.LeakyReLU()).eval()
 
 
 def tensor(*shape: int) -> Tensor:
@@ -31,29 +29,21 @@ def tensor(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-def chain(*steps: str) -> str:
-    """Steps on `x`, one after another."""
-    return "; ".join([*(f"x = {step}" for step in steps), "return x"])
-
-
 CUBE = tensor(2, 3, 4)
 # Each swaps the axes 1 and 2 of three.
-SWAPS = texts(
-    """
-    x.transpose(2, 1); x.transpose(-1, -2); x.mT; x.transpose(dim1=1, dim0=2);
-    torch.transpose(input=x, dim0=1, dim1=2); x.swapaxes(axis0=1, axis1=-1); x.swapdims(1, 2);
-    torch.swapaxes(x, 1, 2); torch.swapdims(x, 1, 2); x.permute(0, 2, 1); x.permute([0, 2, 1]);
-    x.permute(dims=(0, -1, -2)); torch.permute(input=x, dims=(0, 2, 1)); x.movedim(-1, 1);
-    x.movedim((1, 2), (2, 1)); x.moveaxis(source=1, destination=2); torch.movedim(x, 1, 2);
-    torch.moveaxis(x, (2, 1), (1, 2))
-    """
-)
+SWAPS = """
+    x.transpose(-1, -2); x.mT; torch.transpose(input=x, dim0=1, dim1=2);
+    x.swapaxes(axis0=1, axis1=-1); torch.swapdims(x, 1, 2); x.permute([0, 2, 1]);
+    torch.permute(input=x, dims=(0, -1, 1)); x.movedim((1, 2), (2, 1));
+    x.moveaxis(source=1, destination=2)
+"""
 
 
-@pytest.mark.parametrize("outer", SWAPS)
+@pytest.mark.parametrize("outer", texts(SWAPS))
 def test_two_swaps_vanish_in_every_spelling_and_one_stays(outer: str) -> None:
     for inner in ("x.transpose(1, 2)", "x.permute(0, -1, -2)", "x.movedim(1, 2)"):
-        tried(COMPOSE, model_of(chain(inner, outer, "torch.exp(x)")), (CUBE,), [torch.exp])
+        model = model_of(f"x = {inner}; x = {outer}; return torch.exp(x)")
+        tried(COMPOSE, model, (CUBE,), [torch.exp])
 
     assert len(callees(tried(COMPOSE, model_of(outer), (CUBE,), 0))) == 1
 
@@ -71,22 +61,16 @@ def test_two_permutes_compose() -> None:
 # The shape of the input, without one nothing, and the outcome
 COMPOSED: dict[Any, str] = {
     ((2, 3, 4), ()): "x.transpose(1, 1); x.permute(0, -2, 2)",
-    ((2, 3, 4), (torch.permute,)): chain(*[CYCLE, *SWAPS]),
     ((2, 3, 1, 2, 4), ()): "x.permute(0, 2, 3, 4, 1).movedim(-1, 1)",
     ((2, 3, 4, 5), ()): "x.movedim((0, -1), (-1, 1)).movedim((3, 1), (0, 3))",
-    ((3, 4), ()): "x.t().T; torch.t(x).transpose(-2, -1); x.transpose(0, -1).transpose(-1, 0)",
-    ((3,), ()): "torch.t(torch.t(x))",
-    ((2, 3, 4), (torch.transpose,)): "y = x.transpose(1, 2); return (y, y.transpose(1, 2))",
-    ((2, 3, 4), 1): """
-    y = x.clone().transpose(1, 2); y.add_(1.0); return y.transpose(1, 2)
-    y = x.transpose(1, 2).transpose(1, 2); y.mul_(2.0); return y + x
-    """,
-    ((2, 3, 4), UNKNOWN_RANK): "torch.squeeze(x).transpose(1, 2).mT",
+    ((3, 4), ()): "x.t().T; torch.t(x).transpose(-2, -1)",
+    ((2, 3, 4), 1): "y = x.clone().transpose(1, 2); y.add_(1.0); return y.transpose(1, 2)",
+    ((2, 3, 4), "its rank depends on sizes, through a squeeze"): "x.squeeze().transpose(1, 2).mT",
     ((2, 3, 4), "its axes are computed"): "x.permute(0, x.dim() - 1, 1).permute(0, 2, 1)",
     ((2, 3, 4), "'getattr_1' has no known shape"): """
     x.masked_select(x > 0).reshape(-1, 1, 1).transpose(1, 2).mT
     """,
-    (None, ()): "x.transpose(1, 2).transpose(1, 2); x.permute(0, 2, 1).transpose(1, 2)",
+    (None, ()): "x.permute(0, 2, 1).transpose(1, 2)",
     (None, "the graph was captured without example inputs"): "x.transpose(1, 2).mT",
 }
 
@@ -94,13 +78,14 @@ COMPOSED: dict[Any, str] = {
 @spelled(COMPOSED, cells="forward case")
 def test_transposes_are_composed(forward: str, case: Any) -> None:
     shape, outcome = case
-    model, inputs = model_of(forward), (tensor(*shape),) if shape else ()
 
-    fast = tried(COMPOSE, model, inputs, outcome, () if shape else (CUBE,))
-
-    if isinstance(outcome, tuple) and "return (" not in forward:
-        x = inputs[0] if shape else CUBE
-        assert fast(x).stride() == model(x).stride()
+    tried(
+        COMPOSE,
+        model_of(forward),
+        (tensor(*shape),) if shape else (),
+        outcome,
+        () if shape else (CUBE,),
+    )
 
 
 def sunk(text: str, outcome: Any, *inputs: Tensor, later: Any = ()) -> Any:
@@ -116,21 +101,18 @@ def sunk(text: str, outcome: Any, *inputs: Tensor, later: Any = ()) -> Any:
     return fast
 
 
-OPERATIONS = texts(
-    """
-    m.relu(x); m.silu(x); m.leaky(x); m.tanh(x); m.sigmoid(x); x.tanh(); F.silu(x);
-    F.leaky_relu(x, 0.5); torch.add(x, 1.0, alpha=2); 1 / (x + 4.0);
+OPERATIONS = """
+    m.leaky(x); m.sigmoid(x); x.tanh(); F.silu(x); torch.add(x, 1.0, alpha=2); 1 / (x + 4.0);
     (-torch.relu(x) + 1.0).exp(); x * torch.sigmoid(x)
-    """
-)
+"""
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", texts(OPERATIONS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_pair_around_an_operation_vanishes_and_keeps_every_bit(
     operation: str, dtype: torch.dtype
 ) -> None:
-    text = chain("x.permute(0, 2, 3, 1)", operation, "x.permute(0, 3, 1, 2)")
+    text = f"x = x.permute(0, 2, 3, 1); y = {operation}; return y.permute(0, 3, 1, 2)"
     x, *others = (
         tensor(*shape).to(dtype) for shape in ((2, 3, 4, 5), (7, 17, 9, 3), (1, 2, 33, 1))
     )
@@ -138,9 +120,7 @@ def test_a_pair_around_an_operation_vanishes_and_keeps_every_bit(
     sunk(text, 0, x, later=[*others, *(each.mT.contiguous().mT for each in (x, *others))])
 
 
-DIFFERENTLY, SHAPE = "the operands are transposed differently", "the operands differ in shape"
-ELSEWHERE = "a value between the transposes is read elsewhere"
-REPEATED = "what is transposed may be repeated in memory"
+SHAPE = "the operands differ in shape"
 # The shape of the input, and how many transposes are left, or why all are
 SUNK: dict[Any, Any] = {
     ((2, 3, 4), 0): f"""
@@ -149,21 +129,18 @@ SUNK: dict[Any, Any] = {
     y = torch.relu(x.mT).mT; y.mul_(2.0); return (y, x)
     y = x.clone(); z = y.mT; y.mul_(2.0); w = torch.tanh(z).mT; y.add_(1.0); return w + y
     """,
-    ((2, 3, 4), 1): f"torch.tanh({CYCLE}).permute(1, 2, 0); (torch.relu(y := x.mT).mT, y.exp())",
+    ((2, 3, 4), 1): f"torch.tanh({CYCLE}).permute(1, 2, 0)",
     ((2, 3, 4), ()): """
-    m.hooked(x.mT).mT; torch.relu(x.mT); torch.relu(x).mT; (x.mT + x.new_ones(4, 3)).mT;
-    torch.relu_(x.exp().mT).mT; torch.relu(torch.flip(x, (1,))).flip(1); x.mT.cumsum(-1).mT;
-    F.gelu(x.mT).mT; x.mT.softmax(-1).mT; x.mT.flip(-1).mT;
+    m.hooked(x.mT).mT; torch.relu(x.mT); (x.mT + x.new_ones(4, 3)).mT; F.gelu(x.mT).mT;
+    torch.relu_(x.exp().mT).mT; x.mT.cumsum(-1).mT;
     torch.relu(x.permute(0, x.dim() - 1, 1)).mT; torch.relu(x.mT).permute(0, x.dim() - 1, 1)
     """,
-    ((2, 3, 4), ELSEWHERE): "y = torch.relu(x.mT); return (y.mT, y)",
-    ((3, 3, 3), DIFFERENTLY): f"""
-    ({CYCLE} + {BACK}).permute(1, 0, 2); (x.mT + x.transpose(0, 1)).mT;
-    (x.transpose(0, -1) + x.movedim(0, -1)).transpose(0, 1)
+    ((2, 3, 4), "a value between the transposes is read elsewhere"): """
+    y = torch.relu(x.mT); return (y.mT, y)
     """,
-    ((4, 4, 4), SHAPE): "(x.transpose(0, 1) + x[0].transpose(0, 1)).transpose(0, 1)",
+    ((3, 3, 3), "the operands are transposed differently"): f"({CYCLE} + {BACK}).permute(1, 0, 2)",
     ((1, 4), SHAPE): "(x[:1].mT + x[:, :1].mT).mT",
-    ((2, 3, 4), REPEATED): """
+    ((2, 3, 4), "what is transposed may be repeated in memory"): """
     torch.relu(x[:1, :, None].expand(2, 3, 5, 4).permute(2, 3, 0, 1)).mT
     """,
 }
@@ -189,24 +166,11 @@ def test_a_rank_that_was_relied_on_is_required_of_later_calls() -> None:
 
     with pytest.raises(optimizer.InputError, match="3 dimensions and got 4"):
         composed(tensor(2, 3, 4, 5))
-    with pytest.raises(optimizer.InputError, match="3 dimensions and got 2"):
-        sunk("(x.mT + torch.relu(x * 2.0).mT).mT", 0, CUBE)(tensor(3, 4))
 
 
 def test_a_long_chain_needs_one_transpose_and_each_moves_once() -> None:
-    text = chain(*["(x + 0.5).permute(1, 2, 0)", "(-x).permute(1, 2, 0)"] * 50)
+    steps = ["x = (x + 0.5).permute(1, 2, 0)", "x = (-x).permute(1, 2, 0)"] * 50
 
-    fast = sunk(text, 1, CUBE)
+    fast = sunk("; ".join([*steps, "return x"]), 1, CUBE)
 
     assert fast.report.counts()[SINK] < 100
-    assert fast(CUBE).stride() == model_of(text)(CUBE).stride()
-
-
-def test_a_view_that_is_written_later_is_one_of_what_was_sunk() -> None:
-    turned = f"y = {CYCLE}.sigmoid().transpose(0, 1); z = y + y; y.mul_(2.0)"
-
-    model = model_of(f"{turned}; return (z + (y + y)).transpose(0, 1)")
-    fast = optimizer.optimize(model, x := tensor(2, 3, 3), level=1)
-
-    assert fast.report.counts()[SINK] == 2
-    assert_equivalent(model, fast, (x,), exact=True)

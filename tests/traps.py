@@ -22,29 +22,12 @@ from tests.single_pass import Forward, ForwardOfTwo, function_of
 Pair = namedtuple("Pair", ["first", "second"])
 
 
-class OneOrTwo(Forward):
-    arguments = "m, x, z=None"
-
-    def forward(self, x: Any, z: Any = None) -> Any:
-        return self.function(self, x, z)
-
-
 class Absolute(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Conv2d has it
         return super().forward(input).abs()
 
 
-class Activated(nn.BatchNorm2d):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.BatchNorm2d has it
-        return super().forward(input).relu()
-
-
-class OpaqueView(nn.Module):
-    def forward(self, y: Tensor) -> Tensor:
-        return y if float(y.sum()) > 1e9 else y.view(-1)
-
-
-NAMES = {each.__name__: each for each in (OrderedDict, Pair, Absolute, Activated, OpaqueView)}
+NAMES = {each.__name__: each for each in (OrderedDict, Pair, Absolute)}
 
 
 @dataclass(frozen=True)
@@ -111,13 +94,11 @@ NORM, CONV, UP = "m.bn = nn.BatchNorm2d", "m.c = nn.Conv2d", "m.c = nn.ConvTrans
 OVERFLOWS = """m.half(); m.c.weight.data.fill_(7e3); m.c.bias.data.zero_(); \
 m.bn.running_mean.zero_(); m.bn.running_var.fill_(1e-4)"""
 OTHER_AXIS = "m.fc = nn.Linear(4, 5); m.norm = nn.BatchNorm1d"
-SCRIPTED = "torch.jit.script(nn.Sequential(m.fc, m.norm))"
 HIDDEN = "masked_fill(torch.ones(4, 4, 4, dtype=torch.bool), -math.inf)"
 EVERY_PERMUTE = """y = x.permute((1, 0, 2)).permute(dims=(1, 0, 2)).swapaxes(0, 1).movedim(0, 1);
 return torch.transpose(input=y.mT, dim0=1, dim1=2) + torch.permute(x, [0, 1, 2])"""
 COLUMNS = DEEP[:, :, :1].expand(2, 3, 4)[:, :, :4]
 RANDOM_BESIDE = f"{PAIR} + torch.rand(6) + F.dropout(x[..., 2:, 2:], 0.5, training=True)"
-OF_PAIRS = f"y = F.relu({POINT_PAIR}, inplace=True); return m.bn(m.point(y)) + y"
 CONTAINERS = f"""y = {ROW_PAIR};
 return {{"b": OrderedDict(b=y, a=x), "a": [x + 1, (y, {{"y": Pair(y, x + 1)}})]}}"""
 
@@ -130,8 +111,6 @@ TRAPS = {
     "4 the weight is read elsewhere": Trap(f"{PAIR} * m.c.weight.sum()", (IMAGE,)),
     "5 two layers share a weight": Trap(f"{PAIR} + m.d(x)", (IMAGE,), "m.d.weight = m.c.weight"),
     "6 two norms after one layer": Trap(f"{PAIR} + m.bn2(m.c(x))", (IMAGE,)),
-    "6 two norms of one result": Trap("y = m.c(x); return m.bn(y) + m.bn2(y)", (IMAGE,)),
-    "6 one norm after two layers": Trap(f"{PAIR} + m.bn(m.d(x))", (IMAGE,)),
     "7 the layer's result has a second reader": Trap("y = m.c(x); return m.bn(y) + y", (IMAGE,)),
     "8 BatchNorm1d after Linear on (N, C, L), C = L":
         Trap(ROW_PAIR, (DEEP[:, :, :3],), "m.fc = nn.Linear(3, 3); m.norm = nn.BatchNorm1d(3)"),
@@ -154,17 +133,13 @@ TRAPS = {
         (IMAGE,),
     ),
     "18 a subclass of Conv2d that does more": Trap(PAIR, (IMAGE,), "m.c = Absolute(4, 4, 3)"),
-    "18 a subclass of BatchNorm2d that does more": Trap(PAIR, (IMAGE,), "m.bn = Activated(4)"),
     "19 InstanceNorm with statistics":
         Trap(PAIR, (IMAGE,), "m.bn = nn.InstanceNorm2d(4, track_running_stats=True)"),
     "20 a transposed convolution": Trap(PAIR, (IMAGE,), f"{UP}(4, 4, 3)"),
     "21 a transposed convolution of groups": Trap(PAIR, (IMAGE,), f"{UP}(4, 4, 3, groups=2)"),
-    "21 a depthwise transposed convolution": Trap(PAIR, (IMAGE,), f"{UP}(4, 4, 3, groups=4)"),
     "22 a convolution of groups": Trap(PAIR, (IMAGE,), f"{CONV}(4, 4, 3, groups=2)"),
-    "22 a depthwise convolution": Trap(PAIR, (IMAGE,), f"{CONV}(4, 4, 3, groups=4)"),
     "23 a norm before a convolution that pads":
         Trap("m.c(m.bn(x))", (IMAGE,), f"{CONV}(4, 4, 3, padding=1)"),
-    "23 a norm before a convolution": Trap("m.c(m.bn(x))", (IMAGE,)),
     "24 padding by reflection":
         Trap(PAIR, (IMAGE,), f"{CONV}(4, 4, 3, padding=1, padding_mode='reflect')"),
     "26 weights that overflow when folded": Trap(PAIR, (IMAGE.half() * 1e-4,), then=OVERFLOWS),
@@ -175,7 +150,6 @@ TRAPS = {
     ),
     "31 a layer without a bias": Trap(ROW_PAIR, (ROWS,), "m.fc = nn.Linear(4, 4, bias=False)"),
     "32 a hook on the layer": Trap(PAIR, (IMAGE,), then=f"m.c.{HOOK}"),
-    "32 a hook on the norm": Trap(PAIR, (IMAGE,), then=f"m.bn.{HOOK}"),
     "32 a hook on the model": Trap(PAIR, (IMAGE,), then=f"m.{HOOK}"),
     "33 a parametrized weight":
         Trap(PAIR, (IMAGE,), then="nn.utils.parametrizations.weight_norm(m.c)"),
@@ -183,42 +157,24 @@ TRAPS = {
     "34 addmm with a beta": Trap("m.norm(torch.addmm(m.fc.bias, x, m.fc.weight, beta=2))", (ROWS,)),
     "35 a constant for each pixel":
         Trap("m.c(x) + m.k", (IMAGE,), "m.k = nn.Parameter(torch.ones(4, 6, 6))"),
-    "35 a constant for each channel":
-        Trap("m.bn(m.c(x) + m.k)", (IMAGE,), "m.k = nn.Parameter(torch.ones(4, 1, 1))"),
     "36 a constant of integers":
         Trap("m.c(x) * m.k", (IMAGE,), "m.k = nn.Buffer(torch.arange(1, 5).reshape(4, 1, 1))"),
     # Writes, aliases, dead code and constants
     "38 an in-place method whose result nobody reads": Trap("x.mul_(0.0); return x", (ROWS,)),
-    "39 an in-place ReLU whose result nobody reads":
-        Trap("y = x * 2; m.relu(y); return y", (ROWS,), "m.relu = nn.ReLU(inplace=True)"),
     "39 F.relu(inplace=True) whose result nobody reads":
         Trap("y = x * 2; F.relu(y, inplace=True); return y", (ROWS,)),
     "39 out= whose result nobody reads":
         Trap("y = x * 2; torch.add(y, 1.0, out=y); return y", (ROWS,)),
-    "39 an in-place ReLU of what a norm reads":
-        Trap("y = m.c(x); F.relu(y, inplace=True); return m.bn(y)", (IMAGE,)),
     "40 an assignment, which has no readers": Trap("y = x * 2; y[:, 0] = 1.0; return y", (ROWS,)),
-    "40 an assignment to all of an input": Trap("x[...] = x * 2; return x", (ROWS,)),
-    "40 a column of an input that is added to":
-        Trap("x[:, 0] += 1; return x", (ROWS, ROWS[:, :2])),
     "41 a clone that is written": Trap("y = x.clone(); y.relu_(); return x + y", (ROWS,)),
-    "41 x + 0 that is written": Trap("y = x + 0; y.relu_(); return x + y", (ROWS,)),
     "42 an in-place ReLU of an input": Trap("x.relu_()", (ROWS,)),
     "42 an input that is written as its data": Trap("x.data.add_(1); return x * 2", (ROWS,)),
-    "42 an input that is written after a pair":
-        Trap(f"y = {POINT_PAIR}; x[x > 0] = 0.0; return y + x", (IMAGE,)),
     "43 a chunk that is written":
         Trap("first, second = x.chunk(2, -1); first.add_(1); return first, second, x", (ROWS,)),
-    "43 a transpose that cancels and is written":
-        Trap("y = x * 1; view = y.T; view.T.add_(1); return y, view", (ROWS,)),
-    "43 a view taken before a write":
-        Trap("y = x.clone(); view = y[0]; y[y < 0] = 1.0; return view", (ROWS,)),
     "44 an in-place ReLU after the residual was kept":
         Trap("y = x * 2; kept = y; y = y.relu_(); return y + kept", (ROWS,)),
-    "44 an in-place ReLU after a pair, and a residual": Trap(OF_PAIRS, (IMAGE,)),
     "44 a residual that is added in place":
         Trap(f"y = {POINT_PAIR}; z = y; z += x; return y * z", (IMAGE,)),
-    "45 an input that is returned twice": Trap("x, x", (ROWS,)),
     "45 two results that share storage":
         Trap("y = x * 2; return y, m.drop(y)", (ROWS,), "m.drop = nn.Dropout()"),
     "45 a result that is the input": Trap("m.drop(x)", (ROWS,), "m.drop = nn.Identity()"),
@@ -229,7 +185,6 @@ TRAPS = {
         "m.b += 1; return x * (m.b * 2)", (ROWS, ROWS, ROWS), "m.b = nn.Buffer(torch.zeros(()))"
     ),
     "49 an attribute that is read twice": Trap("x * m.w + m.w.detach()", (ROWS,)),
-    "50 a random tensor": Trap("x + torch.rand(1, dtype=torch.float64)", (ROWS, ROWS)),
     "50 two dropouts in training":
         Trap("F.dropout(x, training=True) + F.dropout(x, training=True)", (ROWS, ROWS)),
     "50 random numbers beside a pair": Trap(RANDOM_BESIDE, (IMAGE, IMAGE)),
@@ -237,35 +192,24 @@ TRAPS = {
         Trap("m.e(x)", (torch.arange(4),), "m.e = nn.Embedding(6, 3, max_norm=0.1)"),
     "53 a constant that grows":
         Trap("x.sum() + m.w[:1].expand(2000, 2000).contiguous()[0, 0]", (ROWS,)),
-    "53 a pair beside a written buffer":
-        Trap(f"m.bn.running_mean.add_(1.0); return {PAIR}", (IMAGE, IMAGE)),
-    "56 a scripted child": Trap("m.child(x)", (ROWS,), then=f"m.child = {SCRIPTED}"),
     "56 a constant that is returned": Trap("x, m.w * 2", (ROWS, ROWS)),
     # Literals and algebra
     "57 x + 1 beside x + 1.0": Trap("x + 1, x + 1.0, x + True", (WHOLE,)),
     "57 x / 0.0 beside x / -0.0": Trap("x / 0.0, x / -0.0", (ROWS,)),
     "58 x + 0 of -0.0": Trap("1 / (x + 0)", (SIGNED,)),
-    "58 x * 1.0 of integers": Trap("x * 1.0", (WHOLE,)),
     "58 x * 0 of infinity": Trap("x * 0, x - x, x / x", (SIGNED,)),
     "59 a division by three": Trap("x / 3", (ROWS,)),
-    "59 a Linear whose result is divided": Trap("(m.fc(x) / 3).exp()", (ROWS, ROWS[:1])),
     "60 a cast to float16 and back":
         Trap("x.half().double(), x.to(torch.float16).to(torch.float64)", (ROWS * 1.2345,)),
-    "60 a cast to int32 and back": Trap("x.int().long()", (torch.tensor([2**40, 1]),)),
     "61 where(x > 0, x, 0) of NaN":
         Trap("torch.where(x > 0, x, 0.0), torch.relu(x), x.clamp(min=0)", (SIGNED,)),
-    "61 a clamp whose bounds cross": Trap("x.clamp(1.0, -1.0), x.clamp(0, 6), F.relu6(x)", (ROWS,)),
     "62 max_pool of relu with its indices":
         Trap("F.max_pool2d(torch.relu(x), 2, return_indices=True)", (IMAGE,)),
-    "62 avg_pool of relu":
-        Trap("torch.relu(F.avg_pool2d(x, 2)), F.avg_pool2d(torch.relu(x), 2)", (IMAGE,)),
     "64 softmax of a row that is masked out":
         Trap(f"(x @ x.transpose(-2, -1) * 0.5).{HIDDEN}.softmax(-1) @ x", (CUBE,)),
     # Transposes and views
     "65 axes that cancel in four dimensions":
         Trap("x.transpose(1, -1).transpose(-3, 3).exp()", (IMAGE, IMAGE[:1])),
-    "65 axes that do not cancel in three":
-        Trap("x.transpose(1, -1).transpose(-3, 2).exp()", (DEEP,)),
     "66 one cycle twice": Trap("x.permute(1, 2, 0).permute(1, 2, 0)", (CUBE, DEEP)),
     "67 every spelling of a permute": Trap(EVERY_PERMUTE, (DEEP,)),
     "68 t() of a vector": Trap("x.t().t().exp()", (ROWS[0],)),
@@ -276,65 +220,37 @@ TRAPS = {
     "71 a sum with a vector between transposes": Trap(
         "y = x.permute(0, 2, 1); return (y + y.mean()).permute(0, 2, 1) + m.w", (CUBE, COLUMNS)
     ),
-    "71 a vector added in the transposed layout": Trap("(x.mT + m.w).permute(0, 2, 1)", (CUBE,)),
     "72 a reshape that is written":
         Trap("y = x * 2; y.reshape(-1).add_(1.0); y.t().reshape(-1).add_(1.0); return y", (ROWS,)),
-    "72 a reshape to the shape of another":
-        Trap("x.flatten(0, 1).reshape_as(x), x.reshape(-1).reshape(x.shape)", (DEEP, DEEP[:1])),
     "73 a permute that is returned twice":
         Trap("y = x.permute(0, 2, 1); return y, y, y.permute(0, 2, 1)", (DEEP,)),
     "74 channels_last strides": Trap(
         "y = m.point(x); return y, y.is_contiguous(memory_format=torch.channels_last)",
         (IMAGE.to(memory_format=LAST),),
     ),
-    "74 strides after a transposed sum":
-        Trap("torch.relu(x.t()), (x.t() + 1).t().contiguous()", (SQUARE,)),
     # Assignments under a mask
     "75 as many values as the mask has":
         Trap("y = x * 2; y[x > 1.0] = x.new_tensor([5.0, 6.0, 7.0]); return y", (ROWS,)),
     "76 a mask of rows over a square":
         Trap("y = x * 2; y[x[:, 0] > 0] = 0.0; return y", (SQUARE, ROWS)),
-    "76 a mask of lower rank over a cube":
-        Trap("y = x * 2; y[x[:, :, 0] > 0] = 0.0; return y", (CUBE, CUBE[:2])),
     "77 a fraction into integers": Trap("y = x * 2; y[x > 5] = 1.7; return y", (WHOLE,)),
-    "77 a negative fraction into integers": Trap("y = x * 2; y[x > 5] = -1.7; return y", (WHOLE,)),
-    "77 a number into booleans": Trap("y = x > 3; y[x > 5] = 2; return y", (WHOLE,)),
     "78 an index that is no mask":
         Trap("y = x * 2; y[m.i] = 0.0; return y", (SQUARE,), "m.i = torch.tensor([0, 2])"),
-    "78 a mask and an index": Trap("y = x * 2; y[x[:, 0] > 0, 0] = 0.0; return y", (ROWS,)),
-    "78 y[m] += v": Trap("y = x * 2; y[x > 0] += 1.0; return y", (ROWS, ROWS[:2])),
     "79 a mask without dimensions":
         Trap("y = x * 2; y[x.sum() > 0.0] = 1.0; return y", (ROWS, -ROWS)),
-    "79 a mask that is empty": Trap("y = x * 2; y[x > 5] = 1.0; return y", (ROWS, ROWS + 9)),
-    "79 a mask beside an integer that is given":
-        Trap("y = x * z + 1; y[y < 0] = 0.0; return y", ((ROWS, 0), (ROWS, 2)), kind=ForwardOfTwo),
     "80 a tensor that is expanded":
         Trap("y = (x[:1] * 2).expand(3, 4); y[x > 0] = 1.0; return y", (ROWS,)),
-    "80 a view that opaque code makes": Trap(
-        "y = x * 2; view = m.child(y); y[y < 0] = 0.0; return view", (ROWS,),
-        "m.child = OpaqueView()",
-    ),
     "81 the strides of a transposed tensor":
         Trap("y = x.t() * 2; y[x > 0] = 1.0; return y", (SQUARE, IMAGE[0, 0])),
     # Recording a forward
     "82 control flow on data": Trap(f"{ROW_PAIR} if x[0].sum() > 0 else x", (ROWS, -ROWS)),
-    "82 an optional argument that is left out":
-        Trap("x if z is None else x + z", (ROWS,), kind=OneOrTwo),
-    "82 an optional argument that is given":
-        Trap("x if z is None else x + z", ((ROWS, ROWS), (ROWS[:1], ROWS)), kind=OneOrTwo),
     "82 a rank inside a dict": Trap("m.norm(m.fc(x['x']))", ({"x": ROWS}, {"x": ROWS[:2]})),
     "82 containers of every kind": Trap(CONTAINERS, (ROWS,)),
     "82 a cache in a dict that is given":
         Trap("z['k'] = x * 2; return x + 1", ((ROWS, {}),), kind=ForwardOfTwo),
-    "82 a cache in a list that is given":
-        Trap("z.append(x * 2); return x + 1", ((ROWS, []),), kind=ForwardOfTwo),
     "83 dropout by self.training": Trap("F.dropout(x, 0.5, m.training) * 2", (ROWS,)),
     "84 a dropout in training mode":
         Trap("m.drop(x)", (ROWS, ROWS), "m.drop = nn.Dropout()", "m.drop.train()"),
-    "84 dropouts of every kind, by keyword": Trap(
-        "F.dropout(input=m.a(m.drop(input=x)), training=False) * 2", (IMAGE,),
-        "m.drop = nn.Dropout2d(); m.a = nn.AlphaDropout()",
-    ),
     "84 an LSTM":
         Trap("m.layer(x)[0]", (DEEP, DEEP[:, :2]), "m.layer = nn.LSTM(4, 5, 2, batch_first=True)"),
     "88 a value behind an opaque function": Trap("torch.linalg.qr(x)[1].abs()", (SQUARE, SQUARE)),
@@ -346,8 +262,6 @@ TRAPS = {
         "F.linear(x, m.k.to(torch.complex128)).abs()", (SQUARE.to(torch.complex128),),
         "m.k = nn.Parameter(torch.ones(4, 4, dtype=torch.complex128))",
     ),
-    "95 a sparse buffer":
-        Trap("torch.sparse.mm(m.s, x)", (SQUARE,), then="m.s = torch.eye(4).double().to_sparse()"),
 }  # fmt: skip
 
 FOLD = "passes/test_fold_affine.py::test_a_fold_in_low_precision_is_as_near_to_the_truth"

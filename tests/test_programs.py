@@ -193,6 +193,7 @@ PROCESS = """
 # eager
 a decorator of torch [forward() is decorated by] | @torch.no_grad()
     def forward(m, x): return x * 2
+a hidden method [it finds 'helper' by getattr()] | getattr(m, "hel" + "per")(x)
 many values [9999 values] | held = {"words": dict.fromkeys(range(9999), 0)}
     def forward(m, x): return x * len(m.words)
 # eager: it reaches
@@ -200,6 +201,7 @@ time | x * (time.time() * 0 + 1)
 environment | x * float(os.environ.get("SCALE", "1"))
 an object | x * settings.scale
 a gradient mode | x * (1 + torch.is_grad_enabled())
+numpy's options [it asks the process] | (np.seterr(all="warn"), x)[1]
 # eager: it uses
 setting | setattr(m, "n", 1) or x
 a __dict__ | x * len(m.__dict__)

@@ -174,7 +174,7 @@ OUTPUTS = """
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("text", texts(OUTPUTS))
 def test_outputs_that_are_no_float_tensors_are_compared(
-    text: str, level: int, last_candidate_wins: None
+    text: str, level: int, right_is_enough: None
 ) -> None:
     model, image = folded_then(text), torch.linspace(-1, 1, 216).view(2, 3, 6, 6)
 

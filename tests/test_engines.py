@@ -332,12 +332,6 @@ def test_the_engines_are_those_that_are_named_also_for_refit() -> None:
     assert chosen(without) != chosen(fast.refit(model.state_dict(), x)) == [title()]
 
 
-@pytest.mark.parametrize("names", [3, ("magic",), [None], "magic"])
-def test_an_engine_that_there_is_not_is_an_error(names: Any) -> None:
-    with pytest.raises(InputError, match="engine"):
-        optimizer.optimize(Then("y.relu()"), image(), engines=names)
-
-
 PROCESS = """
 import gc, signal, sys, threading, time, torch, optimizer
 from torch import nn

@@ -12,23 +12,17 @@ from torch.testing import assert_close
 
 from optimizer.core.inputs import Call
 from optimizer.lowering.candidates import AS_IT_IS
-from optimizer.lowering.packed import packable_in, with_packed_weights
+from optimizer.lowering.packed import with_packed_weights
 from optimizer.lowering.partition import ForModerate
-from optimizer.lowering.trace import StraightLine, straight_line
-from tests import level_2
+from optimizer.lowering.trace import straight_line
 from tests.conftest import address
-from tests.level_2 import Then, chosen, image, lowered, offer, plan_of, racing
-from tests.single_pass import Forward, function_of, rows
+from tests.level_2 import Then, chosen, image, lowered, plan_of
+from tests.single_pass import Forward, rows
 
+pytestmark = pytest.mark.usefixtures("right_is_enough")
 PRODUCT = torch.ops.mkldnn._linear_pointwise.default
 CONVOLVED = torch.ops.mkldnn._convolution_pointwise.default
 ATEN = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _the_last_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch)
-    racing(monkeypatch, level_2.last_wins)
 
 
 def then(text: str = "y.clone()", bias: bool = True) -> nn.Module:
@@ -57,17 +51,19 @@ def spoiled(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def line_of(model: Any, x: torch.Tensor, *held: torch.Tensor) -> StraightLine:
-    with torch.no_grad():
-        return straight_line(model, held or list(model.parameters()), Call((x,), {}))
-
-
 def packed(model: nn.Module, x: torch.Tensor) -> tuple[nn.Module, list[Any]]:
     """The program for a call, and the functions that it calls where inputs are moderate."""
-    line = line_of(model, x)
+    line = straight_line(model.eval(), list(model.parameters()), Call((x,), {}))
     program = with_packed_weights(line.module, line.inputs)
     code: Any = program.program if isinstance(program, ForModerate) else program
     return program, [node.target for node in code.graph.nodes if node.op.startswith("call")]
+
+
+def assert_keeps_nan(program: Any, model: nn.Module, x: torch.Tensor) -> None:
+    before = x.clone()
+    for each in (x, spoiled(x), x * 0):
+        assert_close(*program(each), model(each), equal_nan=True)
+    assert torch.equal(x, before)
 
 
 FUSED = [
@@ -80,19 +76,19 @@ FUSED = [
 
 @pytest.mark.parametrize("text", FUSED)
 @pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
 def test_an_activation_is_part_of_the_product(text: str, bias: bool) -> None:
     model, x = then(text, bias), values()
     fast, (program, called) = lowered(model, x), packed(model, x)
 
     assert called == [PRODUCT]
     assert plan_of(fast, x) is not None
-    with torch.no_grad():
-        for each in (x, spoiled(x)):
-            for result in (*program(each), fast(each)):
-                assert_close(result, model(each), equal_nan=True)
+    assert_keeps_nan(program, model, x)
+    assert_keeps_nan(lambda given: [fast(given)], model, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
 def test_it_stays_a_call_where_nan_may_arise(dtype: torch.dtype) -> None:
     model, x = then("F.relu(y)").to(dtype), values().to(dtype)
     if dtype == torch.float32:
@@ -100,8 +96,7 @@ def test_it_stays_a_call_where_nan_may_arise(dtype: torch.dtype) -> None:
     program, called = packed(model, x)
 
     assert called == [PRODUCT, ATEN.relu.default]
-    with torch.no_grad():
-        assert_close(*program(x * 0), model(x * 0), equal_nan=True)
+    assert_keeps_nan(program, model, x)
 
 
 _LAYERS = {"a": nn.Linear(6, 6), "b": nn.Linear(6, 6, bias=False)}
@@ -123,22 +118,20 @@ SUMS = {  # text: the calls beside the products, of Linear layers and of convolu
 
 @pytest.mark.parametrize("layers", [_LAYERS, _IMAGES], ids=["Linear", "convolution"])
 @pytest.mark.parametrize("text", SUMS)
+@torch.no_grad()
 def test_a_sum_is_part_of_the_product(text: str, layers: dict[str, nn.Module]) -> None:
     model = Forward(f"return {text}", **layers)
     x = values() if layers is _LAYERS else values(2, 6, 8, 8).transpose(2, 3)
-    before = x.clone()
     program, called = packed(model, x)
 
     beside = [each for each in called if each.namespace != "mkldnn"]
     assert len(beside) == SUMS[text][layers is _IMAGES]
-    with torch.no_grad():
-        for each in (x, spoiled(x)):
-            assert_close(*program(each), model(each), equal_nan=True)
-    assert torch.equal(x, before)
+    assert_keeps_nan(program, model, x)
 
 
 @pytest.mark.parametrize("groups", [1, 6])
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.Conv3d])
+@torch.no_grad()
 def test_a_convolution_is_packed_with_its_activation(kind: Any, groups: int) -> None:
     options: dict[str, Any] = {"stride": 2, "padding": 1, "dilation": 2, "groups": groups}
     model = nn.Sequential(kind(6, 12, 3, bias=groups == 1, **options), nn.Hardswish(), nn.ReLU())
@@ -146,9 +139,7 @@ def test_a_convolution_is_packed_with_its_activation(kind: Any, groups: int) -> 
     program, called = packed(model, x)
 
     assert called == [CONVOLVED, ATEN.relu.default]  # one activation is part of it
-    with torch.no_grad():
-        for each in (x, spoiled(x)):
-            assert_close(*program(each), model(each), equal_nan=True)
+    assert_keeps_nan(program, model, x)
 
 
 _LINEAR, _CONVOLUTION = nn.Linear(6, 6), nn.Conv2d(6, 6, 3)
@@ -162,6 +153,7 @@ _LINEAR, _CONVOLUTION = nn.Linear(6, 6), nn.Conv2d(6, 6, 3)
         "two sizes": (nn.Sequential(*[_CONVOLUTION] * 2), values(1, 6, 9, 9), 2, 2, 1),
         "the same": (nn.Conv2d(6, 6, 3, padding="same"), values(2, 6, 9, 9), 0, 0, 2),
         "1d": (nn.Conv1d(6, 6, 3), values(2, 6, 9), 0, 0, 2),
+        "of one call": (Forward("F.linear(x, x)"), values(), 0, 0, 0),
     },
 )
 def test_a_weight_is_packed_once_for_each_geometry(
@@ -174,27 +166,24 @@ def test_a_weight_is_packed_once_for_each_geometry(
     assert [kinds.count(True), kinds.count(False)] == [weights, dense]
 
 
-@pytest.mark.parametrize("text", ["F.linear(x, x)", "F.linear(x, ones)"])
-def test_weights_that_are_computed_or_of_one_output_stay(text: str) -> None:
-    ones = torch.ones(6)
-    line = line_of(function_of("x", text, ones=ones), values(), ones)
-
-    assert not packable_in(line.module)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
+@rows(
     "x",
-    [values(6), values(0, 6), values(2, 3, 4, 6), values(6, 3).t(), values(1, 6).expand(3, 6)],
-    ids=["vector", "empty", "4d", "transposed", "expanded"],
+    {
+        "vector": (values(6),),
+        "empty": (values(0, 6),),
+        "4d": (values(2, 3, 4, 6),),
+        "transposed": (values(6, 3).t(),),
+        "expanded": (values(1, 6).expand(3, 6),),
+    },
 )
+@torch.no_grad()
 def test_inputs_of_any_rank_and_layout(x: torch.Tensor, dtype: torch.dtype) -> None:
     model, x = then("F.gelu(y)").to(dtype), x.to(dtype)
     program, _ = packed(model, x.contiguous())
 
     assert chosen(lowered(model, x.contiguous())) == ["packed weights"]
-    with torch.no_grad():
-        assert_close(*program(x), model(x))
+    assert_close(*program(x), model(x))
 
 
 def test_where_some_are_grouped_it_is_tried_to_leave_them() -> None:

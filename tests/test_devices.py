@@ -1,9 +1,10 @@
-"""The runner of CUDA graphs, on a device that is faked: replays read and write the same memory."""
+"""What level 2 does on a device that is not here: the device is faked, the rest is real."""
 
 from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import MagicMock, call
@@ -11,31 +12,41 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 import optimizer
 from optimizer.core.device import Cuda
-from optimizer.lowering.candidates import AS_IT_IS
-from optimizer.lowering.choose import Times
-from tests.level_2 import (
-    FakeCuda,
-    chosen,
-    fake_gpu,
-    image,
-    last_wins,
-    lowered,
-    pickled,
-    plan_of,
-    racing,
-)
+from optimizer.core.errors import Refused
+from optimizer.core.inputs import Call
+from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, POLICIES, Policy, require_one_device
+from optimizer.lowering.trace import straight_line
+from optimizer.verify.equivalence import BOUNDS
+from tests import level_2
+from tests.level_2 import FakeCuda, Running, chosen, fake_gpu, image, lowered, pickled, plan_of
 from tests.single_pass import ForwardOfTwo, rows
+
+pytestmark = pytest.mark.usefixtures("right_is_enough")
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """The CPU counts as a GPU, on which the last candidate is the fastest."""
-    racing(monkeypatch, last_wins)
+def gpu(right_is_enough: None, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """The CPU counts as a GPU: replays read and write the same memory."""
     return fake_gpu(monkeypatch)
+
+
+@pytest.fixture
+def pretended(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors on the CPU count as being on another device."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    level_2.pretend(monkeypatch, request.param)
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+on_cuda, on_mps = (
+    pytest.mark.parametrize("pretended", [kind], indirect=True) for kind in ("cuda", "mps")
+)
 
 
 def net() -> nn.Module:
@@ -88,9 +99,7 @@ def test_the_memory_that_a_graph_holds_is_measured_by_launching_its_kernels(
 
 def test_it_can_be_declined(gpu: FakeCuda) -> None:
     fast = lowered(net(), *inputs(), cuda_graph=False)
-    other = pickled(fast)
-    fast.lower(inputs(batch=3))
-    other.lower(inputs(batch=4))
+    pickled(fast).lower(inputs(batch=4))
     fast.refit(net().state_dict(), inputs())
 
     assert_answers(fast, net(), 0)
@@ -101,7 +110,6 @@ def test_other_calls_run_without_it(gpu: FakeCuda, monkeypatch: pytest.MonkeyPat
     fast, (x, scale) = lowered(net(), *inputs()), inputs()
 
     assert plan_of(fast, *inputs(batch=3)) is None
-    assert_close(fast(*inputs(batch=3)), net()(*inputs(batch=3)))
     assert fast(x.requires_grad_(), scale)["scores"].requires_grad
 
     # A graph of the caller's, into which the model is launched.
@@ -116,7 +124,7 @@ def test_weights_that_were_written_and_a_pickle_are_recorded_again(gpu: FakeCuda
     fast = lowered(net(), *inputs())
     other = pickled(fast)
     fast.load_state_dict({name: each * 2 for name, each in fast.state_dict().items()})
-    assert_answers(fast, fast.run_portable, 0, 1, 2)
+    assert_answers(fast, fast.run_portable, 0, 1)
     assert gpu.records == 2
 
     with torch.inference_mode():
@@ -138,6 +146,20 @@ def test_threads_take_turns(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> N
         answers = list(pool.map(lambda seed: fast(*inputs(seed)), range(8)))
 
     assert_close(answers, [net()(*inputs(seed)) for seed in range(8)])
+
+
+def test_a_turn_waits_for_the_one_before_it_on_any_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = MagicMock()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: "done")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    turn = Cuda(0).turns()
+    with pytest.raises(ZeroDivisionError), turn():
+        stream.work(1 // 0)
+    with turn():
+        stream.work()
+
+    waits, records = call.wait_event("done"), call.record_event("done")
+    assert stream.mock_calls == [waits, records, waits, call.work(), records]
 
 
 def cannot(self: FakeCuda, program: Any, given: Any) -> Any:
@@ -166,7 +188,6 @@ def test_without_timing_it_is_chosen_and_its_answer_is_compared_all_the_same(
     def wrong(self: FakeCuda, program: Any, given: Any) -> Any:
         return (lambda: None), list(given), tuple(each * 1.5 for each in program(*given))
 
-    monkeypatch.setattr(Times, "race", None)
     fast = lowered(net(), *inputs(), tune_seconds=0)
     monkeypatch.setattr(FakeCuda, "record", wrong)
 
@@ -182,18 +203,78 @@ def test_a_call_is_decided_apart_from_the_region_that_it_consists_of(gpu: FakeCu
     assert len({choice.key for choice in fast.report.choices}) == 2
 
 
-def test_a_turn_waits_for_the_one_before_it_on_any_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = MagicMock()
-    monkeypatch.setattr(torch.cuda, "Event", lambda: "done")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    turn = Cuda(0).turns()
-    with turn():
-        stream.work()
-    with pytest.raises(ZeroDivisionError), turn():
-        stream.work(1 // 0)
-    with turn():
-        stream.work()
+@on_mps
+def test_on_mps_no_layout_and_no_kernel_is_tried(pretended: None) -> None:
+    model, x = nn.Conv2d(3, 8, 3), image()
+    fast = lowered(model, x)
 
-    waits, records = call.wait_event("done"), call.record_event("done")
-    work = [waits, call.work(), records]
-    assert stream.mock_calls == [*work, waits, records, *work]
+    assert chosen(fast) == [AS_IT_IS]
+    assert not fast.report.choices[0].rejected
+    assert plan_of(fast, x) is not None  # fewer calls, which were measured to pay
+    assert plan_of(lowered(model, x, tune_seconds=0), x) is None
+
+
+@on_cuda
+def test_kernels_of_another_precision_or_gpu_are_another_plan(
+    pretended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = nn.Conv2d(3, 8, 3), image()
+    fast = lowered(model, x)
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_tf32 = not matmul.allow_tf32
+    other = lowered(model, x)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+    third = lowered(model, x)
+
+    assert plan_of(fast, x) is not None
+    assert len({each.report.choices[0].key for each in (fast, other, third)}) == 3
+
+
+@rows(
+    "groups dtype pays",
+    {
+        "float32": (1, torch.float32, False),
+        "bfloat16": (1, torch.bfloat16, True),
+        "in groups": (2, torch.bfloat16, False),
+    },
+)
+def test_without_timing_layouts_are_chosen_where_they_are_known_to_pay(
+    groups: int, dtype: torch.dtype, pays: bool
+) -> None:
+    model, x = nn.Conv2d(4, 4, 3, groups=groups), torch.randn(2, 4, 6, 8)
+    region = straight_line(model, list(model.parameters()), Call((x,), {})).module
+
+    assert POLICIES["cuda"].pays(region, [x.to(dtype)]) is pays
+
+
+@on_cuda
+@pytest.mark.parametrize(("factor", "accepted"), [(1.0, True), (1 + 1e-5, False)])
+def test_rounding_beyond_the_bound_is_judged_by_float64(
+    pretended: None, monkeypatch: pytest.MonkeyPatch, factor: float, accepted: bool
+) -> None:
+    def otherwise_rounded(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((F.conv2d(x.double(), model.weight.double()) * factor).float(),)
+
+    model = nn.Conv2d(3, 8, 3, bias=False).eval()
+    monkeypatch.setitem(CANDIDATES, "channels_last", lambda *given: Running(otherwise_rounded))
+    monkeypatch.setitem(BOUNDS, torch.float32, 0.0)
+    report = lowered(model, image(2, 3, 9, 9), check=None).report
+    choice = next(iter(report.choices or report.tried))
+
+    assert ("channels_last" not in choice.rejected) is accepted
+
+
+def test_on_an_unknown_device_or_several_nothing_is_lowered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, elsewhere = torch.ones(2), torch.ones(2, device="meta")
+    for tensors, reason in (([elsewhere], "nothing is known of its"), ([x, elsewhere], "several")):
+        with pytest.raises(Refused, match=reason):
+            require_one_device(tensors)
+    monkeypatch.setitem(POLICIES, "meta", Policy())
+    require_one_device([torch.tensor(1.0), elsewhere])  # a number goes with any device
+
+    monkeypatch.delitem(POLICIES, "cpu")
+    fast = lowered(net(), *inputs())
+    assert plan_of(fast, *inputs()) is None
+    assert any("not lowered" in remark for remark in fast.report.remarks)

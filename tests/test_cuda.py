@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -68,27 +67,6 @@ def test_who_holds_an_output_keeps_it_and_weights_that_were_written_are_seen() -
     fast.head.weight.mul_(2)
     for _ in range(3):
         assert_close(fast(x), fast.run_portable(x))
-
-
-def test_what_its_kernels_read_is_held() -> None:
-    fast = lowered(torch.float16)
-    assert chosen(fast) == ["channels_last", "CUDA graph"]
-    gc.collect()
-    torch.cuda.empty_cache()  # what nobody holds is unmapped
-    torch.full((2**26,), float("nan"), device="cuda")
-
-    optimizer.check(net(torch.float16), fast, image(dtype=torch.float16))
-
-
-def test_a_call_waits_for_nothing() -> None:
-    fast, x = lowered(), image()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        fast(x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_streams_and_threads_do_not_mix_their_calls() -> None:

@@ -18,9 +18,7 @@ from torch.testing import assert_close
 import optimizer
 from optimizer.core.device import Cuda
 from optimizer.core.errors import Refused
-from optimizer.core.inputs import Call
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, POLICIES, Policy, require_one_device
-from optimizer.lowering.trace import straight_line
 from optimizer.verify.equivalence import BOUNDS
 from tests import level_2
 from tests.level_2 import FakeCuda, Running, chosen, fake_gpu, image, lowered, pickled, plan_of
@@ -228,23 +226,6 @@ def test_kernels_of_another_precision_or_gpu_are_another_plan(
 
     assert plan_of(fast, x) is not None
     assert len({each.report.choices[0].key for each in (fast, other, third)}) == 3
-
-
-@rows(
-    "groups dtype pays",
-    {
-        "float32": (1, torch.float32, False),
-        "bfloat16": (1, torch.bfloat16, True),
-        "in groups": (2, torch.bfloat16, False),
-    },
-)
-def test_without_timing_layouts_are_chosen_where_they_are_known_to_pay(
-    groups: int, dtype: torch.dtype, pays: bool
-) -> None:
-    model, x = nn.Conv2d(4, 4, 3, groups=groups), torch.randn(2, 4, 6, 8)
-    region = straight_line(model, list(model.parameters()), Call((x,), {})).module
-
-    assert POLICIES["cuda"].pays(region, [x.to(dtype)]) is pays
 
 
 @on_cuda

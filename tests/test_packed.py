@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,12 @@ from torch import nn
 from torch.testing import assert_close
 
 from optimizer.core.inputs import Call
-from optimizer.lowering.candidates import AS_IT_IS
 from optimizer.lowering.packed import with_packed_weights
 from optimizer.lowering.partition import ForModerate
 from optimizer.lowering.trace import straight_line
 from tests.conftest import address
 from tests.level_2 import Then, chosen, image, lowered, plan_of
-from tests.single_pass import Forward, rows
+from tests.single_pass import Forward, function_of, rows
 
 pytestmark = pytest.mark.usefixtures("right_is_enough")
 PRODUCT = torch.ops.mkldnn._linear_pointwise.default
@@ -167,19 +165,11 @@ def test_a_weight_is_packed_once_for_each_geometry(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@rows(
-    "x",
-    {
-        "vector": (values(6),),
-        "empty": (values(0, 6),),
-        "4d": (values(2, 3, 4, 6),),
-        "transposed": (values(6, 3).t(),),
-        "expanded": (values(1, 6).expand(3, 6),),
-    },
-)
+@pytest.mark.parametrize("text", ["x[0]", "x[:0]", "x[None, None]", "x.mT", "x[:1].expand(3, 6)"])
 @torch.no_grad()
-def test_inputs_of_any_rank_and_layout(x: torch.Tensor, dtype: torch.dtype) -> None:
-    model, x = then("F.gelu(y)").to(dtype), x.to(dtype)
+def test_inputs_of_any_rank_and_layout(text: str, dtype: torch.dtype) -> None:
+    square = values(6, 6).to(dtype)
+    model, x = then("F.gelu(y)").to(dtype), function_of("x", text)(square)
     program, _ = packed(model, x.contiguous())
 
     assert chosen(lowered(model, x.contiguous())) == ["packed weights"]
@@ -195,13 +185,6 @@ def test_where_some_are_grouped_it_is_tried_to_leave_them() -> None:
     assert fast(x).stride() == model(x).stride()
 
 
-def test_float64_is_rejected_with_the_reason() -> None:
-    (choice,) = lowered(then().double(), values().double()).report.choices
-
-    assert choice.chosen == AS_IT_IS
-    assert "itensor" in choice.rejected["packed weights"]
-
-
 @rows("model x", {"all": (then("F.gelu(y)"), values()), "most": (block(), values(2, 6, 9, 9))})
 def test_untimed_products_stay_as_they_are(model: nn.Module, x: torch.Tensor) -> None:
     fast = lowered(model, x, tune_seconds=0)
@@ -210,22 +193,10 @@ def test_untimed_products_stay_as_they_are(model: nn.Module, x: torch.Tensor) ->
     assert fast.report.remarks == ("such a call is not lowered: no region of it can be",)
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="other systems do not tell")
-def test_dense_weights_stay_the_models_or_in_the_file_that_they_are_loaded_from(
-    tmp_path: Path,
-) -> None:
+def test_dense_weights_stay_the_models() -> None:
     """Only what is packed takes memory then: the dense ones can be read again."""
-    model, x, path = nn.Sequential(nn.Linear(64, 64), nn.GELU()), values(3, 64), tmp_path / "fast"
+    model, x = then("F.gelu(y)"), values()
     fast = lowered(model, x)
-    assert plan_of(fast, x) is not None
-    assert address(fast.get_parameter("0.weight")) == address(model[0].weight)
 
-    torch.save(fast, path)
-    loaded = torch.load(path, mmap=True, weights_only=False)
-    with torch.no_grad():
-        assert plan_of(loaded, x) is not None
-        assert torch.equal(loaded(x), fast(x))
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    spans = [line.split()[0].split("-") for line in lines if line.endswith(str(path))]
-    places = list(map(address, loaded.parameters()))
-    assert all(any(int(a, 16) <= at < int(b, 16) for a, b in spans) for at in places)
+    assert plan_of(fast, x) is not None
+    assert address(fast.get_parameter("layer.weight")) == address(model.layer.weight)

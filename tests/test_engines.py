@@ -106,7 +106,9 @@ _WIDE = (
     "wide = keep.expand(1, 8, 8); z = F.scaled_dot_product_attention(y, y, y, wide);"
     "return torch.where(wide, z, 0.0)"
 )
-_NORMS = {f"norm{i}": nn.GroupNorm(8, 64) for i in range(2)}
+_NORMED = images(3, 64) | {"m1": nn.Conv2d(64, 64, 1)}
+_NORMED |= {f"norm{i}": nn.GroupNorm(8, 64) for i in range(2)}
+_SUMMED = images(3, 3) | {f"m{i}": nn.Conv2d(3, 3, 1) for i in (1, 2)}
 _LINEAR = {"a": nn.Linear(8, 16), "b": nn.Linear(16, 8)}
 _GROUPED = "return F.scaled_dot_product_attention(y, k, k + 1, enable_gqa=True, "
 # A model, whose part between its layers is one region, and an input.
@@ -115,7 +117,7 @@ OF_OPENVINO: dict[str, tuple[nn.Module, torch.Tensor]] = {
     "one image": (_TRANSPOSED, image(1, 3, 6, 6)),
     # The code that OpenVINO generates ends the process at a sum behind a GroupNorm,
     "a sum of group norms": (
-        over("m.norm0(m.m1(y := m.m0(x))) + F.silu(m.norm1(y))", **images(3, 64, 64), **_NORMS),
+        over("m.norm0(m.m1(y := m.m0(x))) + F.silu(m.norm1(y))", **_NORMED),
         image(1, 3, 16, 16),
     ),
     # and that of 2026 at this.
@@ -129,7 +131,7 @@ OF_OPENVINO: dict[str, tuple[nn.Module, torch.Tensor]] = {
     "a gelu by tanh": (Then("F.gelu(y, approximate='tanh')"), 20 * image()),
 } | {
     f"two convolutions, {after}": (
-        over(f"y = m.m0(x) + m.m1(x); return m.m2({after})", **images(3, 3, 3, 3)), image()
+        over(f"y = m.m0(x) + m.m1(x); return m.m2({after})", **_SUMMED), image(1, 3, 8, 8)
     )
     for after in ("torch.add(y, x)", "torch.mul(y, x)", "torch.relu(y) + x")
 } | {  # functions that it knows by other names

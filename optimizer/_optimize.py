@@ -233,7 +233,11 @@ class Run:
             self.check = "each"  # once more, to find out which pass it was
             return self._attempt()
         if isinstance(optimized, LoweredModule):
-            remark = lower(optimized, self.call, reason, self.tuning, self._output_difference)
+            try:
+                remark = lower(optimized, self.call, reason, self.tuning, self._output_difference)
+            except Exception:  # without a check, it is the first call
+                self._reference()  # was it the inputs?
+                raise
             seconds = time.perf_counter() - self.started
             more = (*optimized.report.remarks, *filter(None, [remark]))
             optimized.meta["report"] = replace(optimized.report, remarks=more, seconds=seconds)

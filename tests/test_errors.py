@@ -30,6 +30,7 @@ def optimize(inputs: object = X, model: Any = None, **options: Any) -> Any:
 
 REJECTS, NO_MODULE = "rejects these example inputs", "no torch.nn.Module"
 UNUSED = Forward("m.no_work_is_done")  # a call of it would be another error
+OVERFLOWS = Forward("y = x.byte(); y[x < 9] = 256; return y").eval()  # no shape tells
 BAD = {
     "optimize(model=torch.relu)": NO_MODULE,
     "optimize(model=nn.ReLU)": "already constructed",
@@ -41,6 +42,7 @@ BAD = {
     "optimize(WIDE)": REJECTS,
     "optimize(WIDE, check=None)": REJECTS,
     "optimize((X, X), check=None)": REJECTS,
+    "optimize(X, OVERFLOWS, check=None, level=2)": REJECTS,
     "optimize({'image': X}, check=None)": REJECTS,
     "optimizer.check(a_model(), a_model(), WIDE)": REJECTS,
     "optimize(X, UNUSED, level=7)": "level 7 does not exist: use 0",

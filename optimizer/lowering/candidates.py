@@ -1,9 +1,8 @@
 """The candidates for a region, by name, and those that each kind of device is offered.
 
 What is offered is timed, so that it may lose. What is known to lose is not offered: on MPS,
-convolutions in channels_last were 4 to 9 times slower (pytorch issue 192551), and there is no
-operator that fuses one with what follows, so that level 2 can only save calls there. On a device
-that is not named here, nothing is lowered.
+convolutions in channels_last were 4 to 9 times slower (pytorch issue 192551), and no operator fuses
+one with what follows: level 2 only saves calls there. On any other device, nothing is lowered.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 def in_channels_last(
     region: fx.GraphModule, inputs: Sequence[torch.Tensor], *, weights: bool = True
 ) -> fx.GraphModule:
-    """Return the same region with its images, and the weights that read them, in channels_last.
-
-    Without the weights for a library that packs them in any case: they are shared, not copied.
-    """
+    """Return the same region with its images in channels_last; `weights` too, unless packed."""
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     module, example = fx.GraphModule(region, region.graph), iter(inputs)

@@ -2,11 +2,12 @@
 
 `names()` lists them, `load(name)` builds one. Nothing is downloaded, and the same name gives
 the same bits in every process. torchvision, timm and transformers are imported only when one of
-their models is loaded.
+their models is loaded, torchvision by `import_torchvision`, which can do so beside any torch.
 """
 
 from . import hugging_face, seeds, synthetic, vision
 from ._registry import UnavailableDeviceError, UnknownWorkloadError, load, names
+from ._torchvision_import import import_torchvision
 from ._workload import Workload
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "UnknownWorkloadError",
     "Workload",
     "hugging_face",
+    "import_torchvision",
     "load",
     "names",
     "seeds",

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import optimizer
+from models import import_torchvision
 from models._randomize import randomize
-from models._torchvision_import import import_torchvision
 
 with warnings.catch_warnings():
     # torch deprecates what this module of its own imports.

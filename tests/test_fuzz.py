@@ -19,9 +19,16 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import optimizer
-from optimizer.testing import MOTIFS, Optimize, Spec, assert_equivalent, check_spec, models
+from optimizer.testing import (
+    MOTIFS,
+    TOKENS,
+    Optimize,
+    Spec,
+    assert_equivalent,
+    check_spec,
+    models,
+)
 from optimizer.testing._strategies import NOT_RECORDED
-from optimizer.testing._tokens import TOKENS
 
 PASSES = {each.name: each for each in optimizer.all_passes()}
 # A @given test is one unit of work: shards let the workers share it.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import optimizer
-from models._torchvision_import import import_torchvision
+from models import import_torchvision
 from optimizer.frontend.dynamo import GuardedModule
 
 # They, and compiling, warn of what torch itself has deprecated.

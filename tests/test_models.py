@@ -183,7 +183,7 @@ for name in ("nms", "qnms"):
 """
 IMPORTING = """
 import torch
-from models._torchvision_import import import_torchvision
+from models import import_torchvision
 try:
     told = import_torchvision()._inside.__name__
 except ImportError as error:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import optimizer
-from models._torchvision_import import import_torchvision
+from models import import_torchvision
 from optimizer import CaptureError, EquivalenceError, InputError, OptimizerWarning
 from optimizer.testing import untouched
 from optimizer.toolkit import call, insert_function, replace_pattern, rewrite

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import models
-from models._torchvision_import import import_torchvision
+from models import import_torchvision
 from optimizer.frontend.traceable import Code
 from tests.single_pass import Forward
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models._torchvision_import import import_torchvision
+from models import import_torchvision
 from optimizer.testing import assert_equivalent, inputs_like
 from tests.single_pass import Forward, ForwardOfTwo, optimized_by, spelled, texts, tried
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -14,17 +11,9 @@ import optimizer
 from optimizer import Refused
 from optimizer.core.inputs import Call, tensors_in
 from optimizer.core.node import name_of_call
-from optimizer.lowering.trace import StraightLine, straight_line
+from optimizer.lowering.trace import straight_line
 from tests.level_2 import Then, fake_gpu, image, lowered, offer, plan_of
 from tests.single_pass import ForwardOfTwo, function_of, rows, texts
-
-
-class Opaque:
-    """An output that is no pytree."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
 
 WRITTEN_AROUND = "y = x + 1; view = y[:, :1]; before = y * 3; view.mul_(-2); return before, "
 ITEMS = "y = x * 2; y[0] = 1; y[:, 1] = x[:, 0]; return y"
@@ -64,35 +53,31 @@ VALUES = [
 ]  # fmt: skip
 
 
-def program_of(text: str) -> Callable[..., Any]:
+def program_of(text):
     return function_of("x, cache" if "cache" in text else "x", text)
 
 
-def given(text: str, seed: int) -> list[torch.Tensor]:
+def given(text, seed):
     return [image(2, 3, seed=seed), image(4, 3, seed=seed + 9)][: 1 + ("cache" in text)]
 
 
-def recorded(program: Any, *inputs: Any, held: Sequence[torch.Tensor] = ()) -> StraightLine:
+def recorded(program, *inputs, held=()):
     if isinstance(program, str):
         return recorded(program_of(program), *given(program, 0))
     return straight_line(program, held, Call(inputs, {}))
 
 
-def called(line: StraightLine) -> list[str]:
+def called(line):
     return [name_of_call(n) for n in line.module.graph.nodes if n.op.startswith("call")]
 
 
-def aliased(line: StraightLine) -> set[str]:
-    return {name_of_call(node) for node in line.module.graph.nodes if node.meta.get("aliased")}
-
-
-def shared(tensors: Sequence[torch.Tensor]) -> list[list[bool]]:
+def shared(tensors):
     places = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-    return [[a == b for b in places] for a in places]
+    return [places.index(each) for each in places]
 
 
 @pytest.mark.parametrize("text", [*PROGRAMS, *VALUES])
-def test_a_line_does_to_memory_what_eager_does(text: str) -> None:
+def test_a_line_does_to_memory_what_eager_does(text):
     line = recorded(text)
     for seed in (1, 2, 2):
         inputs, own = given(text, seed), given(text, seed)
@@ -106,7 +91,7 @@ def test_a_line_does_to_memory_what_eager_does(text: str) -> None:
     assert text not in VALUES or not any(name.endswith("_") for name in called(line))
 
 
-def test_what_no_input_reaches_is_a_constant_of_each_call() -> None:
+def test_what_no_input_reaches_is_a_constant_of_each_call():
     line, x = recorded(CONSTANT), given(CONSTANT, 1)
     line.module(*x)[1].zero_()
 
@@ -114,48 +99,33 @@ def test_what_no_input_reaches_is_a_constant_of_each_call() -> None:
     assert line.module(*x)[1].tolist() == [0, 1, 2]
 
 
-def test_one_tensor_given_twice_is_two_inputs() -> None:
-    x = torch.ones(3)
-    line = recorded(lambda a, b: a - 2 * b, x, x)
-
-    assert torch.equal(line.module(x * 5, x)[0], x * 3)
-
-
-def test_self_attention_is_looked_into() -> None:
-    layer, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(1, 5, 8)
-    line = recorded(lambda x: layer(x, x, x)[0], x, held=list(layer.parameters()))
-
-    assert {"linear", "scaled_dot_product_attention"} <= {*called(line)} or "bmm" in called(line)
-    assert_close(line.module(x)[0], layer(x, x, x)[0])
-
-
 WEIGHT, HIDDEN = torch.ones(3), torch.ones(3)
 TWO_DTYPES = "y = torch.zeros(2, 3); flags = y.view(torch.int32); y.copy_(x); return flags + 1"
 
 
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        (lambda x: x * x.sum().item(), "depends on values"),
-        (lambda x: x if x.sum() > 0 else -x, "depends on values"),
-        (lambda x: x + torch.from_numpy(x.numpy()), "depends on values"),
-        (lambda x: x[x > 0].reshape(-1, 1), "a size depends on values"),
-        (lambda x: x * x.nonzero().shape[0], "a size depends on values"),
-        (lambda x: x * 2 if torch.equal(x, x) else x, "depends on values"),
-        (lambda x: x + HIDDEN, "cannot be followed"),
-        (lambda x: Opaque(x * 2), "object of its own"),
-        (lambda x: (x * 2).set_(x.clone()), "other memory"),
-        (function_of("x", TWO_DTYPES), "of two dtypes"),
-        (lambda x: WEIGHT[:1].copy_(x[0, :1]) + x, "a weight"),
-        (lambda x: (x + WEIGHT, WEIGHT), "a weight"),
-    ],
-)
-def test_what_no_line_repeats_is_refused(program: Any, reason: str) -> None:
+REFUSED = {
+    "a number": (lambda x: x * x.sum().item(), "depends on values"),
+    "a branch": (lambda x: x if x.sum() > 0 else -x, "depends on values"),
+    "numpy": (lambda x: x + torch.from_numpy(x.numpy()), "depends on values"),
+    "a mask": (lambda x: x[x > 0].reshape(-1, 1), "a size depends on values"),
+    "a count": (lambda x: x * x.nonzero().shape[0], "a size depends on values"),
+    "a comparison": (lambda x: x * 2 if torch.equal(x, x) else x, "depends on values"),
+    "a global": (lambda x: x + HIDDEN, "cannot be followed"),
+    "an object": (lambda x: (x * 2, object()), "object of its own"),
+    "other memory": (lambda x: (x * 2).set_(x.clone()), "other memory"),
+    "two dtypes": (function_of("x", TWO_DTYPES), "of two dtypes"),
+    "a write": (lambda x: WEIGHT[:1].copy_(x[0, :1]) + x, "a weight"),
+    "a result": (lambda x: (x + WEIGHT, WEIGHT), "a weight"),
+}
+
+
+@rows("program reason", REFUSED)
+def test_what_no_line_repeats_is_refused(program, reason):
     with pytest.raises(Refused, match=reason):
         recorded(program, torch.ones(2, 3), held=[WEIGHT])
 
 
-def test_an_output_that_is_returned_twice_is_computed_once() -> None:
+def test_an_output_that_is_returned_twice_is_computed_once():
     """Also where it gets the strides of eager, which its program gives it otherwise."""
     model, x = Then("(y, y)").eval(), image().to(memory_format=torch.channels_last)
     fast = lowered(model, x, tune_seconds=0)
@@ -166,21 +136,17 @@ def test_an_output_that_is_returned_twice_is_computed_once() -> None:
     assert_close(first, model(x)[0])
 
 
+BEHIND = """
+    y.view(2, -1).exp() if y.is_contiguous() else y.exp(); (z := y.exp(), z.transpose(1, 2));
+    (z := y.relu(), v := z[:, :2], v.relu()); y.as_strided((2, 4), (y.stride(0), 1)).exp();
+    y[:, :2].mul_(2).exp() + y[:, 2:4]
+"""
+
+
 @pytest.mark.parametrize("engines", [("stub",), ()])
 @pytest.mark.parametrize("laid_out", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize(
-    "text",
-    [
-        "y.view(2, -1).exp() if y.is_contiguous() else y.exp()",
-        "(z := y.exp(), z.transpose(1, 2))",
-        "(z := y.relu(), v := z[:, :2], v.relu())",
-        "y.as_strided((2, 4), (y.stride(0), 1)).exp()",
-        "y[:, :2].mul_(2).exp() + y[:, 2:4]",
-    ],
-)
-def test_what_is_recorded_behind_a_region_reads_it_as_it_lay(
-    monkeypatch: pytest.MonkeyPatch, text: str, laid_out: torch.memory_format, engines: Any
-) -> None:
+@pytest.mark.parametrize("text", texts(BEHIND))
+def test_what_is_recorded_behind_a_region_reads_it_as_it_lay(monkeypatch, text, laid_out, engines):
     offer(monkeypatch, *engines)
     model = Then(text).eval()
     x, y = (image(seed=seed).to(memory_format=laid_out) for seed in (0, 1))
@@ -193,28 +159,26 @@ def test_what_is_recorded_behind_a_region_reads_it_as_it_lay(
     assert [each.stride() for each in actual] == [each.stride() for each in expected]
 
 
-def written() -> nn.Module:
+WRITES = """
+ y = m.first(m.first(x)[:, :3].relu()).relu(); y[:, :1] = y[:, 1:2] * 2
+ z[:, :, 0] = m.last(y).mean(-1).mean(-1, keepdim=True); return m.last(y), z[:, :1]
+"""
+
+
+def written():
     """Convolutions before and after a write of part of what lies between them, and of a cache."""
     torch.manual_seed(1)
-    return ForwardOfTwo(
-        "y = m.first(m.first(x)[:, :3].relu()).relu(); y[:, :1] = y[:, 1:2] * 2;"
-        "z[:, :, 0] = m.last(y).mean(-1).mean(-1, keepdim=True); return m.last(y), z[:, :1]",
-        first=nn.Conv2d(3, 4, 3, padding=1),
-        last=nn.Conv2d(4, 3, 3, padding=1),
-    ).eval()
+    convolutions = {"first": nn.Conv2d(3, 4, 3, padding=1), "last": nn.Conv2d(4, 3, 3, padding=1)}
+    return ForwardOfTwo(WRITES, **convolutions).eval()
 
 
-def images(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def images(seed):
     return image(seed=seed), torch.zeros(2, 3, 8, 8)
 
 
 @torch.no_grad()
-def test_a_call_that_writes_is_lowered_but_for_what_is_written() -> None:
+def test_a_call_that_writes_is_lowered_but_for_what_is_written():
     model = written()
-    names = aliased(recorded(model, *images(0), held=list(model.parameters())))
-    assert {"relu", "copy_", "slice"} <= names
-    assert "mean" not in names
-
     fast = lowered(model, *images(0), tune_seconds=0)
     assert [choice.region for choice in fast.report.choices] == ["1 x conv2d"] * 2
     for seed in (0, 1):
@@ -222,7 +186,7 @@ def test_a_call_that_writes_is_lowered_but_for_what_is_written() -> None:
         expected, actual = model(*old), fast(*new)
         assert plan_of(fast, *new) is not None
         assert_close((*actual, *new), (*expected, *old), rtol=1e-4, atol=1e-5)
-        assert shared([actual[1], new[1]]) == [[True, True]] * 2
+        assert shared([actual[1], new[1]]) == [0, 0]
     optimizer.check(model, fast, images(2))
 
     x, y = image(seed=1), image(seed=1)  # inputs that share memory run the portable code
@@ -230,11 +194,9 @@ def test_a_call_that_writes_is_lowered_but_for_what_is_written() -> None:
     assert_close((fast(x, x), x), (model(y, y), y), rtol=1e-4, atol=1e-5)
 
 
-def test_a_call_that_writes_is_no_cuda_graph_and_in_its_own_precision(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_that_writes_is_no_cuda_graph_and_in_its_own_precision(monkeypatch):
     """Casts, and a CUDA graph, which has memory of its own, would write copies."""
-    options: Any = {"level": 3, "precision": "bf16", "tune_seconds": 0}
+    options = {"level": 3, "precision": "bf16", "tune_seconds": 0}
     [precision] = lowered(written(), *images(0), **options, error_budget=0.9).report.choices[:1]
     assert "other names" in precision.rejected["bf16"]
 
@@ -264,7 +226,7 @@ AT_WORK = """
     {text: (text, 0) for text in (*texts(IDLE), EIGHT_TIMES, PADDED_COPY)},
     {text: (text, 1) for text in texts(AT_WORK)},
 )
-def test_what_makes_no_new_values_or_memory_is_left_out(text: str, stays: int) -> None:
+def test_what_makes_no_new_values_or_memory_is_left_out(text, stays):
     line, (x,) = recorded(text), given(text, 0)
     outputs = line.module(x)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import math
 import os
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 import benchmarks.peers as suite
-from benchmarks import subjects
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import _worker
 from benchmarks.peers._process import PeerError, Worker, worker
@@ -203,7 +201,6 @@ def test_the_file_is_whole_at_any_time_and_what_was_measured_is_not_overwritten(
     store.add({key("eager"): EAGER_CELL})
     with pytest.raises(TypeError):
         store.add({key("fx_fuse"): {"reason": object()}})
-    assert Store(store.file, {}).cells == {key("eager"): EAGER_CELL}
     store.add({key("eager"): CELL, key("fx_fuse"): CELL})
     assert Store(store.file, {}).cells == {key("eager"): EAGER_CELL, key("fx_fuse"): CELL}
 
@@ -230,14 +227,6 @@ def test_the_tables_say_what_was_measured_what_failed_and_what_is_wrong():
     cells |= {key(peer, "two"): cell for peer, cell in zip(PEERS, two, strict=True)}
     told = "\n".join(tables(cells)).splitlines()
     assert [line for line in TABLES.splitlines() if line not in told] == []
-
-
-def test_freezing_is_asked_of_inductor_itself(monkeypatch):
-    """As an option of torch.compile it changes nothing."""
-    config = importlib.import_module("torch._inductor.config")
-    monkeypatch.setattr(subjects, "compiled", lambda task: config.freezing)
-    with config.patch(freezing=False):  # what monkeypatch undoes is gone
-        assert subjects.named("compile-freezing").prepare(None)
 
 
 TASK = {"device": "cpu", "dtype": "float32", "model": "tiny_convnet", "batch": 2, "threads": 1}

@@ -99,6 +99,14 @@ def test_what_no_input_reaches_is_a_constant_of_each_call():
     assert line.module(*x)[1].tolist() == [0, 1, 2]
 
 
+def test_self_attention_is_looked_into():
+    layer, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(1, 5, 8)
+    line = recorded(lambda x: layer(x, x, x)[0], x, held=list(layer.parameters()))
+
+    assert {"linear", "scaled_dot_product_attention"} <= {*called(line)} or "bmm" in called(line)
+    assert_close(line.module(x)[0], layer(x, x, x)[0])
+
+
 WEIGHT, HIDDEN = torch.ones(3), torch.ones(3)
 TWO_DTYPES = "y = torch.zeros(2, 3); flags = y.view(torch.int32); y.copy_(x); return flags + 1"
 

@@ -201,11 +201,13 @@ STILL, MORE = same(4), same(4, new=5)
 FAILING = {"missing": same("it broke"), "failed": {NEW}}
 LARGE_AT_ONCE = [same(1.0, new=1.6), same(1.0, new=0.8)] * 4
 SHAKY = [same(1.0, new=1.05) | {BASE: way, AGAIN: 1 / way} for way in (1.2, 0.8) * 4]
-UNSTABLE = [MORE, MORE | {AGAIN: 6}]
+NO_NOISE, UNSTABLE = series([same(1.0, new=1.1)] * 4), [MORE, MORE | {AGAIN: 6}]
 VERDICTS = {
     "confirmed": (timed(6, 0.3), timed(60, 0.1), "regressed", ""),
     "not again": (timed(5, 0.2), timed(50), "inconclusive", ""),
     "the other way": (timed(10, 0.2, 0.001), timed(11, -0.2, 0.001), "inconclusive", ""),
+    "too small again": (timed(10, 0.2, 0.001), timed(11, 0.01, 0.001), "inconclusive", ""),
+    "without any noise": (NO_NOISE, NO_NOISE, "regressed", ""),
     "one large round": (timed(11, 0.2), series(LARGE_AT_ONCE), "inconclusive", ""),
     "too small": (timed(13, 0.01, 0.002), None, "same", ""),
     "the base against itself": (series(SHAKY), None, "inconclusive", ""),

@@ -316,3 +316,11 @@ def test_what_no_command_knows_is_refused_before_any_work(monkeypatch, capsys, a
     with pytest.raises(SystemExit, match="2"):
         MAIN.main(arguments.split())
     assert said in capsys.readouterr().err
+
+
+def test_what_is_asked_for_is_a_part_for_each_kind_that_can_be_measured(monkeypatch):
+    cells = ["cpu.Paired.a('one')", "cuda.Paired.a('one')", "graph.Graph.b('one')", "graph.W.c(2)"]
+    monkeypatch.setattr(TIERS, "listed", lambda: cells)
+    monkeypatch.setattr(TIERS, "absent", lambda: ["cuda", "mps"])
+    parts = TIERS.counted(TIERS.chosen(["^.*'one'", "2"]))
+    assert [(part.title, part.cells) for part in parts] == [("cpu.Paired", 1), ("graph", 2)]

@@ -171,7 +171,8 @@ def test_optimizing_again_gives_the_same_code() -> None:
 
 def test_a_model_is_recorded_unless_a_word_of_it_cannot_be() -> None:
     def holds(spec: Spec) -> None:
-        assert is_recorded(spec) or not NOT_RECORDED.isdisjoint(spec.tokens)
+        words = [word.removeprefix("unknown_") for word in spec.tokens]  # a wrapper may call any
+        assert is_recorded(spec) or not NOT_RECORDED.isdisjoint(words)
 
     fuzz(holds)
 

@@ -11,5 +11,5 @@ if sys.argv[1:2] == ["run_server"]:
     # asv's fork server: what it has imported, no benchmark needs to import again.
     with contextlib.suppress(ImportError):
         import_module("torch.fx.experimental.optimization")
-        import_module("models").import_torchvision()
+        import_module("models._torchvision_import").import_torchvision()
         import_module("optimizer")

@@ -54,7 +54,7 @@ def architectures() -> Iterator[str]:
 
 def import_timm() -> Any:
     """The library, which imports torchvision."""
-    from models import import_torchvision
+    from models._torchvision_import import import_torchvision
 
     import_torchvision()
     import timm

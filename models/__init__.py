@@ -7,7 +7,7 @@ their models is loaded, torchvision by `import_torchvision`, which can do so bes
 
 from . import hugging_face, seeds, synthetic, vision
 from ._registry import UnavailableDeviceError, UnknownWorkloadError, load, names
-from ._torchvision_import import import_torchvision
+from ._torchvision_import import import_torchvision as import_torchvision  # of a checkout alone
 from ._workload import Workload
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "UnknownWorkloadError",
     "Workload",
     "hugging_face",
-    "import_torchvision",
     "load",
     "names",
     "seeds",

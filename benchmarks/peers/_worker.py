@@ -69,9 +69,9 @@ def _built(asked: dict[str, Any]) -> tuple[_Memory, Task]:
 
     torch.set_num_threads(asked["threads"])
     torch.set_grad_enabled(False)
-    models = importlib.import_module("models")
     with contextlib.suppress(ImportError):
-        models.import_torchvision()
+        importlib.import_module("models._torchvision_import").import_torchvision()
+    models = importlib.import_module("models")
     memory = _Memory(asked["device"])
     workload, dtype = models.load(asked["model"]), getattr(torch, asked["dtype"])
     module = workload.module.to(asked["device"], dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -219,6 +220,17 @@ PREPARED = [
     "m.calls += 1; m.seen.append(m.calls); return x + m.flag.add_(1) * m.calls",
     "[each.append(torch.rand_like(x)) for each in more]; return x + 1",
 ]  # fmt: skip
+
+
+def test_what_a_trial_leaves_in_an_object_that_cannot_be_put_back_is_not_kept() -> None:
+    """The graphs are recorded anew, on another copy of the model."""
+    text = "y = m.norm(m.linear(x)); return y * next(m.numbers)"
+    fast = optimizer.optimize(running(text, numbers=itertools.count(1)), ROWS, level=1, **FAST)
+    eager = running(text, numbers=itertools.count(1))
+
+    assert isinstance(fast, GuardedModule), fast.report
+    for _ in range(3):
+        assert_same(eager(ROWS), fast(ROWS))
 
 
 @pytest.mark.parametrize("text", PREPARED)

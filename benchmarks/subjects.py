@@ -348,6 +348,7 @@ def _array(tensor: Any) -> Any:
 
 _GPU, _CPU = ("cuda", "mps"), ("cpu",)
 _OPENVINO = functools.partial(optimized, level=2, engines=("openvino",))
+_INDUCTOR = functools.partial(optimized, level=2, engines=("inductor",))
 _SUBJECTS = (
     Subject(EAGER, eager, (VARIANT, PEER), promise="same bits"),
     Subject("optimized-1", functools.partial(optimized, level=1), (VARIANT, PEER)),
@@ -362,6 +363,7 @@ _SUBJECTS = (
     ),
     Subject("optimized-2", functools.partial(optimized, level=2), (VARIANT, PEER)),
     Subject("optimized-2-openvino", _OPENVINO, (VARIANT, PEER), _CPU, needs=("openvino",)),
+    Subject("optimized-2-inductor", _INDUCTOR, devices=("cpu", "cuda")),
     Subject("torchscript", torchscript),
     Subject("onednn_graph", onednn_graph, devices=_CPU),
     Subject("compile", compiled),

@@ -168,7 +168,7 @@ def _compare(options: Namespace) -> tuple[str, Any]:
 def _cost(options: Namespace) -> tuple[str, Any]:
     model, fast, inputs = _optimized(options)
     before = roofline(model, inputs)
-    after = roofline(fast, inputs, before.ceilings, workspaces=True)
+    after = roofline(fast, inputs, before.ceilings)
     peak = optimizer.measure(fast, inputs, repeats=1, warmup=1).peak_memory
     data = {"before": asdict(before), "after": asdict(after), "measured": peak}
     text = f"{after}\nbefore: {before.totals()}\npeak memory measured: {peak:,} bytes"

@@ -75,7 +75,7 @@ def attending(seed: int = 1) -> nn.Module:
 class StubEngine:
     """Runs a region by torch; like the kernels of engines, it loses what is not finite."""
 
-    name, title, module = "stub", "Stub", "torch"
+    name, title, module, devices = "stub", "Stub", "torch", {"cpu"}
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Any:
         return lambda given: [each.nan_to_num(0, 0, 0) for each in graph(*given)]

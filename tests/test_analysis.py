@@ -14,14 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import models
 import optimizer
 from optimizer.analysis import Ceilings, Cost, roofline
-from optimizer.testing import untouched
 from tests.single_pass import Forward, rows
 
 SLOW = Ceilings(flops=100.0, bytes=10.0)
 KIB = torch.zeros(256)  # 1024 bytes
 IMPLICIT = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
-NO_WORKSPACES = ("toy_model", "simple_mlp", "masked_assign_where", "transpose_chain_10")
-SMALL = (*NO_WORKSPACES, "simple_cnn", "tiny_convnet", "resnet_block", "linear_bn_relu_10")
+SMALL = ("toy_model", "simple_mlp", "masked_assign_where", "transpose_chain_10")
 
 
 @rows(
@@ -62,28 +60,13 @@ def loaded(name: str, optimized: bool) -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("optimized", [False, True])
-def test_a_run_takes_what_is_alive_and_workspaces(name: str, optimized: bool) -> None:
+def test_a_run_takes_what_is_alive(name: str, optimized: bool) -> None:
     module, inputs = loaded(name, optimized)
 
-    found = roofline(module, inputs, SLOW, workspaces=True)
-    bound, most = found.peak, found.highest
+    found = roofline(module, inputs, SLOW)
     measured = optimizer.measure(module, inputs, repeats=1, warmup=1).peak_memory
 
-    assert measured >= bound > 0
-    assert name not in NO_WORKSPACES or measured <= 1.1 * bound
-    assert not optimized or most.live + most.workspace == measured
-
-
-def test_measuring_workspaces_changes_nothing() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout())
-    inputs = torch.randn(8, 4)
-    kept = inputs.clone()
-
-    with untouched(model):
-        found = roofline(model, {"input": inputs}, SLOW, workspaces=True)
-
-    assert found.highest.workspace > 0
-    assert torch.equal(inputs, kept)
+    assert 1.1 * found.peak >= measured >= found.peak > 0
 
 
 def test_a_node_of_which_nothing_is_known_says_so() -> None:

@@ -39,17 +39,22 @@ def _any_speed_will_do(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def lowered(dtype: torch.dtype = torch.float32, seconds: float = 0) -> Any:
-    fast = level_2.lowered(net(dtype), image(dtype=dtype), tune_seconds=seconds)
-    assert plan_of(fast, image(dtype=dtype)) is not None, fast.report
+def lowered(dtype: torch.dtype = torch.float32, seconds: float = 0, engine: str = "") -> Any:
+    engines = (engine,) if engine else ()
+    x = image(dtype=dtype)
+    fast = level_2.lowered(net(dtype), x, tune_seconds=seconds, engines=engines)
+    assert plan_of(fast, x) is not None, str(fast.report)
     assert seconds or chosen(fast)[-1] == "CUDA graph", fast.report
     return fast
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("seconds", [0, 1])
-def test_it_gives_the_models_answer_and_keeps_nan(dtype: torch.dtype, seconds: int) -> None:
-    model, fast, x = net(dtype), lowered(dtype, seconds), image(dtype=dtype)
+@pytest.mark.parametrize(("seconds", "engine"), [(0, ""), (1, ""), (0, "inductor")])
+def test_it_gives_the_models_answer_and_keeps_nan(
+    dtype: torch.dtype, seconds: int, engine: str
+) -> None:
+    model, fast, x = net(dtype), lowered(dtype, seconds, engine), image(dtype=dtype)
+    assert any(name.startswith("Inductor ") for name in chosen(fast)) is bool(engine)
     for other in (x, image(dtype=dtype, seed=1), image(3, dtype)):
         optimizer.check(model, fast, other)
 
@@ -109,6 +114,7 @@ def test_a_pickle_records_its_own_also_in_inference_mode() -> None:
 
 def reserved() -> int:
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 

@@ -19,12 +19,14 @@ import optimizer
 from optimizer.core.device import Cuda
 from optimizer.core.errors import Refused
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, POLICIES, Policy, require_one_device
+from optimizer.lowering.choose import Times
 from optimizer.verify.equivalence import BOUNDS
 from tests import level_2
 from tests.level_2 import FakeCuda, Running, chosen, fake_gpu, image, lowered, pickled, plan_of
 from tests.single_pass import ForwardOfTwo, rows
 
 pytestmark = pytest.mark.usefixtures("right_is_enough")
+RACE = Times.race
 
 
 @pytest.fixture
@@ -93,6 +95,17 @@ def test_the_memory_that_a_graph_holds_is_measured_by_launching_its_kernels(
     monkeypatch.setattr(Cuda, "is_measured", True)
 
     assert_answers(fast, net(), 1, 2)
+
+
+@rows("graphs records", {"graphs": (True, 2 + 1), "launches": (False, 0)})
+def test_what_will_be_part_of_a_graph_races_as_one(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, graphs: bool, records: int
+) -> None:
+    """A region as it is, in channels_last, and the whole call."""
+    monkeypatch.setattr(Times, "race", RACE)
+    lowered(net(), *inputs(), cuda_graph=graphs)
+
+    assert gpu.records == records
 
 
 def test_it_can_be_declined(gpu: FakeCuda) -> None:
@@ -173,6 +186,7 @@ def test_what_cannot_be_recorded_is_launched(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, record: Any, reason: str
 ) -> None:
     monkeypatch.setattr(FakeCuda, "record", record)
+    monkeypatch.setattr(Times, "race", lambda *args: level_2.last_wins([*RACE(*args)]))
     fast = lowered(net(), *inputs())
 
     assert chosen(fast)[-1] == AS_IT_IS

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from shutil import which
 from typing import Any
 
 import pytest
@@ -59,7 +60,10 @@ def compiled(fast: LoweredModule, x: torch.Tensor) -> list[ForModerate]:
     return [part for part in parts if not isinstance(part.program, nn.Module)]
 
 
-real = pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
+_INDUCTOR = pytest.param(
+    "inductor", marks=pytest.mark.skipif(not which("c++"), reason="it writes C++ for the CPU")
+)
+real = pytest.mark.parametrize("engine", ["openvino", "onnxruntime", _INDUCTOR])
 
 
 @real

@@ -163,7 +163,7 @@ def run(monkeypatch, tmp_path, capsys):
 
 
 def test_the_command_keeps_its_cells_and_the_table_is_of_the_latest(run, monkeypatch):
-    with pytest.raises(SystemExit, match="no results yet"):
+    with pytest.raises(SystemExit, match="no results on cpu yet"):
         run("--table")
     assert "1.50" in run("--quick", *TWO)[1]
     assert not Path("results").exists()
@@ -173,6 +173,8 @@ def test_the_command_keeps_its_cells_and_the_table_is_of_the_latest(run, monkeyp
     run("--models", "r3d_18", "--peers", "fx_fuse")
     measurements, output = run("--table")
     assert measurements == []
+    with pytest.raises(SystemExit, match="no results on cuda yet"):
+        run("--table", "--device", "cuda")
     assert f"torch {importlib.metadata.version('torch')}" in output
     assert "| resnet50 | 2 ms | 1.50 [1.50, 1.50] (1.5) |" in output
     assert "r3d_18" not in output
@@ -277,7 +279,7 @@ def test_asv_gets_what_it_asks_for(monkeypatch):
 
 
 def test_the_readme_has_the_figures_that_are_kept():
-    kept = command._latest()
+    kept = command._latest("cpu")
     said = re.sub(r" \[[^]]*\]", "", "\n".join(tables(kept.cells))).splitlines()
     readme = (ROOT / "README.md").read_text()
     start = readme.index("| model | eager | three lines")

@@ -40,7 +40,7 @@ _PREPARE_OTHER = 2.0
 
 def main(arguments: list[str]) -> None:
     options = _options(arguments)
-    store = _latest() if options.table else _store(options)
+    store = _latest(options.device) if options.table else _store(options)
     if not options.table:
         _measure(options, store)
     versions = ", ".join(map(" ".join, store.about["versions"].items()))
@@ -54,10 +54,11 @@ def _store(options: argparse.Namespace) -> Store:
     return Store(None if options.quick else file, about)
 
 
-def _latest() -> Store:
-    stores = [Store(file, {}) for file in RESULTS.glob("*/peers-*.jsonl")]
+def _latest(device: str) -> Store:
+    every = [Store(file, {}) for file in RESULTS.glob("*/peers-*.jsonl")]
+    stores = [each for each in every if any(place[0] == device for place in each.cells)]
     if not stores:
-        sys.exit("There are no results yet: leave --table away.")
+        sys.exit(f"There are no results on {device} yet: leave --table away.")
     return max(stores, key=lambda store: store.about["date"])
 
 

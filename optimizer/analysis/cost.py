@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import timeit
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,23 +17,13 @@ from torch import fx, nn
 from torch.utils.flop_counter import flop_registry
 
 from optimizer.analysis.measure import compare, measure
-from optimizer.core.context import forked_rng
-from optimizer.core.device import device_of
 from optimizer.core.errors import CaptureError
-from optimizer.core.inputs import (
-    Call,
-    ExampleInputs,
-    as_call,
-    require_module,
-    storages_in,
-    tensors_in,
-)
+from optimizer.core.inputs import ExampleInputs, as_call, require_module, storages_in, tensors_in
 from optimizer.core.node import describe, shape_text
 from optimizer.core.report import Report, columns
 from optimizer.facts.facts import Effects
 from optimizer.frontend.dynamo import capture_by_dynamo
 from optimizer.frontend.symbolic import capture_call, observe
-from optimizer.verify.check import NodeByNode
 
 
 @dataclass(frozen=True)
@@ -63,15 +52,15 @@ def ceilings() -> Ceilings:
     return Ceilings(2 * side**3 / product, 2 * source.nbytes / copy)
 
 
-def observed(model: nn.Module, example_inputs: ExampleInputs) -> tuple[fx.GraphModule, Call]:
-    """Return the graph of a model, or of an optimized module, with facts, and its call."""
+def observed(model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
+    """Return the graph of a model, or of an optimized module, with facts."""
     call = as_call(example_inputs)
     try:
         module = capture_call(require_module(model), call)
     except CaptureError:
         module, call = capture_by_dynamo(model, call)
     observe(module, call)
-    return module, call
+    return module
 
 
 class Operators(Effects):  # type: ignore[no-untyped-call]
@@ -110,8 +99,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 class Cost:
     """What one node does, in operations, bytes and kernels, and what is alive while it runs.
 
-    `made` are the bytes of the activations that it makes, `live` those of all that are alive
-    while it runs, and `workspace` what it takes besides, where that was measured.
+    `made` are the bytes of the activations that it makes, and `live` those of all that are alive
+    while it runs.
     """
 
     node: str = ""
@@ -122,7 +111,6 @@ class Cost:
     launches: int = 0
     made: int = 0
     live: int = 0
-    workspace: int = 0
     unknown: str = ""  # why nothing is known of this node; it counts as nothing
 
     def seconds(self, at: Ceilings) -> float:
@@ -170,18 +158,17 @@ class Roofline:
 
     @property
     def highest(self) -> Cost:
-        """Return the first node at which most memory is taken, workspaces included."""
-        return max(self.rows, key=lambda row: row.live + row.workspace)
+        """Return the first node at which most memory is taken."""
+        return max(self.rows, key=lambda row: row.live)
 
     def __str__(self) -> str:
-        head = "kernels", "MFLOP", "MB", "us", "bytes alive", "besides"
+        head = "kernels", "MFLOP", "MB", "us", "bytes alive"
         rows = [("node", "calls", "shape", *(f"{name:>11}" for name in head), "bound by")]
         for row in self.rows:
             work, time = (row.flops / 1e6, row.bytes / 1e6), row.seconds(self.ceilings) * 1e6
             numbers = f"{row.launches:11}", *(f"{n:11.3f}" for n in work), f"{time:11.1f}"
-            sizes = f"{row.live:11,}", f"{row.workspace:11,}"
-            shape = row.unknown or row.shape
-            rows.append((row.node, row.text, shape, *numbers, *sizes, row.bound(self.ceilings)))
+            row_ends = f"{row.live:11,}", row.bound(self.ceilings)
+            rows.append((row.node, row.text, row.unknown or row.shape, *numbers, *row_ends))
         return "\n".join([*columns(rows), "", self.totals()])
 
     def totals(self) -> str:
@@ -191,39 +178,32 @@ class Roofline:
         return (
             f"{self.launches} kernels, {self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.1f} MB,"
             f" {self.seconds * 1e3:.3f} ms at {self.ceilings}, at most"
-            f" {most.live + most.workspace:,} bytes alive, at {most.node}{rest}"
+            f" {most.live:,} bytes alive, at {most.node}{rest}"
         )
 
 
 def roofline(
-    model: nn.Module,
-    example_inputs: ExampleInputs,
-    at: Ceilings | None = None,
-    *,
-    workspaces: bool = False,
+    model: nn.Module, example_inputs: ExampleInputs, at: Ceilings | None = None
 ) -> Roofline:
     """Return what a model costs node by node, below the ceilings `at`, else those measured here.
 
     A storage lives from the node that makes it to the last reader of any view of it; what is
     returned stays. Weights and inputs are there before, and what an operator takes for itself
-    while it runs is not seen, unless `workspaces` are asked for: then each node is run. What a
-    mask chooses is counted as if it chose all.
+    while it runs is not seen. What a mask chooses is counted as if it chose all.
 
     Raises:
         InputError: the model or the inputs cannot be used.
         CaptureError: the model cannot be recorded; the message says why.
-        DeviceError: workspaces are asked for on a device that cannot be measured.
     """
-    module, call = observed(model, example_inputs)
+    module = observed(model, example_inputs)
     facts, nodes = module.meta["facts"], list(module.graph.nodes)
     made, live = [0] * len(nodes), [0] * len(nodes)
     for size, first, last in _lifetimes(nodes, facts.external):
         made[first] += size
         for place in range(first, last + 1):
             live[place] += size
-    peaks = _peaks(module, call) if workspaces else made
     rows = []
-    for node, new, total, peak in zip(nodes, made, live, peaks, strict=True):
+    for node, new, total in zip(nodes, made, live, strict=True):
         calls, ran = node.op.startswith("call"), Operators()
         unknown = node.meta["fact"].error if calls else ""
         try:
@@ -231,8 +211,8 @@ def roofline(
                 facts.run(node, ran)
         except Exception as error:
             ran, unknown = Operators(), str(error).partition("\n")[0]
-        work, sizes = (ran.flops, ran.bytes, ran.launches), (new, total, max(0, peak - new))
-        rows.append(Cost(node.name, describe(node), shape_text(node), *work, *sizes, unknown))
+        work = ran.flops, ran.bytes, ran.launches
+        rows.append(Cost(node.name, describe(node), shape_text(node), *work, new, total, unknown))
     return Roofline(tuple(rows), at or ceilings())
 
 
@@ -256,21 +236,6 @@ def measured(model: nn.Module, fast: Any, example_inputs: ExampleInputs) -> Repo
     figures["peak memory"] = [each.peak_memory for each in sides]
     report: Report = replace(fast.report, figures=figures, compared=str(compared))
     return report
-
-
-def _peaks(module: fx.GraphModule, call: Call) -> list[int]:
-    """Measure the memory that each node takes; the module is a copy, which may be written."""
-    device = device_of(tensors_in([*call, *module.parameters()]))
-    peaks: list[int] = []
-
-    def run_measured(node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
-        results: list[Any] = []
-        peaks.append(device.peak_memory(lambda: results.append(run(node))))
-        return results.pop()
-
-    with forked_rng(), torch.no_grad():
-        NodeByNode(module, call.map(torch.clone), run_measured).run()
-    return peaks
 
 
 def _lifetimes(nodes: list[fx.Node], external: set[int]) -> list[tuple[int, int, int]]:

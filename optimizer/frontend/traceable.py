@@ -188,7 +188,7 @@ class Code:
                 yield from self._visit(type(module).forward, "forward")
         while self._pending:
             yield from self._follow(self._pending.pop())
-        of_functions = {id(vars(function)) for function in self.functions}
+        of_functions = {id(own) for f in self.functions for own in (vars(f), f.__kwdefaults__)}
         if not (of_functions.issuperset(map(id, self.objects)) or all(map(is_plain, modules))):
             yield "a hook or parametrization may change what its code finds"
 

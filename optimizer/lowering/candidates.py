@@ -57,7 +57,7 @@ class LaidOut(nn.Module):
     What reads them was recorded so: another layout may not have a view, or have it elsewhere.
     """
 
-    def __init__(self, program: nn.Module, region: fx.GraphModule) -> None:
+    def __init__(self, program: Callable[..., Any], region: fx.GraphModule) -> None:
         super().__init__()
         self.program, self.run = program, as_function(program)
         outputs: Any = region.graph.output_node().args[0]
@@ -90,7 +90,7 @@ class CudaGraph(nn.Module):
         RuntimeError: the program does something that cannot be recorded, such as to wait.
     """
 
-    def __init__(self, program: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, program: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         device = device_of(inputs)
         assert isinstance(device, Cuda), f"{device.name} has no CUDA graphs"
@@ -108,7 +108,7 @@ class CudaGraph(nn.Module):
 
 
 Program = nn.Module  # from the tensors of a region to a tuple of those that it returns
-Maker = Callable[[Any, Sequence[torch.Tensor]], Program]  # raises what it cannot do
+Maker = Callable[[Any, Sequence[torch.Tensor]], Any]  # raises what it cannot do
 CANDIDATES: dict[str, Maker] = {
     AS_IT_IS: lambda region, inputs: region,
     "channels_last": in_channels_last,
@@ -128,10 +128,10 @@ class Policy(NamedTuple):
 
     # Those for a region, the most promising first, and whether that is faster for certain.
     offered: Callable[[fx.GraphModule, Sequence[torch.Tensor]], list[str]] = lambda *_: []
-    pays: Callable[[fx.GraphModule, Sequence[torch.Tensor]], bool] = lambda *_: True
+    pays: Callable[[fx.GraphModule, Sequence[torch.Tensor]], bool] = lambda *_: False
     settings: Callable[[], Hashable] = lambda: ()  # of its kernels; False while no plan may run
     hardware: Callable[[], str] = lambda: ""  # the name of what a decision is for
-    takes_engines: bool = False
+    kind: str = ""  # of the device, as engines name it
     for_calls: tuple[str, ...] = ()  # those for a whole call, once each region is chosen
 
 
@@ -143,14 +143,6 @@ def _offered_on_cpu(region: fx.GraphModule, _: Sequence[torch.Tensor]) -> list[s
         return ["packed weights"]
     grouped = any(arguments_of(each)["groups"] > 1 for each in images)
     return ["packed weights, channels_last", *["packed Linear, channels_last"] * grouped]
-
-
-def _pays_on_cuda(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
-    """In 16 bits, where no convolution is grouped."""
-    floating = {each.dtype for each in inputs if each.is_floating_point()}
-    in_16_bits = floating <= {torch.float16, torch.bfloat16}
-    images = convolutions_of(region)
-    return in_16_bits and all(arguments_of(each)["groups"] == 1 for each in images)
 
 
 def _settings_on_cuda() -> Hashable:
@@ -170,13 +162,13 @@ POLICIES = {
         lambda region, _: 2 * len(convolutions_of(region)) >= len(packable_in(region)),
         torch.get_num_threads,
         get_cpu_capability,
-        takes_engines=True,
+        kind="cpu",
     ),
     "cuda": Policy(
         lambda region, _: ["channels_last"] if convolutions_of(region) else [],
-        _pays_on_cuda,
-        _settings_on_cuda,
-        lambda: torch.cuda.get_device_name(),
+        settings=_settings_on_cuda,
+        hardware=lambda: torch.cuda.get_device_name(),
+        kind="cuda",
         for_calls=("CUDA graph",),
     ),
     "mps": Policy(),

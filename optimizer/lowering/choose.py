@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import time
@@ -42,11 +43,15 @@ class Times:
     """The seconds of calls with some inputs, by the name of the program.
 
     Level 2 takes time nowhere else: a test replaces `race` or `call`. What disturbs the machine
-    lasts longer than a moment: before `least` seconds were timed, nothing is clear.
+    lasts longer than a moment: before `least` seconds were timed, nothing is clear. Parts of what
+    will be a CUDA graph race `as_graphs`: launched one by one, their launches would be timed.
     """
 
-    def __init__(self, inputs: Sequence[Any], least: float = SHORT) -> None:
+    def __init__(
+        self, inputs: Sequence[Any], least: float = SHORT, as_graphs: bool = False
+    ) -> None:
         self.inputs, self.least, self.spent = inputs, least, 0.0
+        self.as_graphs = as_graphs
         self.wait = device_of(tensors_in(inputs)).synchronize
         self.seconds = defaultdict[str, list[float]](list)
         self.results: dict[str, Any] = {}  # of the first call of each
@@ -63,7 +68,7 @@ class Times:
             result = program(*inputs)
             self.wait()
             calls, elapsed = calls + 1, time.perf_counter() - start
-        if elapsed >= _MOMENT:
+        if elapsed >= _MOMENT and (fill or not self.as_graphs):
             self.seconds[name].append(elapsed / calls)
             self.spent += elapsed
         self.results.setdefault(name, result)
@@ -75,6 +80,10 @@ class Times:
 
     def race(self, runs: Runs, deadline: float, fewest: int = _FEWEST_ROUNDS) -> dict[str, float]:
         """Return the median time of each: they take turns until one clearly wins, or time is up."""
+        if self.as_graphs:
+            with contextlib.suppress(RuntimeError):  # then the whole call cannot be one either
+                record = CANDIDATES["CUDA graph"]
+                runs = {name: record(program, self.inputs) for name, program in runs.items()}
         deadline = max(deadline, time.perf_counter() + self.least)
         while (done := min(len(self.seconds[name]) for name in runs)) < _MOST_ROUNDS:
             clear = any(self.is_clearly_faster(name, runs) for name in runs)
@@ -172,8 +181,7 @@ class Chooser:
         self.deadline = time.perf_counter() + tuning.tune_seconds
         self.decisions = dict(decisions or {})
         self.choices: list[Choice] = []
-        engines = engines_here(tuning.engines)
-        self.engines = {name: partial(compiled, each) for name, each in engines.items()}
+        self.engines = engines_here(tuning.engines)
 
     def choose(
         self,
@@ -223,8 +231,9 @@ class Chooser:
         self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]
     ) -> tuple[Program, Sequence[torch.Tensor]]:
         """Return the program to run a region with inputs like these, and its outputs for them."""
-        policy, times = policy_of(inputs), Times(inputs, BRIEF)
-        engines = self.engines if policy.takes_engines else {}
+        policy = policy_of(inputs)
+        times = Times(inputs, BRIEF, self.tuning.cuda_graph and bool(policy.for_calls))
+        engines = [name for name, each in self.engines.items() if policy.kind in each.devices]
         kernels = policy.offered(region, inputs)
         defaults = [*engines, *kernels[: policy.pays(region, inputs)]]
         counts = Counter(name for n in region.graph.nodes if (name := name_of_call(n)) in WEIGHTED)
@@ -249,7 +258,8 @@ class Chooser:
         return self.choose("the whole call", key, makers, offered, offered[:1], times)
 
     def _makers(self, program: Program, times: Times) -> dict[str, Callable[[bool], Program]]:
-        makers: dict[str, Maker] = CANDIDATES | self.engines
+        engines = {name: partial(compiled, each) for name, each in self.engines.items()}
+        makers: dict[str, Maker] = CANDIDATES | engines
         return {name: partial(_verified, name, makers[name], program, times) for name in makers}
 
 
@@ -258,7 +268,7 @@ def _verified(name: str, make: Maker, region: Program, times: Times, timed: bool
 
     One that is not timed only has to run: the answer of the whole call is compared.
     """
-    program = make(region, list(map(exact_copy, times.inputs)))
+    program: Program = make(region, list(map(exact_copy, times.inputs)))
     if program is region:
         return program
     if isinstance(region, fx.GraphModule):

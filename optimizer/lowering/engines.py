@@ -1,4 +1,4 @@
-"""Compilers and runtimes that others keep, for regions on the CPU.
+"""Compilers and runtimes that others keep, for regions.
 
 What enters is a region and example inputs; what leaves is a program that takes such inputs. An
 engine says what it is called, what pip installs it by, and compiles. What OpenVINO lacks, or is
@@ -7,17 +7,20 @@ slow at, ends a region (`partition`).
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 
 from optimizer.core.copy import read_only
 from optimizer.core.errors import InputError
@@ -28,43 +31,50 @@ from optimizer.lowering.trace import Recorder, layout_of
 Run: TypeAlias = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Engines: TypeAlias = str | Iterable[str]
 _TELEMETRY, _ABSENT = "openvino_telemetry", object()
-_CORES: list[Any] = []
 _LOCK = threading.Lock()
 _TYPES = {"f32": torch.float32, "boolean": torch.bool}  # by OpenVINO's names
 
 
 class Engine(Protocol):
-    """A compiler or runtime for float32 on the CPU."""
+    """A compiler or runtime for float32 on the CPU, or any dtype on a GPU."""
 
     name: str  # what `engines=` calls it
     title: str  # what a report calls it
     module: str  # what is imported
+    devices: Set[str]  # the kinds of device that it is for
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
-        """Return a program for contiguous float32 inputs of these sizes, or raise anything.
+        """Return a program for contiguous inputs of these sizes and dtypes, or raise anything.
 
         Any thread may call it; it leaves them as they are and returns memory of its own. `graph`
         holds functions of ATen, and weights that it may keep.
         """
 
 
-def compiled(engine: Engine, region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> ForModerate:
+def compiled(
+    engine: Engine, region: fx.GraphModule, inputs: Sequence[torch.Tensor]
+) -> Callable[..., Sequence[torch.Tensor]]:
     """Return a region that runs by an engine; by torch in a forked process, without its threads.
 
     Raises:
         ValueError: the engine may not run it.
     """
-    if not makes_no_nan(region, inputs):
-        raise ValueError("it is not in float32 on the CPU, or a constant is not finite, or huge")
+    inputs, on_cpu = list(map(_plain, inputs)), all(each.is_cpu for each in inputs)
+    if on_cpu and not makes_no_nan(region, inputs):
+        raise ValueError("it is not in float32, or a constant is not finite, or huge")
     run = engine.compile(in_aten(region, inputs), inputs, torch.get_num_threads())
     run_region, process = as_function(region), os.getpid()
 
     def run_here(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         if os.getpid() != process:
             return run_region(*inputs)  # type: ignore[no-any-return]
-        return run([tensor.resolve_neg().contiguous() for tensor in inputs])
+        return run(list(map(_plain, inputs)))
 
-    return ForModerate(region, run_here)
+    return ForModerate(region, run_here) if on_cpu else run_here
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_neg().contiguous()
 
 
 def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -122,6 +132,7 @@ class OnnxRuntime:
     """
 
     name, title, module = "onnxruntime", "ONNX Runtime", "onnxruntime"
+    devices: Set[str] = frozenset({"cpu"})
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
         """Return a program on so many threads, which do not spin between calls."""
@@ -154,6 +165,7 @@ class OpenVino:
     """
 
     name, title, module = "openvino", "OpenVINO", "openvino"
+    devices: Set[str] = frozenset({"cpu"})
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
         """Return a program on so many threads; concurrent calls take a request each."""
@@ -195,16 +207,14 @@ class OpenVino:
         return run
 
 
+@functools.cache
 def _core() -> Any:
     """Return the one core of the process, which is never freed.
 
     Where a processor has tiles (AMX), OpenVINO's plugin gives the thread a stack for signals, and
     takes the memory back with the last core and model: the next signal then ends the process.
     """
-    with _LOCK:
-        if not _CORES:
-            _CORES.append(_imported().Core())
-    return _CORES[0]
+    return _imported().Core()
 
 
 def _imported() -> Any:
@@ -235,8 +245,30 @@ def _converted(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
     return model
 
 
-ENGINES: dict[str, Engine] = {each.name: each for each in (OpenVino(), OnnxRuntime())}
-AUTOMATIC = ("openvino",)  # ONNX Runtime takes 3 to 15 seconds to prepare
+class Inductor:
+    """The compiler of `torch.compile`, which takes 5 to 60 seconds, with weights as constants.
+
+    It writes kernels: by Triton on a GPU, and by a C++ compiler on the CPU, which must be there.
+    Source: `torch._inductor.compile`, and its setting `freezing`.
+    """
+
+    name, title, module = "inductor", "Inductor", "torch"
+    devices: Set[str] = frozenset({"cpu", "cuda"})
+
+    def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
+        """Return a program on so many threads."""
+        with _LOCK, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it imports, and of precision on a GPU
+            from torch import _inductor
+
+            with tracing(TracingContext(FakeTensorMode())):
+                run = _inductor.compile(graph, list(inputs), {"freezing": True})
+            run(*inputs)  # what its kernels import too
+        return lambda tensors: run(*tensors)
+
+
+ENGINES: dict[str, Engine] = {each.name: each for each in (OpenVino(), OnnxRuntime(), Inductor())}
+AUTOMATIC = ("openvino",)  # the others take too long to prepare
 
 
 def engines_named(names: Engines) -> tuple[str, ...]:
@@ -251,7 +283,7 @@ def engines_named(names: Engines) -> tuple[str, ...]:
     listed = list(items) if isinstance(items, Iterable) else [None]
     for name in listed:
         if not isinstance(name, str) or name not in ENGINES:
-            choices = " and ".join(map(repr, ENGINES))
+            choices = ", ".join(map(repr, ENGINES))
             raise InputError(f"engines: there is no {name!r}, but there are {choices}, and 'auto'.")
         if not _is_installed(ENGINES[name]):
             advice = f"run python -m pip install '.[{name}]' in the clone"

@@ -261,22 +261,22 @@ class ForModerate(nn.Module):
 
     def __init__(self, region: fx.GraphModule, program: Callable[..., Any]) -> None:
         super().__init__()
-        self.region, self.run_region, self.program = region, as_function(region), program
-        self.run = as_function(program) if isinstance(program, nn.Module) else program
+        self.region, self.run_region = region, as_function(region)
+        self.program, self.run = program, as_function(program)
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """Return the region's outputs for inputs of the sizes that the program is for."""
         return (self.run if all(map(is_moderate, inputs)) else self.run_region)(*inputs)
 
 
-def as_function(module: nn.Module) -> Callable[..., Any]:
+def as_function(module: Callable[..., Any]) -> Callable[..., Any]:
     """Return what a module computes with the weights and submodules that it has now, without hooks.
 
     A call through a module looks its parts up by failing accesses: after a forward, whose data
     filled the caches, three modules within one another took 0.25 ms of mobilenet_v3_large's call.
     """
     if not isinstance(module, fx.GraphModule):
-        return module.forward
+        return module.forward if isinstance(module, nn.Module) else module
     attributes = vars(module) | module._parameters | module._buffers
     parts = {name: each for name, each in module._modules.items() if each is not None}
     attributes |= {name: as_function(each) for name, each in parts.items()}

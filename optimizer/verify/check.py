@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -95,39 +95,32 @@ def first_divergence(
 
 def values(module: fx.GraphModule, call: Call) -> dict[str, Result]:
     """Return the result of each node in one call, up to an error, by the node it stands for."""
-    results: dict[str, Result] = {}
-
-    def run_and_keep(node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
-        name, text = node.meta.get("stands_for", node.name), f"'{node.name}' ({describe(node)})"
-        try:
-            result = run(node)
-            results[name] = text, map_tensors(torch.clone, result)
-        except Exception as error:
-            results[name] = text, error
-            raise
-        return result
-
-    recorder = NodeByNode(structural_copy(module), call.copied(), run_and_keep)
+    recorder = _Recorder(structural_copy(module), call.copied())
     with torch.no_grad(), forked_rng(), suppress(Exception):  # of a broken graph, any
         recorder.run()
-    return results
+    return recorder.results
 
 
-class NodeByNode(fx.Interpreter):
-    """Run a graph for one call; the value of a node is what `around(node, run)` returns."""
-
-    def __init__(self, module: fx.GraphModule, call: Call, around: Callable[..., Any]) -> None:
+class _Recorder(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, call: Call) -> None:
         super().__init__(module)
         self.extra_traceback = False  # it would be told as part of an error
         names = (str(node.target) for node in module.graph.find_nodes(op="placeholder"))
         self.inputs = dict(zip(names, call.args, strict=False)) | call.kwargs
-        self.around = around
+        self.results: dict[str, Result] = {}
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.inputs.get(target, args[0] if args else None)
 
     def run_node(self, n: fx.Node) -> Any:
-        return self.around(n, super().run_node)
+        name, text = n.meta.get("stands_for", n.name), f"'{n.name}' ({describe(n)})"
+        try:
+            result = super().run_node(n)
+            self.results[name] = text, map_tensors(torch.clone, result)
+        except Exception as error:
+            self.results[name] = text, error
+            raise
+        return result
 
 
 @dataclass(frozen=True)

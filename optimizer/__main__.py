@@ -109,7 +109,7 @@ def _parser() -> ArgumentParser:
             continue
         kinds = ("bf16", "fp16", "int8")
         command.add_argument("--precision", choices=kinds, help="at level 3")
-        engines = "what may run parts of the model on a CPU at level 2: openvino, onnxruntime,"
+        engines = "what may run parts of the model at level 2: openvino, onnxruntime, inductor,"
         engines += " none, or auto, the default: OpenVINO where it is installed"
         _add_names(command, "--engines", engines)
     commands.choices["explain"].add_argument("name", help="a pass")

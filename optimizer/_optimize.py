@@ -89,8 +89,8 @@ def optimize(
         cuda_graph: from level 2 on, whether calls like the example may run as one CUDA graph, which
             holds the memory of a forward.
         engines: from level 2 on, which kept compilers and runtimes may run parts of calls like the
-            example on the CPU: names of "openvino" and "onnxruntime", which must be installed;
-            "auto" is OpenVINO where it is installed, () is none.
+            example: names of "openvino", "onnxruntime", which must be installed, both for the CPU,
+            and "inductor"; "auto" is OpenVINO where it is installed, () is none.
 
     Raises:
         InputError: an argument cannot be used, or the model rejects the example inputs.

@@ -14,10 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
 import optimizer
-from optimizer.core.device import Cuda
 from optimizer.core.inputs import tensors_in
-from optimizer.lowering.candidates import POLICIES
-from optimizer.lowering.module import LoweredModule
+from tests import level_2
 
 NAMES = ["simple_mlp", "simple_cnn", "resnet_block", "linear_bn_relu_100", "tiny_convnet"]
 
@@ -68,17 +66,14 @@ def test_of_rewrites(workload: models.Workload, dtype: torch.dtype) -> None:
 def test_of_what_runs_on_a_gpu(
     workload: models.Workload, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(POLICIES, "cpu", POLICIES["cuda"])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(Cuda, "is_capturing", lambda: False)
+    level_2.fake_gpu(monkeypatch)
+    level_2.racing(monkeypatch, level_2.last_wins)
     model, inputs = in_dtype(workload, dtype)
-    fast = optimizer.optimize(model, inputs, level=2, check=None, tune_seconds=0)
-    assert isinstance(fast, LoweredModule)
-    with torch.no_grad():
-        plan = fast.plan_for(inputs, {})
+    fast = level_2.lowered(model, *inputs, check=None, cuda_graph=False)
+    plan = level_2.plan_of(fast, *inputs)
 
     convolves = any(isinstance(each, nn.Conv2d) for each in model.modules())
-    assert (plan is not None) is convolves, fast.report
+    assert ("channels_last" in level_2.chosen(fast)) is convolves, fast.report
     assert wide(plan or partial(fast, *inputs), (), dtype) <= wide(model, inputs, dtype)
 
 

@@ -59,6 +59,13 @@ def test_a_race_goes_on_while_it_is_close_and_there_is_time(
     assert rounds < 7 or times.race(dict.fromkeys(programs), 0) == found  # these are known
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_launches_do_not_count_beside_graphs(slept: Clock, graphs: bool) -> None:
+    times = Times((), graphs=graphs)
+    times.call("one", slept(one=(0.1,))["one"], ())
+    assert (not times.seconds) is graphs
+
+
 PLANS: dict[str, tuple[Any, ...]] = {
     "always faster": ((0.9,), 100, ""),
     "slower once": ((0.9, 0.9, 0.9, 1.1, 0.9, 0.9, 0.9), 100, ""),

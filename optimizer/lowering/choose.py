@@ -44,14 +44,12 @@ class Times:
 
     Level 2 takes time nowhere else: a test replaces `race` or `call`. What disturbs the machine
     lasts longer than a moment: before `least` seconds were timed, nothing is clear. Parts of what
-    will be a CUDA graph race `as_graphs`: launched one by one, their launches would be timed.
+    will be a CUDA graph race as `graphs`: launched one by one, their launches would be timed.
     """
 
-    def __init__(
-        self, inputs: Sequence[Any], least: float = SHORT, as_graphs: bool = False
-    ) -> None:
+    def __init__(self, inputs: Sequence[Any], least: float = SHORT, graphs: bool = False) -> None:
         self.inputs, self.least, self.spent = inputs, least, 0.0
-        self.as_graphs = as_graphs
+        self.graphs = graphs
         self.wait = device_of(tensors_in(inputs)).synchronize
         self.seconds = defaultdict[str, list[float]](list)
         self.results: dict[str, Any] = {}  # of the first call of each
@@ -68,7 +66,7 @@ class Times:
             result = program(*inputs)
             self.wait()
             calls, elapsed = calls + 1, time.perf_counter() - start
-        if elapsed >= _MOMENT and (fill or not self.as_graphs):
+        if elapsed >= _MOMENT and (fill or not self.graphs):
             self.seconds[name].append(elapsed / calls)
             self.spent += elapsed
         self.results.setdefault(name, result)
@@ -80,7 +78,7 @@ class Times:
 
     def race(self, runs: Runs, deadline: float, fewest: int = _FEWEST_ROUNDS) -> dict[str, float]:
         """Return the median time of each: they take turns until one clearly wins, or time is up."""
-        if self.as_graphs:
+        if self.graphs:
             with contextlib.suppress(RuntimeError):  # then the whole call cannot be one either
                 record = CANDIDATES["CUDA graph"]
                 runs = {name: record(program, self.inputs) for name, program in runs.items()}

@@ -134,8 +134,8 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     what torch's attention makes is laid out as q. A query whose scores are all -inf has NaN for a
     result in eager and zeros in torch's: a mask may do that and is refused; without one they have
     overflowed, or q or k is infinite. Timed on CPUs, it pays in four dimensions with heads of one
-    size, in half precision where there are few scores.
-    Elsewhere torch takes another kernel, which is slower than what was spelled out.
+    size, in half precision where there are few scores. Elsewhere torch takes another kernel, which
+    is slower than what was spelled out.
     """
     scalings = list[tuple[Any, Any]]()
     scores = _unscaled(weights.all_input_nodes[0], scalings)
@@ -154,7 +154,8 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     require(is_read_only(root), "its result is written")
     sizes, strides = zip(*((tensor(n).shape, tensor(n).stride()) for n in read), strict=True)
     dense = strides[0][3] == strides[1][2] == strides[2][3] == 1
-    alike = sizes[0][:2] == sizes[1][:2] == sizes[2][:2] and sizes[0][3] == sizes[2][3]
+    # Where one of (1, 1) is empty later, torch does not repeat q as matmul repeats both.
+    alike = sizes[0][:2] == sizes[1][:2] == sizes[2][:2] != (1, 1) and sizes[0][3] == sizes[2][3]
     few = tensor(q).dtype.itemsize >= 4 or tensor(scores).numel() <= MOST_IN_HALF
     require(dense and alike and few, "torch has no faster kernel for it")
 

@@ -115,8 +115,8 @@ ATTENTIONS: dict[Any, str] = {
     torch.matmul(torch.softmax(input=torch.div(torch.matmul(q, k.mT), 4.0), dim=-1), v);
     q.matmul(k.mT).mul(0.3).softmax(-1).matmul(v); (q @ k.mT).softmax(-1) @ v + q * k.mean() - v
     """,
-    (1, HALF, *[(1, 1, 128, 8)] * 3): PLAIN,
-    (1, torch.float32, *[(1, 1, 129, 8)] * 3): PLAIN,
+    (1, HALF, *[(1, 4, 64, 8)] * 3): PLAIN,
+    (1, torch.float32, *[(1, 4, 65, 8)] * 3): PLAIN,
     (0,): """
     torch.relu(q).softmax(-1) @ v.mT; (q @ k.mT * m.bias).softmax(-1) @ v;
     (2.0 / (q @ k.mT)).softmax(-1) @ v; (q @ k.mT / 0).softmax(-1) @ v;
@@ -136,7 +136,8 @@ ATTENTIONS: dict[Any, str] = {
     (SLOWER, torch.float64, SHAPE, SHAPE, (2, 3, 5, 4)): PLAIN,  # heads of two sizes
     (SLOWER, torch.float64, SHAPE, (2, 1, 5, 8), (2, 1, 5, 8)): PLAIN,  # keys that are broadcast
     (SLOWER, torch.float64, *[(2, 3, 8, 8)] * 3): "(q @ k).softmax(-1) @ v",  # keys in columns
-    (SLOWER, HALF, *[(1, 1, 129, 8)] * 3): PLAIN,  # much in half precision
+    (SLOWER, HALF, *[(1, 4, 65, 8)] * 3): PLAIN,  # much in half precision
+    (SLOWER, torch.float64, *[(1, 1, 5, 8)] * 3): PLAIN,  # later (1, 0) and (0, 1) may meet
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from optimizer.lowering.engines import ENGINES
 from optimizer.testing._subject import Optimize
 from tests.quality import generic as _generic
 from tests.quality import hunt as _hunt
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     soak = command("soak", _run_soak, "how many of very many models are got wrong")
     soak.add_argument("--examples", type=int, default=10_000)
     soak.add_argument("--level", type=int, default=1)
-    soak.add_argument("--engines", choices=("auto", "none"), default="auto")
+    soak.add_argument("--engines", choices=("auto", "none", *ENGINES), default="auto")
     soak.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     soak.add_argument("--seed", type=int, default=0, help="other models for another one")
     return parser

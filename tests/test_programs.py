@@ -194,6 +194,8 @@ PROCESS = """
 a decorator of torch [forward() is decorated by] | @torch.no_grad()
     def forward(m, x): return x * 2
 a hidden method [it finds 'helper' by getattr()] | getattr(m, "hel" + "per")(x)
+a hidden object [it finds 'kept' by getattr()] | held = {"kept": Settings()}
+    def forward(m, x): return x * getattr(m, "ke" + "pt").scale
 many values [9999 values] | held = {"words": dict.fromkeys(range(9999), 0)}
     def forward(m, x): return x * len(m.words)
 # eager: it reaches
@@ -206,6 +208,9 @@ numpy's options [it asks the process] | (np.seterr(all="warn"), x)[1]
 setting | setattr(m, "n", 1) or x
 a __dict__ | x * len(m.__dict__)
 a layer that is changed | m.train().linear(x)
+a tuple that counts | class Counted(Pair):
+        def __new__(cls, *args): return super().__new__(cls, *args) if step() else None
+    def forward(m, x): return Counted(x, x).first * listed[0]
 # eager: it sets the attribute
 a method that is not named | class model(Model):
         def __getitem__(self, index): self.last = index; return index

@@ -59,13 +59,10 @@ class Spec:
         model = randomize(load(self.source()).to(dtype), self.regime, self.seed)
         return as_graph(model) if self.entry == "graph" else model
 
-    def inputs(
-        self, dtype: torch.dtype = torch.float64, batch: int | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """Arguments of forward, in number and shape as declared, or with another batch size."""
+    def inputs(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+        """Arguments of forward, in number and shape as declared."""
         kinds = self.argument_kinds()
-        shapes = [self.shape if batch is None else (batch, *self.shape[1:])] * len(kinds)
-        given = (shapes, self.regime, self.seed, dtype)
+        given = ([self.shape] * len(kinds), self.regime, self.seed, dtype)
         return inputs_like(*given, kinds=kinds, layout=self.layout)
 
     def argument_names(self) -> list[str]:

@@ -148,12 +148,13 @@ def test_the_result_may_be_cast_and_put_into_training_mode() -> None:
         assert_same(change(eager)(ROWS.double()), change(fast)(ROWS.double()))
 
 
+@pytest.mark.parametrize("call", [lambda f, x: f(x), lambda f, x: f(x=x)])
 @torch.enable_grad()
-def test_gradients_of_an_input_are_the_models() -> None:
+def test_gradients_of_an_input_are_the_models(call: Any) -> None:
     fast, eager = guarded(), running()
     one, other = (ROWS.clone().requires_grad_() for _ in range(2))
 
-    fast(one).sum().backward()
+    call(fast, one).sum().backward()
     eager(other).sum().backward()
 
     torch.testing.assert_close(one.grad, other.grad)

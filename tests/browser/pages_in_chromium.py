@@ -234,8 +234,9 @@ def _peers(folder: Path, device: str, text: str) -> dict[tuple[str, str], float]
         if f"Beside other tools: commit {about['commit']}" not in text:
             continue
         for cell in cells:
-            alike = (cell["device"], cell["batch"], cell["threads"]) == (device, 1, 1)
+            asked = [cell[axis] for axis in ("device", "dtype", "batch", "threads")]
             is_right = "reason" not in cell and cell["difference"] < 1e-3
+            alike = asked == [device, "float32", 1, 1]
             if alike and is_right and cell["peer"] != "eager":
                 pairs = zip(cell["eager_seconds"], cell["seconds"], strict=True)
                 found[cell["model"], cell["peer"]] = median(a / b for a, b in pairs)

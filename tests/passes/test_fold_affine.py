@@ -66,7 +66,9 @@ def trained(pair: nn.Sequential) -> nn.Module:
 
 # The shape of the input, and what is called in the end. See also the motifs and tests/traps.py.
 FOLDED = {
-    ((5, 3), nn.Linear): "nn.Linear(3, 4, bias=False), norm(1)",
+    ((5, 3), nn.Linear): """
+    nn.Linear(3, 4, bias=False), norm(1); over("y - m.layer.bias", nn.Linear(3, 4))
+    """,
     ((2, 3, 6), nn.Conv1d): "nn.Conv1d(3, 4, 3), norm(1)",
     ((2, 3, 4, 4, 4), nn.Conv3d): "nn.Conv3d(3, 4, 3), norm(3)",
     (IMAGE, nn.Conv2d): """

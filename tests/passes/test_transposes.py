@@ -21,7 +21,9 @@ CYCLE, BACK = "x.permute(1, 2, 0)", "x.permute(2, 0, 1)"
 def model_of(text: str) -> nn.Module:
     hooked = nn.ReLU()
     hooked.register_forward_hook(lambda module, given, result: result.cumsum(-1))
-    return Forward(text, hooked=hooked, sigmoid=nn.Sigmoid(), leaky=nn.LeakyReLU()).eval()
+    slopes = nn.PReLU(4, dtype=torch.float64)  # of the axis 1
+    layers = {"sigmoid": nn.Sigmoid(), "leaky": nn.LeakyReLU(), "slopes": slopes}
+    return Forward(text, hooked=hooked, **layers).eval()
 
 
 def tensor(*shape: int) -> Tensor:
@@ -131,7 +133,7 @@ SUNK: dict[Any, Any] = {
     """,
     ((2, 3, 4), 1): f"torch.tanh({CYCLE}).permute(1, 2, 0)",
     ((2, 3, 4), ()): """
-    m.hooked(x.mT).mT; torch.relu(x.mT); (x.mT + x.new_ones(4, 3)).mT; F.gelu(x.mT).mT;
+    m.hooked(x.mT).mT; m.slopes(x.mT).mT; torch.relu(x.mT); (x.mT + x.new_ones(4, 3)).mT; F.gelu(x.mT).mT;
     torch.relu_(x.exp().mT).mT; x.mT.cumsum(-1).mT;
     torch.relu(x.permute(0, x.dim() - 1, 1)).mT; torch.relu(x.mT).permute(0, x.dim() - 1, 1)
     """,

@@ -133,8 +133,8 @@ SUNK: dict[Any, Any] = {
     """,
     ((2, 3, 4), 1): f"torch.tanh({CYCLE}).permute(1, 2, 0)",
     ((2, 3, 4), ()): """
-    m.hooked(x.mT).mT; m.slopes(x.mT).mT; torch.relu(x.mT); (x.mT + x.new_ones(4, 3)).mT; F.gelu(x.mT).mT;
-    torch.relu_(x.exp().mT).mT; x.mT.cumsum(-1).mT;
+    m.hooked(x.mT).mT; m.slopes(x.mT).mT; torch.relu(x.mT); (x.mT + x.new_ones(4, 3)).mT;
+    F.gelu(x.mT).mT; torch.relu_(x.exp().mT).mT; x.mT.cumsum(-1).mT;
     torch.relu(x.permute(0, x.dim() - 1, 1)).mT; torch.relu(x.mT).permute(0, x.dim() - 1, 1)
     """,
     ((2, 3, 4), "a value between the transposes is read elsewhere"): """

@@ -180,6 +180,16 @@ def test_an_argument_that_is_not_read_stays_an_argument() -> None:
         fast(*ROWS)
 
 
+def test_a_view_of_an_input_may_be_written_through_another_input() -> None:
+    text = "y = x[0]; before = y.exp(); z.add_(1.0); return before - y.exp()"
+    reason = "what it reads may be written in between"
+
+    fast = tried(CSE, ForwardOfTwo(text).eval(), (*ROWS, torch.ones(2)), reason)
+
+    (twice,) = inputs_like([(4, 3)], "random", 1)
+    assert fast(twice, twice).all()
+
+
 def test_a_set_that_is_given_is_added_to_though_tensors_have_an_add_too() -> None:
     model, given = ForwardOfTwo("z.add(7); return x.exp()").eval(), {1}
 

@@ -140,7 +140,10 @@ BEHIND: dict[Any, str] = {
     """,
     # a second reader, as timm's BatchNormAct2d checks the rank of what it is given
     (IMAGE, 1): 'both("(m.bn(y := m.conv(x)), y.ndim, y.shape[0], y.size(1))")',
-    (IMAGE, 2): 'both("m.bn(m.conv(x)) - m.second(m.conv(x))")',
+    (IMAGE, 2): """
+    both("m.bn(m.conv(x)) - m.second(m.conv(x))");
+    over("(1.0 - y) * (m.layer(-x) - 1.0)", conv())
+    """,
     ((2, 4, 5, 5), 0): 'both("m.bn(m.up(x, output_size=[12, 12]))", up=up(4, 4, 3, 2))',
     # what is not affine in one value
     (IMAGE, 0): """
@@ -202,7 +205,9 @@ BEFORE: dict[Any, str] = {
     ((3, 4), (nn.Linear, nn.Linear)): """
     Forward("m.layer(m.layer(x) * m.c)", layer=nn.Linear(4, 4), c=torch.rand(4) + 0.5)
     """,
-    (WIDE, "the layer pads with zeros, which are not shifted"): "norm(2), up(4, 6, 3)",
+    (WIDE, "the layer pads with zeros, which are not shifted"): """
+    norm(2), up(4, 6, 3); norm(2), valid(3, padding="same")
+    """,
     (WIDE, 0): 'before("(y := x * c) + y.mean()", valid(3), 4, 1, 1)',
     (WIDE, READ_ELSEWHERE): 'Forward("(m.layer(y := x * 0.5), y)", layer=valid(3))',
     (GRAY, SHAPE): 'before("x * c", valid(3), 4, 1, 1)',

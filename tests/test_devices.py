@@ -108,6 +108,12 @@ def test_what_will_be_part_of_a_graph_races_as_one(
     assert gpu.records == records
 
 
+def test_an_engine_for_cpus_is_not_offered(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    level_2.offer(monkeypatch, "stub")
+
+    assert not any(name.startswith("Stub") for name in chosen(lowered(net(), *inputs())))
+
+
 def test_it_can_be_declined(gpu: FakeCuda) -> None:
     fast = lowered(net(), *inputs(), cuda_graph=False)
     pickled(fast).lower(inputs(batch=4))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import optimizer
+from optimizer.core.inputs import storages_in
 from optimizer.core.ops import MAY_COPY
 from optimizer.facts.facts import Facts
 from optimizer.testing import assert_equivalent
@@ -193,6 +194,16 @@ def test_facts_tell_a_tensor_from_a_later_one_in_its_place():
 
     for size in range(20):
         assert facts.to_meta(torch.empty(size)).shape == (size,)
+
+
+def test_facts_tell_a_tensor_from_a_later_one_in_the_storage_that_it_left():
+    facts = Facts()
+
+    for size in range(1, 20):
+        moved = torch.empty(size)
+        known = facts.to_meta(moved)
+        moved.data = torch.empty(size)
+        assert storages_in(facts.to_meta(torch.empty(size))).isdisjoint(storages_in(known))
 
 
 def reshaped(m, x):

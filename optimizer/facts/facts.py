@@ -184,7 +184,7 @@ class Facts:
         self.pending_guards: set[tuple[str, fx.Node]] = set()  # asked by the rewrite under way
         self._meta: dict[int, Any] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._alive: list[torch.Tensor] = []
+        self._alive: list[Any] = []
 
     def writers_of(self, storages: Iterable[int]) -> Iterator[fx.Node]:
         """Return the nodes of the graph that write one of some storages, or may do so."""
@@ -215,7 +215,7 @@ class Facts:
         if isinstance(tensor, nn.Parameter):
             meta = nn.Parameter(meta, tensor.requires_grad)
         self._meta[id(tensor)] = meta
-        self._alive.append(tensor)
+        self._alive += [tensor, real]  # which the tensor may leave, and others find its address
         self.devices.add(tensor.device)
         return meta
 

@@ -53,7 +53,6 @@ def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
         if call is not None and _writes_a_constant(module):
             module = _captured(model, call, record_factories=True)
         require(not _writes_a_constant(module), "it writes a tensor that it makes itself")
-        unshare(tensor for _, tensor in _constants(module))
         return finished(module)
     except Exception as error:  # whatever a user's forward does with traced values
         raise CaptureError(reason_of(error)) from error
@@ -79,6 +78,7 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
     from_aten(graph)
     for name, tensor in _constants(module):  # a global's tensor is an object of the caller's
         setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
+    unshare(tensor for _, tensor in _constants(module))
     if call is not None:
         facts = observe(module, call)
         for node in graph.nodes:

@@ -12,17 +12,15 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.testing import assert_close
 
 import optimizer
 from optimizer.core.device import Cuda
 from optimizer.core.errors import Refused
-from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, POLICIES, Policy, require_one_device
+from optimizer.lowering.candidates import AS_IT_IS, POLICIES, Policy, require_one_device
 from optimizer.lowering.choose import Times
-from optimizer.verify.equivalence import BOUNDS
 from tests import level_2
-from tests.level_2 import FakeCuda, Running, chosen, fake_gpu, image, lowered, pickled, plan_of
+from tests.level_2 import FakeCuda, chosen, fake_gpu, image, lowered, pickled, plan_of
 from tests.single_pass import ForwardOfTwo, rows
 
 pytestmark = pytest.mark.usefixtures("right_is_enough")
@@ -73,10 +71,14 @@ def assert_answers(fast: Any, of: Any, *seeds: int) -> None:
         assert answer["image"].stride() == expected["image"].stride()
 
 
-def test_a_call_is_one_replay_with_the_models_answer_which_its_caller_keeps(gpu: FakeCuda) -> None:
+def test_a_call_is_one_replay_with_the_models_answer_which_its_caller_keeps(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    level_2.offer(monkeypatch, "stub")  # an engine for CPUs
     fast = lowered(net(), *inputs())
     gc.collect()
     assert chosen(fast)[-1] == "CUDA graph"
+    assert not any(name.startswith("Stub") for name in chosen(fast))
     assert_answers(fast, net(), 0, 1, 2)
 
     first = fast(*inputs(1))
@@ -85,16 +87,6 @@ def test_a_call_is_one_replay_with_the_models_answer_which_its_caller_keeps(gpu:
     first["image"].zero_()
     assert_answers(fast, net(), 1)
     assert gpu.records == 1
-
-
-def test_the_memory_that_a_graph_holds_is_measured_by_launching_its_kernels(
-    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fast = lowered(net(), *inputs())
-    monkeypatch.setattr(FakeCuda, "replay", None)  # it cannot be called
-    monkeypatch.setattr(Cuda, "is_measured", True)
-
-    assert_answers(fast, net(), 1, 2)
 
 
 @rows("graphs records", {"graphs": (True, 2 + 1), "launches": (False, 0)})
@@ -106,12 +98,6 @@ def test_what_will_be_part_of_a_graph_races_as_one(
     lowered(net(), *inputs(), cuda_graph=graphs)
 
     assert gpu.records == records
-
-
-def test_an_engine_for_cpus_is_not_offered(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    level_2.offer(monkeypatch, "stub")
-
-    assert not any(name.startswith("Stub") for name in chosen(lowered(net(), *inputs())))
 
 
 def test_it_can_be_declined(gpu: FakeCuda) -> None:
@@ -214,13 +200,6 @@ def test_without_timing_it_is_chosen_and_its_answer_is_compared_all_the_same(
         fast.lower(inputs(batch=3), tune_seconds=0)
 
 
-def test_a_call_is_decided_apart_from_the_region_that_it_consists_of(gpu: FakeCuda) -> None:
-    fast = lowered(nn.Conv2d(3, 8, 3), image())
-
-    assert chosen(fast) == ["channels_last", "CUDA graph"]
-    assert len({choice.key for choice in fast.report.choices}) == 2
-
-
 @on_mps
 def test_on_mps_no_layout_and_no_kernel_is_tried(pretended: None) -> None:
     model, x = nn.Conv2d(3, 8, 3), image()
@@ -246,23 +225,6 @@ def test_kernels_of_another_precision_or_gpu_are_another_plan(
 
     assert plan_of(fast, x) is not None
     assert len({each.report.choices[0].key for each in (fast, other, third)}) == 3
-
-
-@on_cuda
-@pytest.mark.parametrize(("factor", "accepted"), [(1.0, True), (1 + 1e-5, False)])
-def test_rounding_beyond_the_bound_is_judged_by_float64(
-    pretended: None, monkeypatch: pytest.MonkeyPatch, factor: float, accepted: bool
-) -> None:
-    def otherwise_rounded(x: torch.Tensor) -> tuple[torch.Tensor]:
-        return ((F.conv2d(x.double(), model.weight.double()) * factor).float(),)
-
-    model = nn.Conv2d(3, 8, 3, bias=False).eval()
-    monkeypatch.setitem(CANDIDATES, "channels_last", lambda *given: Running(otherwise_rounded))
-    monkeypatch.setitem(BOUNDS, torch.float32, 0.0)
-    report = lowered(model, image(2, 3, 9, 9), check=None).report
-    choice = next(iter(report.choices or report.tried))
-
-    assert ("channels_last" not in choice.rejected) is accepted
 
 
 def test_on_an_unknown_device_or_several_nothing_is_lowered(

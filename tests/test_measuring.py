@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import repository
-from tests.repository import committed, git, processes, table, wait_for
+from tests.repository import committed, git, processes, wait_for
 
 pytestmark = pytest.mark.integration
 pytest.importorskip("asv")
@@ -86,14 +86,6 @@ def nodes(project, of):
     return json.loads(file.read_text())["results"][NODES][0]
 
 
-def slow_down(project):
-    """Let each ratio take minutes, and return what undoes it."""
-    suite = project / "benchmarks" / "cpu.py"
-    text = suite.read_text()
-    suite.write_text(text.replace("sleep(0)", "sleep(100)"))
-    return lambda: suite.write_text(text)
-
-
 def test_every_model_is_measured_or_the_headline_and_compared_with_the_commit_before(project):
     shutil.rmtree(project / "results")
     first = commit(project, 0.5)
@@ -125,7 +117,8 @@ def test_a_tree_with_changes_is_not_what_is_measured_and_a_line_says_how_much_is
 
 
 def test_what_was_measured_is_kept_where_it_is_stopped_and_nothing_goes_on(project):
-    slow_down(project)
+    suite = project / "benchmarks" / "cpu.py"
+    suite.write_text(suite.read_text().replace("sleep(0)", "sleep(100)"))
     process = started(project)
     wait_for(lambda: process.poll() is not None or _measures_ratios(process.pid))
     process.send_signal(signal.SIGINT)
@@ -145,30 +138,12 @@ def _measures_ratios(parent):
     return False
 
 
-@table(
-    "arguments expected",
-    ("--commit nonesuch", "there is no commit 'nonesuch' here"),
-    ("--bench nonesuch", "no benchmark matches ['nonesuch']"),
-)
-def test_what_cannot_be_measured_is_a_sentence(project, arguments, expected):
-    status, output = said(project, *arguments.split())
-    assert status == 1
-    assert expected in output
-
-
-@table("kind reason", ("cut", "cannot be read"), ("full", "No space left on device"))
-def test_results_that_cannot_be_read_or_written_are_left_as_they_are(project, kind, reason):
+def test_results_that_cannot_be_read_are_left_as_they_are(project):
     (file,) = (project / "results" / "here").glob("*-*.json")
-    if kind == "cut":
-        file.write_text(file.read_text()[:200])
-    elif Path("/dev/full").exists():
-        file.with_name(f"{file.name}.partial").symlink_to("/dev/full")
-    else:
-        pytest.skip("a disk that is full is Linux's")
-    before = file.read_text()
+    file.write_text(before := file.read_text()[:200])
     status, output = said(project, "--bench", "^graph")
     assert status == 1
-    assert reason in output
+    assert "cannot be read" in output
     assert file.read_text() == before
 
 
@@ -190,13 +165,3 @@ def test_history_measures_earlier_commits_once_and_names_those_it_cannot(project
         assert int(100 * number) in nodes(project, each)
         assert all(f"{each[:8]}: {PARTS}" in output for _, output in (first, second))
     assert "-- commit" not in second[1]
-
-
-def test_history_takes_up_what_took_too_long(project):
-    now, speed_up = git(project, "rev-parse", "HEAD")[:8], slow_down(project)
-    _, output = said(project, *HISTORY, "1", "--minutes-each", "0.1")
-    assert f"{now}: graph counts; no time for Paired of resnet18" in output
-
-    speed_up()
-    _, output = said(project, *HISTORY, "1", "--minutes-each", "0.9")
-    assert f"{now}: {PARTS}" in output

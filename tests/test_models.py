@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -149,70 +148,6 @@ def test_what_cannot_be_loaded_is_told_with_what_to_do(
         monkeypatch.setitem(sys.modules, lacks, None)
     with pytest.raises(error, match=said):
         ask()
-
-
-def test_sized_builders_take_any_size() -> None:
-    workload = models.synthetic.linear_bn_relu(3, width=8)
-    built, loaded = models.synthetic.transpose_chain(10), models.load("transpose_chain_10")
-
-    assert (workload.name, len(workload.module)) == ("linear_bn_relu_3_8", 9)
-    assert outputs(workload)[0].shape == (16, 8)
-    assert torch.equal(outputs(built)[0], outputs(loaded)[0])
-
-
-def test_masks_select_some_but_not_all_and_where_does_as_an_assignment() -> None:
-    assign, where = models.load("masked_assign"), models.load("masked_assign_where")
-    assert torch.equal(outputs(assign)[0], outputs(where, assign.example_inputs)[0])
-    for output, value in zip(outputs(models.load("masked_postprocess_256")), (1, -1), strict=True):
-        for each in (0, value):
-            assert 0 < (output == each).sum() < output.numel() - 16
-
-
-# What a torchvision of another version does as it is imported: it loads its operators, once, if it
-# can, and attaches meta kernels to some whether it could or not.
-A_TORCHVISION = """
-import torch
-import torchvision._inside
-if not hasattr(torch, "loaded"):
-    torch.loaded = torch.library.Library("torchvision", "DEF")
-    for name in {loaded}:
-        torch.loaded.define(f"{{name}}(Tensor theirs) -> Tensor")
-for name in ("nms", "qnms"):
-    torch.library.register_fake(f"torchvision::{{name}}", lambda x: x)
-{rest}
-"""
-IMPORTING = """
-import torch
-from models import import_torchvision
-try:
-    told = import_torchvision()._inside.__name__
-except ImportError as error:
-    told = error
-operators = (getattr(torch.ops.torchvision, name).default._schema for name in ("nms", "qnms"))
-print(told, *operators, sep="|")
-"""
-
-
-@pytest.mark.integration
-@table(
-    "loaded rest words",
-    (["nms"], "", "torchvision._inside"),
-    (["nms", "qnms"], "raise RuntimeError('CUDA')", "cannot be imported beside torch .*: CUDA"),
-    ([], "import no_such_package", ".*: No module named 'no_such_package'"),
-)
-def test_only_operators_that_do_not_load_are_declared_and_a_failure_says_why(
-    loaded: list[str], rest: str, words: str, tmp_path: Path
-) -> None:
-    package = tmp_path / "torchvision"
-    package.mkdir()
-    (package / "_inside.py").touch()
-    (package / "__init__.py").write_text(A_TORCHVISION.format(loaded=loaded, rest=rest))
-    told, *schemas = python(IMPORTING, PYTHONPATH=str(tmp_path)).split("|")
-
-    assert re.search(words, told)
-    theirs, ours = "(Tensor theirs) -> Tensor", "(...) -> ..."
-    for name, schema in zip(("nms", "qnms"), schemas, strict=True):
-        assert schema == f"torchvision::{name}{theirs if name in loaded else ours}"
 
 
 @pytest.mark.integration

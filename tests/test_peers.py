@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import os
 import re
 import sys
 from pathlib import Path
@@ -17,9 +16,8 @@ from benchmarks.peers import __main__ as command
 from benchmarks.peers import _worker
 from benchmarks.peers._process import PeerError, Worker, worker
 from benchmarks.peers._rounds import Plan, measured
-from benchmarks.peers._store import Store
 from benchmarks.peers._table import tables
-from tests.repository import processes, table, wait_for
+from tests.repository import table
 
 ROOT = Path(__file__).parents[1]
 PLAN = Plan(rounds=6, block_seconds=0.01, limit=20)
@@ -88,12 +86,10 @@ def test_peers_are_asked_once_a_round_in_orders_that_differ_for_blocks_that_fill
     ("slow", "eager first", {"eager": {"reason": "too hard"}}),
     ("slow", "eager later", {"fast": {"reason": "nothing to compare with: no more"}}),
 )
-def test_who_fails_says_why_and_ends_and_without_eager_nothing_is_compared(peer, eager, cells):
-    found, told = race(peer, "fast", eager=eager)
+def test_who_fails_says_why_and_without_eager_nothing_is_compared(peer, eager, cells):
+    found, _ = race(peer, "fast", eager=eager)
     assert found == found | cells
-    assert ("slow" if eager == "eager" else "eager", "ends") in told
     assert ("fast" in found) is (eager != "eager first")
-    assert eager != "eager" or len(found["fast"]["seconds"]) == PLAN.rounds
 
 
 def program(code, limit=PLAN.limit):
@@ -114,16 +110,6 @@ def test_a_worker_answers_or_it_is_told_why_not(code, reason):
         with pytest.raises(PeerError) as told:
             running.ask(timed=3)
     assert str(told.value) == reason
-
-
-def test_a_worker_is_closed_once_and_what_it_started_is_gone(monkeypatch):
-    sleeping = "[sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL"
-    with program(f"print(subprocess.Popen({sleeping}).pid, flush=True); time.sleep(60)") as running:
-        child = int(running.process.stdout.readline())
-    monkeypatch.setattr(os, "killpg", lambda *group: pytest.fail("it may be another's by now"))
-    running.close()
-    assert not Path(running.folder.name).exists()
-    wait_for(lambda: not processes(f"--pid {child}", "time.sleep"), seconds=5)
 
 
 CELL = {"seconds": [0.002] * 6, "eager_seconds": [0.003] * 6, "prepared": 1.5}
@@ -162,33 +148,29 @@ def run(monkeypatch, tmp_path, capsys):
     return run
 
 
-def test_the_command_keeps_its_cells_and_the_table_is_of_the_latest(run, monkeypatch):
+def test_the_command_keeps_its_cells_and_measures_again_only_what_failed_or_was_not_reached(run):
     with pytest.raises(SystemExit, match="no results on cpu yet"):
         run("--table")
     assert "1.50" in run("--quick", *TWO)[1]
     assert not Path("results").exists()
-    assert run(*TWO)[0] == [("eager", "fx_fuse", "openvino")] * 2
-    earlier = command._about() | {"commit": "a", "date": "2026-01-01"}
-    monkeypatch.setattr(command, "_about", lambda: earlier)
-    run("--models", "r3d_18", "--peers", "fx_fuse")
-    measurements, output = run("--table")
-    assert measurements == []
-    with pytest.raises(SystemExit, match="no results on cuda yet"):
-        run("--table", "--device", "cuda")
-    assert f"torch {importlib.metadata.version('torch')}" in output
-    assert "| resnet50 | 2 ms | 1.50 [1.50, 1.50] (1.5) |" in output
-    assert "r3d_18" not in output
-
-
-def test_a_second_run_measures_only_what_failed_or_was_not_reached_or_asked_for(run):
     with pytest.raises(KeyboardInterrupt):
         run(*TWO, failing=["openvino"], most=1)
     again = [("openvino",), ("eager", "fx_fuse", "openvino")]
     assert run(*TWO, failing=["openvino"])[0] == again
     assert run(*TWO)[0] == [("openvino",)] * 2
     assert run("--models", "resnet18", "--peers", "fx_fuse,torchscript")[0] == [("torchscript",)]
-    with pytest.raises(SystemExit, match="2"):
-        run("--rounds", "5")
+
+
+def test_the_table_is_of_the_latest(run, monkeypatch):
+    run(*TWO)
+    earlier = command._about() | {"commit": "a", "date": "2026-01-01"}
+    monkeypatch.setattr(command, "_about", lambda: earlier)
+    run("--models", "r3d_18", "--peers", "fx_fuse")
+    measurements, output = run("--table")
+    assert measurements == []
+    assert f"torch {importlib.metadata.version('torch')}" in output
+    assert "| resnet50 | 2 ms | 1.50 [1.50, 1.50] (1.5) |" in output
+    assert "r3d_18" not in output
 
 
 TRIPLED = {**CELL, "seconds": [0.001] * 6, "prepared": 123.4}
@@ -196,15 +178,6 @@ TRIPLED |= {"difference": 0.005, "budget": 0.01}  # within what it promises
 UNSTEADY = {**CELL, "seconds": [0.001, 0.003] * 3, "peak_memory": None}
 WRONG = {**CELL, "difference": 0.1, "budget": 0.01}
 PEERS = ("eager", "optimized-2", "fx_fuse", "onnxruntime", "openvino")
-
-
-def test_the_file_is_whole_at_any_time_and_what_was_measured_is_not_overwritten(tmp_path):
-    store = Store(tmp_path / "peers.jsonl", {"commit": "abc"})
-    store.add({key("eager"): EAGER_CELL})
-    with pytest.raises(TypeError):
-        store.add({key("fx_fuse"): {"reason": object()}})
-    store.add({key("eager"): CELL, key("fx_fuse"): CELL})
-    assert Store(store.file, {}).cells == {key("eager"): EAGER_CELL, key("fx_fuse"): CELL}
 
 
 TABLES = """\
@@ -235,21 +208,13 @@ TASK = {"device": "cpu", "dtype": "float32", "model": "tiny_convnet", "batch": 2
 
 
 @pytest.mark.integration
-def test_real_peers_answer_as_eager_does():
+def test_real_peers_answer_as_eager_does_on_models_of_the_commit_under_test(tmp_path, monkeypatch):
     cells = measured(["fx_fuse"], lambda peer: worker({**TASK, "peer": peer}, 120), PLAN)
     assert list(cells) == ["eager", "fx_fuse"]
-    assert cells["eager"]["difference"] == 0
-    for cell in cells.values():
-        assert cell["difference"] < 1e-5
-        assert len(cell["seconds"]) == PLAN.rounds
-        assert all(1e-6 < seconds < 10 for seconds in cell["seconds"])
+    assert cells["eager"]["difference"] == 0 < cells["fx_fuse"]["difference"] < 1e-5
+    assert all(1e-6 < seconds < 10 for cell in cells.values() for seconds in cell["seconds"])
 
-
-@pytest.mark.integration
-def test_the_models_are_those_of_the_commit_under_test(tmp_path, monkeypatch):
-    package = tmp_path / "models"
-    package.mkdir()
-    package.joinpath("__init__.py").write_text("def load(name): raise LookupError(name + ' of it')")
+    (tmp_path / "models.py").write_text("def load(name): raise LookupError(name + ' of it')")
     monkeypatch.setattr("benchmarks.peers._process._project", lambda: str(tmp_path))
     raised = pytest.raises(PeerError, match="LookupError: tiny_convnet of it")
     with worker({**TASK, "peer": "eager"}, 120) as running, raised:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import optimizer
-from optimizer import CaptureError, EquivalenceError, OptimizerWarning
+from optimizer import EquivalenceError, OptimizerWarning
 from optimizer.testing import untouched
 from optimizer.toolkit import call, insert_function, replace_pattern, rewrite
 from tests.level_2 import Then
@@ -94,14 +94,6 @@ def test_a_model_whose_copy_is_another_model_keeps_its_answer(name: str, level: 
     assert "copy" in str(fast.report) or name == "forgets the mode"
 
 
-def test_check_refuses_a_model_whose_copy_is_another() -> None:
-    model = randomize(HoldsSettings())
-    wrong = optimizer.optimize(model, X, level=1, check=None)
-
-    with untouched(model), pytest.raises(CaptureError, match=r"has another .factor."):
-        optimizer.check(model, wrong, X)
-
-
 def folded_then(text: str) -> nn.Module:
     """A convolution and a norm, which fold, and what follows."""
     layers = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
@@ -155,15 +147,11 @@ def test_all_that_is_in_an_output_is_compared(text: str, dtype: torch.dtype) -> 
         optimizer.check(other, model, X.to(dtype))
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [(lambda y: (row for row in y.tolist()), "generator"), (lambda y: lambda: y, "function")],
-)
-def test_what_cannot_be_compared_is_left_with_a_remark(make: Any, kind: str) -> None:
-    model = rows_then(make)
+def test_what_cannot_be_compared_is_left_with_a_remark() -> None:
+    model = rows_then(lambda y: lambda: y)
     fast = optimizer.optimize(model, X)
 
-    with pytest.warns(OptimizerWarning, match=f"is a {kind}, which cannot be compared"):
+    with pytest.warns(OptimizerWarning, match="is a function, which cannot be compared"):
         optimizer.check(model, fast, X)
 
 

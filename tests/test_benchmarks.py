@@ -9,7 +9,6 @@ import importlib.metadata
 import itertools
 import json
 import math
-import platform
 import signal
 import sys
 import warnings
@@ -38,9 +37,9 @@ SUITE = Path(__file__).parents[1] / "benchmarks"
 update_sys_path(str(SUITE))
 BENCHMARKS = {benchmark.name: benchmark for benchmark in disc_benchmarks(str(SUITE))}
 del sys.meta_path[0]  # asv's importer, which pytest cannot work with
-MAIN, MACHINE, TIERS, SUBJECTS, ERROR = (
+MAIN, TIERS, SUBJECTS, ERROR = (
     importlib.import_module(f"benchmarks.{name}")
-    for name in ("__main__", "_machine", "tiers", "_workloads", "_error")
+    for name in ("__main__", "tiers", "_workloads", "_error")
 )
 SMALL = "tiny_convnet"
 OF_A_FORWARD = "Latency.time_forward Memory.track_peak_memory Paired.track_relative_latency"
@@ -145,7 +144,6 @@ def optimize_is(function):
     return mock.patch.object(optimizer, "optimize", function)
 
 
-ONLY_32 = Forward("1 / (x.dtype == torch.float32)")
 OPENVINO, NOTHING, NA = rewrite("optimized-2-openvino"), nullcontext(), NotImplementedError
 NO_ENGINE = mock.patch("optimizer.lowering.engines._is_installed", return_value=False)
 NO_GPU = mock.patch("shutil.which", return_value="")
@@ -158,7 +156,6 @@ NAN, ONE = torch.tensor(math.nan), torch.ones(1)
     (OPENVINO, NO_ENGINE, NA, "openvino"),
     (rewrite("optimized-2"), optimize_is(only_level_1), NA, "no level=2"),
     (lambda: SUBJECTS.forward("toy_model", "eager", "cuda"), NO_GPU, NA, "NVIDIA"),
-    (lambda: ERROR.in_float64(ONLY_32, [ONE]), NOTHING, NA, "float64"),
     (lambda: ERROR.error_bound([NAN], [ONE[0]]), NOTHING, ValueError, "not finite"),
 )
 def test_what_is_not_available_says_why_and_what_is_wrong_fails(ask, where, error, said):
@@ -178,22 +175,6 @@ def test_the_meaning_of_the_numbers_changes_only_with_the_version():
         kept = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
         digest.update("\n".join(map(ast.unparse, kept)).encode())
     assert {version: digest.hexdigest()[:16]} == MEANING
-
-
-@table(
-    "processors command answer name",
-    ("cpu family\t: 6\nmodel\t\t: 143\nstepping : 8\n\nmodel:7", "", "", "-6-143-8-2core"),
-    ("", "nvidia-smi", "NVIDIA H100\nNVIDIA H100", "-2core-NVIDIA-H100"),
-)
-def test_a_machine_is_named_by_processor_cores_and_gpu(
-    monkeypatch, tmp_path, processors, command, answer, name
-):
-    (tmp_path / "cpuinfo").write_text(processors)
-    monkeypatch.setattr(MACHINE, "_PROCESSORS", tmp_path / "cpuinfo")
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    told = lambda asked, **more: answer * (asked[0] == command)  # noqa: E731
-    monkeypatch.setattr("subprocess.check_output", told)
-    assert MACHINE._fingerprint() == f"{platform.machine()}{name}"
 
 
 def test_versions_of_what_is_measured_with_share_no_series_and_strangers_are_refused(monkeypatch):
@@ -255,12 +236,3 @@ def test_a_smoke_run_that_measures_nothing_or_stops_fails_and_keeps_nothing(
     assert MAIN.main(["--smoke"]) == expected
     assert said in capsys.readouterr().out
     assert [file.read_text() for file in kept.parent.iterdir()] == ["before"]
-
-
-def test_without_asv_there_is_help_and_what_installs_it(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "benchmarks.measuring", None)
-    assert MAIN.main(["--help"]) == 0
-    assert MAIN.main(["--all"]) == 2
-    out, err = capsys.readouterr()
-    assert all(f"python -m benchmarks {name}" in out for name in ("compare", "history", "--smoke"))
-    assert "python -m tox run -e bench" in err

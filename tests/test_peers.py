@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import benchmarks.peers as suite
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import _worker
 from benchmarks.peers._process import PeerError, Worker, worker
@@ -229,18 +228,6 @@ def test_the_difference_is_of_the_output_that_is_furthest():
     for found, said in ([FAR, ONE_ROW * math.nan], "not finite"), ([FAR], "longer"):
         with pytest.raises(ValueError, match=said):
             _worker._difference(found, [FAR, ONE_ROW])
-
-
-def test_asv_gets_what_it_asks_for(monkeypatch):
-    benchmark, place = suite.Peers(), ("r3d_18", "openvino")
-    monkeypatch.setattr(suite, "measured", lambda peers, start, plan: {"openvino": CELL})
-    monkeypatch.setenv(suite.ASKED, "resnet18,r3d_18")
-    cells = benchmark.setup_cache()
-    benchmark.setup(cells, *place)
-    assert set(cells) == {("resnet18", "openvino"), place}
-    found = benchmark.track_relative_latency(cells, *place)
-    assert found == {"samples": pytest.approx([2 / 3] * 6), "number": 1}
-    assert benchmark.track_preparation(cells, *place) == 1.5
 
 
 def test_the_readme_has_the_figures_that_are_kept():

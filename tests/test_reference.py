@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import optimizer
+from models import import_torchvision
 from optimizer import EquivalenceError, OptimizerWarning
 from optimizer.testing import untouched
 from optimizer.toolkit import call, insert_function, replace_pattern, rewrite
@@ -288,3 +289,25 @@ def test_a_pattern_may_read_a_parameter_and_what_stands_instead_brings_its_own()
         expected = module.weight * shifted.linear(X) + shifted.row
 
     torch.testing.assert_close(replace_pattern(module, relu, shifted)(X), expected)
+
+
+def test_a_graph_of_torchvision_whose_copies_train() -> None:
+    """Source: torchvision issue 8634, pytorch issue 82598."""
+    import_torchvision()
+    from torchvision.models import resnet18
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    model = create_feature_extractor(randomize(resnet18(weights=None)), {"layer1": "y"}).eval()
+    image = torch.linspace(-1, 1, 3 * 32 * 32).view(1, 3, 32, 32)
+    fast = optimizer.optimize(model, image, level=1)
+
+    assert fast.report.counts()["fold_affine"] > 0
+    torch.testing.assert_close(fast(image)["y"], model(image)["y"])
+
+
+def test_a_model_that_does_not_repeat_its_bits_is_no_judge_of_them() -> None:
+    calls: list[None] = []
+    noisy = Forward(lambda m, x: (calls.append(None), x + 1e-6 * len(calls))[1]).eval()
+    fast = optimizer.optimize(noisy, X, level=0)
+
+    assert not any("answer" in each for each in fast.report.remarks)

@@ -200,6 +200,10 @@ def test_without_timing_it_is_chosen_and_its_answer_is_compared_all_the_same(
         fast.lower(inputs(batch=3), tune_seconds=0)
 
 
+def test_a_call_is_decided_apart_from_the_region_that_it_consists_of(gpu: FakeCuda) -> None:
+    assert chosen(lowered(nn.Conv2d(3, 8, 3), image())) == ["channels_last", "CUDA graph"]
+
+
 @on_mps
 def test_on_mps_no_layout_and_no_kernel_is_tried(pretended: None) -> None:
     model, x = nn.Conv2d(3, 8, 3), image()

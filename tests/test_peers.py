@@ -113,8 +113,6 @@ def test_a_worker_answers_or_it_is_told_why_not(code, reason):
 
 CELL = {"seconds": [0.002] * 6, "eager_seconds": [0.003] * 6, "prepared": 1.5}
 CELL |= {"peak_memory": 3 * 2**20, "difference": 1e-7}
-ONE = [1.234567] * 6
-EAGER_CELL = CELL | {"seconds": ONE, "eager_seconds": ONE, "prepared": 0, "difference": 0.0}
 
 
 def key(peer, model="resnet18"):
@@ -172,35 +170,13 @@ def test_the_table_is_of_the_latest(run, monkeypatch):
     assert "r3d_18" not in output
 
 
-TRIPLED = {**CELL, "seconds": [0.001] * 6, "prepared": 123.4}
-TRIPLED |= {"difference": 0.005, "budget": 0.01}  # within what it promises
-UNSTEADY = {**CELL, "seconds": [0.001, 0.003] * 3, "peak_memory": None}
-WRONG = {**CELL, "difference": 0.1, "budget": 0.01}
-PEERS = ("eager", "optimized-2", "fx_fuse", "onnxruntime", "openvino")
-
-
-TABLES = """\
-| model | eager | fx_fuse | onnxruntime | openvino | optimized-2 |
-| one | 1230 ms | n/a (1) | 1.50 [1.50, 1.50] (1.5) | wrong answer (1.5) | 1.50 [1.50, 1.50] (1.5) |
-| geometric mean |  | 1.50 (1 of 2) | 1.50 | 3.00 (1 of 2) | 1.73 |
-1. fx_fuse: not today
-| two | 3 | 3 | 3 | 3 |  |
-| one |  | n/a (1) | 1e-07 | 0.1 | 1e-07 |
-| model | eager | fx_fuse | onnxruntime | openvino | the faster runtime |
-| one | 1.50 [1.50, 1.50] |  | 1.00 [1.00, 1.00] |  |  |
-| two | 2.00 [1.00, 3.00] | 1.33 [0.67, 2.00] | 1.33 [0.67, 2.00] | 0.67 [0.33, 1.00] | 0.67 [0.33, 1.00] |
-| geometric mean | 1.73 | 1.33 | 1.15 | 0.67 | 0.67 |
-| least | 1.50 | 1.33 | 1.00 | 0.67 | 0.67 |
-"""  # noqa: E501
-
-
 def test_the_tables_say_what_was_measured_what_failed_and_what_is_wrong():
-    one = (EAGER_CELL, CELL, FAILED, CELL, WRONG)
-    two = (EAGER_CELL, UNSTEADY, CELL, CELL, TRIPLED)
-    cells = {key(peer, "one"): cell for peer, cell in zip(PEERS, one, strict=True)}
-    cells |= {key(peer, "two"): cell for peer, cell in zip(PEERS, two, strict=True)}
-    told = "\n".join(tables(cells)).splitlines()
-    assert [line for line in TABLES.splitlines() if line not in told] == []
+    """The numbers of the readme, below, are those of such tables too."""
+    wrong = {**CELL, "difference": 0.1, "budget": 0.01}
+    found = {"eager": CELL, "fx_fuse": FAILED, "onnxruntime": CELL, "openvino": wrong}
+    told = "\n".join(tables({key(peer): cell for peer, cell in found.items()}))
+    assert "| 2 ms | n/a (1) | 1.50 [1.50, 1.50] (1.5) | wrong answer (1.5) |" in told
+    assert "1. fx_fuse: not today" in told
 
 
 TASK = {"device": "cpu", "dtype": "float32", "model": "tiny_convnet", "batch": 2, "threads": 1}

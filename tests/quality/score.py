@@ -242,22 +242,19 @@ def table(verdicts: Iterable[Verdict], equivalent: Mapping[str, str]) -> Iterato
         cells = (name, each.mutant.origin, examples, f"{each.seconds:.1f}", told)
         yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
         counted += [each] if each.killed or name not in equivalent else []
-    yield from ("", summary(counted))
+    yield from ("", _summary(counted))
 
 
-def summary(verdicts: Sequence[Verdict]) -> str:
+def _summary(verdicts: Sequence[Verdict]) -> str:
     """The kill rates, and the median and the ninth decile of examples to kill."""
-    examples = [v.examples for v in verdicts if v.killed]
-    real = [v for v in verdicts if v.mutant.is_real]
+    examples = sorted(each.examples for each in verdicts if each.killed)
+    real = [each for each in verdicts if each.mutant.is_real]
+    told = "none killed"
+    if examples:
+        ninth = examples[min(len(examples) - 1, round(0.9 * len(examples)))]
+        told = f"{statistics.median(examples):g}, {ninth}"
     return (
         f"killed {len(examples)} of {len(verdicts)} ({len(examples) / max(1, len(verdicts)):.1%});"
-        f" from real issues {sum(v.killed for v in real)} of {len(real)};"
-        f" examples to kill, median and ninth decile: {spread(examples)}"
+        f" from real issues {sum(each.killed for each in real)} of {len(real)};"
+        f" examples to kill, median and ninth decile: {told}"
     )
-
-
-def spread(examples: Sequence[int]) -> str:
-    """The median and the ninth decile of some numbers."""
-    counts = sorted(examples)
-    ninth = counts[min(len(counts) - 1, round(0.9 * len(counts)))] if counts else 0
-    return f"{statistics.median(counts):g}, {ninth}" if counts else "none killed"

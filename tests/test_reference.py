@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import optimizer
 from models import import_torchvision
-from optimizer import EquivalenceError, OptimizerWarning
+from optimizer import CaptureError, EquivalenceError, InputError, OptimizerWarning
 from optimizer.testing import untouched
 from optimizer.toolkit import call, insert_function, replace_pattern, rewrite
 from tests.level_2 import Then
@@ -93,6 +93,31 @@ def test_a_model_whose_copy_is_another_model_keeps_its_answer(name: str, level: 
 
     torch.testing.assert_close(fast(X), expected)
     assert "copy" in str(fast.report) or name == "forgets the mode"
+
+
+def test_the_snapshot_counts_where_the_weights_change_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = randomize(Block())
+    before, snapshot = model(X), vars(optimizer._optimize)["snapshot"]
+
+    def trained(given: nn.Module) -> Any:
+        found = snapshot(given)
+        given.layer.weight.data.mul_(3.0)  # by another thread
+        return found
+
+    monkeypatch.setattr(optimizer._optimize, "snapshot", trained)
+    fast = optimizer.optimize(model, X, level=1)
+
+    torch.testing.assert_close(fast(X), before)
+    assert fast.report.counts()["fold_affine"] > 0
+
+
+def test_a_model_without_a_state_dict_cannot_be_refitted_and_says_so() -> None:
+    no_state = type("NoState", (Block,), {"state_dict": lambda *_, **__: [].pop()})
+
+    with pytest.raises(InputError, match="optimize"):
+        optimizer.optimize(no_state().eval(), X).refit({})
 
 
 def folded_then(text: str) -> nn.Module:
@@ -276,6 +301,15 @@ def test_an_overload_has_the_same_answer(text: str) -> None:
 
     torch.testing.assert_close(fast(X), model(X))
     assert fast.report.front_end == "symbolic"
+
+
+@pytest.mark.parametrize(
+    ("reason", "forward"),
+    [("iterates over", "sum(row for row in x)"), ("for its keys", "dict(**x)")],
+)
+def test_what_cannot_be_recorded_is_told(reason: str, forward: str) -> None:
+    with pytest.raises(CaptureError, match=reason):
+        optimizer.capture(Forward(forward))
 
 
 def test_a_pattern_may_read_a_parameter_and_what_stands_instead_brings_its_own() -> None:

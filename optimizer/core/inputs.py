@@ -33,7 +33,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return every tensor in a pytree, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    return [leaf for leaf in pytree.tree_leaves(opened(value)) if isinstance(leaf, torch.Tensor)]
+    leaves = pytree.tree_leaves(value)
+    if any(map(_is_record, leaves)):
+        leaves = pytree.tree_leaves(opened(value))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -15,6 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Set
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -24,14 +25,18 @@ from torch._subclasses import FakeTensorMode
 
 from optimizer.core.copy import read_only
 from optimizer.core.errors import InputError
+from optimizer.core.inputs import map_tensors
 from optimizer.core.node import name_of_call
 from optimizer.lowering.partition import ENLARGED, ForModerate, as_function, makes_no_nan
-from optimizer.lowering.trace import Recorder, layout_of
+from optimizer.lowering.trace import Recorder, layout_of, without_data
 
 Run: TypeAlias = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Engines: TypeAlias = str | Iterable[str]
 _TELEMETRY, _ABSENT = "openvino_telemetry", object()
 _LOCK = threading.Lock()
+_PRODUCTS = frozenset((
+    "linear", "mm", "addmm", "bmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu",
+))  # fmt: skip
 _TYPES = {"f32": torch.float32, "boolean": torch.bool}  # by OpenVINO's names
 
 
@@ -113,6 +118,14 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
             if same and layout_of(moved) == layout_of(args[0]):
                 return func(*args)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operator; of a product, room for it: no number is of use."""
+        if func._opname not in _PRODUCTS:
+            return func(*args, **kwargs)
+        room = partial(torch.empty_like, device=args[0].device)
+        args, kwargs = map_tensors(without_data, (args, kwargs))
+        return map_tensors(room, func(*args, **kwargs))
 
 
 def _ungrouped(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], Any]:

@@ -151,7 +151,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if written := tensors_in(written_by(func, args, kwargs)):
             return self._write(func, args, kwargs, written)
         require(not _is_sized_by_values(func, args), "a size depends on values")
-        result = func(*args, **kwargs)
+        result = self.run(func, args, kwargs)
         tensors = tensors_in(result)
         require(bool(tensors), f"what '{name}' returns depends on values")
         if name in _SAME:
@@ -159,6 +159,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif tensors[0] not in self.nodes:  # else it returns its argument
             self._note(self._call(func, args, kwargs), result)
         return result
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operator returns that writes nothing."""
+        return func(*args, **kwargs)
 
     def _constant(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = storages_in(written_by(func, args, kwargs))
@@ -226,7 +230,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record which tensors are the result of a node, and their geometry under "val"."""
         self.memory[node] = self._keep(result)
         if isinstance(result, torch.Tensor):
-            node.meta["val"] = _without_data(result)
+            node.meta["val"] = without_data(result)
             self.nodes[result] = node
             return
         for place, each in enumerate(result):
@@ -246,7 +250,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             filled = [each for each in args[0] if each.numel()]
             alike = filled and len({each.dtype for each in args[0]}) == 1
             args = (filled if alike else args[0], *args[1:])
-        operands = pytree.tree_map_only(torch.Tensor, self._node, (tuple(args), kwargs))
+
+        def operand(value: Any) -> Any:
+            return self._node(value) if isinstance(value, torch.Tensor) else value
+
+        operands = fx.node.map_aggregate((tuple(args), kwargs), operand)
         node = self.graph.call_function(func, *operands)
         self.memory[node] = set()
         return node
@@ -262,7 +270,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 constant = tensor.detach() if shared else exact_copy(tensor)
             self.root.register_buffer(name, constant)
             node = self.constants[tensor] = self.graph.get_attr(name)
-            node.meta["val"], self.memory[node] = _without_data(constant), self._keep(tensor)
+            node.meta["val"], self.memory[node] = without_data(constant), self._keep(tensor)
         return self.constants[tensor]  # type: ignore[no-any-return]
 
     def _require_traced(self, value: Any) -> None:
@@ -317,7 +325,8 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, strides, tensor.dtype
 
 
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+def without_data(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same shape, strides and dtype on the meta device."""
     strided = tensor.layout is torch.strided and not tensor.is_quantized
     require(strided, "a value is more than its storage and shape")
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

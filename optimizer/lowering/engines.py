@@ -15,7 +15,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Set
-from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -25,7 +24,7 @@ from torch._subclasses import FakeTensorMode
 
 from optimizer.core.copy import read_only
 from optimizer.core.errors import InputError
-from optimizer.core.inputs import map_tensors
+from optimizer.core.inputs import map_tensors, tensors_in
 from optimizer.core.node import name_of_call
 from optimizer.lowering.partition import ENLARGED, ForModerate, as_function, makes_no_nan
 from optimizer.lowering.trace import Recorder, layout_of, without_data
@@ -99,6 +98,7 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is torch.ops.aten.split.Tensor:
             tensor, size, dim = (*args, 0)[:3]
             cut, whole = torch.ops.aten.slice.Tensor, tensor.shape[dim]
@@ -117,21 +117,18 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
             same = moved.storage_offset() == args[0].storage_offset()
             if same and layout_of(moved) == layout_of(args[0]):
                 return func(*args)
+        if func._opname in _PRODUCTS and any(each in self.nodes for each in tensors_in(args)):
+            on_meta = func(*map_tensors(without_data, args), **map_tensors(without_data, kwargs))
+            room = map_tensors(lambda each: torch.empty_like(each, device=args[0].device), on_meta)
+            self._note(self._call(func, args, kwargs), room)
+            return room  # no number is of use
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operator; of a product, room for it: no number is of use."""
-        if func._opname not in _PRODUCTS:
-            return func(*args, **kwargs)
-        room = partial(torch.empty_like, device=args[0].device)
-        args, kwargs = map_tensors(without_data, (args, kwargs))
-        return map_tensors(room, func(*args, **kwargs))
 
 
 def _ungrouped(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], Any]:
     """Return the arguments of attention with a key and a value for each head, as OpenVINO does."""
     query, key, value, *rest = args
-    if not (kwargs or {}).get("enable_gqa"):
+    if not kwargs.get("enable_gqa"):
         return args, kwargs
     times = query.shape[-3] // key.shape[-3]
     repeated = [each.repeat_interleave(times, -3) for each in (key, value)]

@@ -65,13 +65,10 @@ _WORTH_NO_RACE = 0.1  # of a call's time, at least
 
 
 class Plan:
-    """A program that runs instead of a module's code for calls of one signature.
+    """A program that runs instead of a module's code for calls of one signature."""
 
-    Attributes:
-        choices: the program that runs each region.
-        precision: that of its products, where it is not the module's own.
-        error: the largest that was seen, relative to the largest value of an output.
-    """
+    precision: Precision | None  # that of its products, where it is not the module's own
+    error: float  # the largest that was seen, relative to the largest value of an output
 
     def __init__(
         self, line: StraightLine, chooser: Chooser, precision: Precision | None = None
@@ -97,7 +94,7 @@ class Plan:
             if precision:
                 before, after = (Answer(run(*variants), ()) for run in (line.module, self.program))
                 self._require_same(line, variants, before, after)
-        self.choices = tuple(chooser.choices[start:])
+        self.choices = tuple(chooser.choices[start:])  # of the program that runs each region
 
     def _require_same(
         self, line: StraightLine, inputs: Sequence[torch.Tensor], before: Answer, after: Answer
@@ -107,9 +104,8 @@ class Plan:
             differs = compare_answers(line.module, call, before, after, exact=False)
             return require(differs is None, f"its answer differs ({differs})")
         self.error = max(self.error, *map(relative_error, before.output, after.output))
-        bound = self.precision.budget
-        excess = f"its answer is off by {self.error:.2g}, over {bound:.2g}"
-        return require(self.error <= bound, excess)
+        excess = f"its answer is off by {self.error:.2g}, over {self.precision.budget:.2g}"
+        return require(self.error <= self.precision.budget, excess)
 
     def require_worth_it(self, runs: Runs, times: Times, chooser: Chooser) -> None:
         """Require that calls run faster by the plan; untimed, that something of it is lowered.

@@ -29,15 +29,11 @@ HEADROOM = 16  # how much larger the values of later calls may be before they ov
 
 
 class Precision(NamedTuple):
-    """16 or 8 bits of a kind, and the largest error that they may cause.
-
-    Attributes:
-        budget: relative to the largest value of an output.
-    """
+    """16 or 8 bits of a kind, and the largest error that they may cause."""
 
     name: str
     dtype: torch.dtype
-    budget: float
+    budget: float  # relative to the largest value of an output
 
     @classmethod
     def of(cls, name: str | None, budget: float | None) -> Precision | None:

@@ -39,23 +39,14 @@ _SAME = frozenset(("alias", "detach", "lift_fresh"))  # as their argument
 
 @dataclass(frozen=True)
 class StraightLine:
-    """A recorded call.
+    """A recorded call."""
 
-    Attributes:
-        module: takes the call's tensors in order, returns such outputs as a tuple.
-        inputs: copies of the call's tensors, as they were before it.
-        after: the same after it.
-        outputs: the tensors that it returned for them, each once.
-        rebuild: makes the call's output of the tensors that `module` returns.
-        is_open: whether it writes an input, or returns memory that the caller knows already.
-    """
-
-    module: fx.GraphModule
-    inputs: tuple[torch.Tensor, ...]
-    after: tuple[torch.Tensor, ...]
-    outputs: tuple[torch.Tensor, ...]
-    rebuild: Callable[[Sequence[torch.Tensor]], Any]
-    is_open: bool
+    module: fx.GraphModule  # takes the call's tensors in order, returns such outputs as a tuple
+    inputs: tuple[torch.Tensor, ...]  # copies of the call's tensors, as they were before it
+    after: tuple[torch.Tensor, ...]  # the same after it
+    outputs: tuple[torch.Tensor, ...]  # the tensors that it returned for them, each once
+    rebuild: Callable[[Sequence[torch.Tensor]], Any]  # makes the call's output of such tensors
+    is_open: bool  # whether it writes an input, or returns memory that the caller knows already
 
 
 def straight_line(
@@ -93,8 +84,7 @@ def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
     leaves, spec = pytree.tree_flatten(output)
     places = {id(each): place for place, each in enumerate(_distinct(output))}
     sources = [(places.get(id(leaf)), None if id(leaf) in places else leaf) for leaf in leaves]
-    kinds = {type(leaf) for _, leaf in sources}
-    require(kinds <= LITERALS, "it returns an object of its own")
+    require({type(leaf) for _, leaf in sources} <= LITERALS, "it returns an object of its own")
 
     def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
         leaves = [leaf if place is None else tensors[place] for place, leaf in sources]
@@ -151,7 +141,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if written := tensors_in(written_by(func, args, kwargs)):
             return self._write(func, args, kwargs, written)
         require(not _is_sized_by_values(func, args), "a size depends on values")
-        result = self.run(func, args, kwargs)
+        result = func(*args, **kwargs)
         tensors = tensors_in(result)
         require(bool(tensors), f"what '{name}' returns depends on values")
         if name in _SAME:
@@ -159,10 +149,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif tensors[0] not in self.nodes:  # else it returns its argument
             self._note(self._call(func, args, kwargs), result)
         return result
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an operator returns that writes nothing."""
-        return func(*args, **kwargs)
 
     def _constant(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = storages_in(written_by(func, args, kwargs))
@@ -250,14 +236,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             filled = [each for each in args[0] if each.numel()]
             alike = filled and len({each.dtype for each in args[0]}) == 1
             args = (filled if alike else args[0], *args[1:])
-
-        def operand(value: Any) -> Any:
-            return self._node(value) if isinstance(value, torch.Tensor) else value
-
-        operands = fx.node.map_aggregate((tuple(args), kwargs), operand)
+        operands = fx.node.map_aggregate((tuple(args), kwargs), self._operand)
         node = self.graph.call_function(func, *operands)
         self.memory[node] = set()
         return node
+
+    def _operand(self, value: Any) -> Any:
+        return self._node(value) if isinstance(value, torch.Tensor) else value
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:
         self._require_traced(tensor)

@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -63,7 +64,8 @@ def storages_in(value: Any) -> set[int]:
 def hides_tensors(value: Any) -> bool:
     """Return whether a pytree may hold tensors unseen, in an object of a user's class."""
     leaves = [] if isinstance(value, torch.Tensor) else pytree.tree_leaves(opened(value))
-    return any(type(leaf).__module__.split(".")[0] not in ("builtins", "torch") for leaf in leaves)
+    kinds = [type(leaf) for leaf in leaves if not isinstance(leaf, Enum)]
+    return any(kind.__module__.split(".")[0] not in ("builtins", "torch") for kind in kinds)
 
 
 def _copy_of(leaf: Any) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from optimizer.core.context import forked_rng
 from optimizer.core.copy import on_storage
 from optimizer.core.errors import Refused, require
 from optimizer.core.guards import GUARDS
-from optimizer.core.inputs import hides_tensors, map_tensors, storages_in
+from optimizer.core.inputs import hides_tensors, map_tensors, storages_in, tensors_in
 from optimizer.core.node import (
     KNOWN_HOMES,
     attribute_of,
@@ -49,6 +49,8 @@ from optimizer.core.node import (
 
 # Without data, `v[mask]` has as many rows as under a mask of True: an example as good as any.
 EVERY_MASK_IS_FULL = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+
+_TRAINED = ("batch_norm", "dropout", "instance_norm", "rrelu")  # they draw or write if told to
 
 
 class Outcome(NamedTuple):
@@ -75,9 +77,7 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         self.writes |= storages_in(written_by(func, args, kwargs))
-        if not self.random:
-            return func(*args, **kwargs)
-        with forked_rng():  # on meta tensors too, where decompositions of torch's do it
+        with forked_rng() if self.random else nullcontext():  # some draw on meta tensors too
             return func(*args, **kwargs)
 
 
@@ -191,10 +191,6 @@ class Facts:
         writers = (node for each in storages for node in self.writers.get(each, ()))
         return (node for node in writers if not node._erased)
 
-    def any_written(self, storages: Iterable[int]) -> bool:
-        """Return whether a node of the graph writes one of some storages, or may do so."""
-        return any(True for _ in self.writers_of(storages))
-
     def to_meta(self, value: Any) -> Any:
         """Return a copy of a tensor, a module or a pytree of them whose tensors hold no data."""
         if isinstance(value, nn.Module):
@@ -221,6 +217,7 @@ class Facts:
 
     def input(self, node: fx.Node, example: Any) -> None:
         """Record the example that a placeholder is given."""
+        require(not hides_tensors(example), "an input is an object that may hold tensors")
         fact = self._learned(node, Outcome(self.to_meta(example)))
         self.record(node, replace(fact, rank_varies=False, inputs=frozenset({node})))
 
@@ -288,11 +285,11 @@ class Facts:
 
     def run(self, node: fx.Node, effects: Effects) -> Any:
         """Call what a node calls on meta tensors, and collect what its operators do."""
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
+        trains = any(each in name_of_call(node) for each in _TRAINED)
+        given = node.args, dict(node.kwargs)
+        args, kwargs = fx.node.map_arg(given, lambda each: _value(each, trains=trains))
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": "meta"}
-        if isinstance(node.kwargs.get("training"), fx.Node):
-            kwargs = {**kwargs, "training": True}  # which it may be in another call
         devices = torch.device | str if node.target == "to" else torch.device
         operands = ["meta" if isinstance(each, devices) else each for each in args]
         module = self.to_meta(module_of(node)) if node.op == "call_module" else None
@@ -302,7 +299,7 @@ class Facts:
     def identify(self, node: fx.Node, replaced: fx.Node) -> None:
         """Record that a value and the one that it replaces are views of the same storages."""
         both: frozenset[int] = node.meta["fact"].storages | replaced.meta["fact"].storages
-        self._move(self._users_of(both) if self.any_written(both) else {node}, both, both)
+        self._move(self._users_of(both) if any(self.writers_of(both)) else {node}, both, both)
 
     def rename_after(self, node: fx.Node, replaced: fx.Node) -> None:
         """Record that nodes after `node` hold or write its value instead of `replaced`'s."""
@@ -337,10 +334,10 @@ class Facts:
             self.holders.setdefault(storage, set()).add(node)
 
 
-def _value(node: fx.Node) -> Any:
+def _value(node: fx.Node, *, trains: bool = False) -> Any:
     fact: Fact = node.meta["fact"]
     require(not fact.error, fact.error)
-    return fact.value
+    return True if trains and isinstance(fact.value, bool) else fact.value  # as it may be later
 
 
 def _as_inputs_hold(storages: Set[int], facts: list[Fact]) -> frozenset[int]:
@@ -400,7 +397,7 @@ def _guarded(node: fx.Node, kind: str) -> torch.Tensor:
         example = source.meta["fact"].value
         if isinstance(example, torch.Tensor):
             facts.pending_guards.add((kind, source))
-        elif isinstance(example, list | tuple | dict):
+        elif tensors_in(example) or isinstance(example, list | tuple | dict):
             raise Refused(f"it rests on the {kind} of tensors inside the input '{source.name}'")
     return value
 
@@ -443,7 +440,7 @@ def is_exposed(graph: fx.Graph, storages: Set[int]) -> bool:
     facts, output = facts_of(graph), graph.output_node().meta["fact"]
     assert facts is not None
     returned = facts.external & output.storages
-    return facts.any_written(storages) or not returned.isdisjoint(storages)
+    return any(facts.writers_of(storages)) or not returned.isdisjoint(storages)
 
 
 def is_returned(node: fx.Node) -> bool:

@@ -79,14 +79,15 @@ def norm_as_module(node: fx.Node) -> None:
     tensors = {"running_mean": mean, "running_var": variance, "weight": weight, "bias": bias}
     attributes = all(t is None or _is_constant(t) for t in tensors.values())
     inference = training is False and mean is not None and variance is not None
-    if not (inference and attributes and isinstance(eps, float)):
+    facts = facts_of(node.graph)
+    if not (inference and attributes and isinstance(eps, float) and facts):
         return
+    facts.pending_guards.clear()
     try:
         kind = _NORMS[rank(source)]  # type: ignore[arg-type]
     except (Refused, KeyError):
         return
-    if facts := facts_of(node.graph):
-        facts.guards |= facts.pending_guards
+    facts.guards |= facts.pending_guards
     features = attribute_of(mean).shape[0]
     module = kind(features, eps, momentum, device="meta").eval()
     module.num_batches_tracked = torch.tensor(0)

@@ -92,7 +92,7 @@ class DynamoGraph:
             graph = _copied(self.module)
             facts: Facts = observe(fx.GraphModule(self.module, graph), Call(args, {}))
             stored = [node.meta["fact"].storages for node in graph.find_nodes(op="placeholder")]
-            self.positions = [i for i in self.positions if not facts.any_written(stored[i])]
+            self.positions = [i for i in self.positions if not any(facts.writers_of(stored[i]))]
         self.count += 1
         # The weights whose changes will be seen, or do not count; by the names of the inputs.
         holder = nn.Module()  # statistics as parameters too: those are copied on write

@@ -84,7 +84,7 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
         for node in graph.nodes:
             _require_seen(node, tests_for_none)
         weights = tensors_of(module)  # what is written is not the caller's, but is shared as before
-        unshare(each for each in weights if facts.any_written(storages_in(facts.to_meta(each))))
+        unshare(each for each in weights if any(facts.writers_of(storages_in(facts.to_meta(each)))))
     return module
 
 
@@ -205,4 +205,4 @@ def leaves_nothing_behind(module: fx.GraphModule) -> bool:
 def writes_nothing_lasting(module: fx.GraphModule) -> bool:
     """Return whether a call is sure to leave inputs, parameters and buffers as they are."""
     facts: Facts | None = module.meta.get("facts")
-    return facts is not None and not facts.any_written(facts.external)
+    return facts is not None and not any(facts.writers_of(facts.external))

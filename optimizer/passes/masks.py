@@ -49,7 +49,8 @@ def lower_masked_assignment(assignment: fx.Node) -> fx.Node | None:
     after. A number is cast as the assignment casts it; a tensor without dimensions must have y's
     dtype. The mask has the first dimensions of y, or in a masked_fill_ any that broadcast to it.
     """
-    target, mask, value, *accumulates = (*assignment.args, *assignment.kwargs.values())
+    operands: list[Any] = [*assignment.args, *dict(sorted(assignment.kwargs.items())).values()]
+    target, mask, value, *accumulates = operands  # by name too: the mask is the first
     if isinstance(mask, list | tuple) and len(mask) == 1:
         mask = mask[0]
     if accumulates or not (isinstance(target, fx.Node) and isinstance(mask, fx.Node)):

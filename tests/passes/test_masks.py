@@ -51,6 +51,7 @@ FIRES: dict[Any, str] = {
     y[x.sum(1) > 0] = 0.25
     y[x.sum().isnan()] = 0.25
     return x.clone().masked_fill_(x[:1] > 0, 0.25) * 2
+    return x.clone().masked_fill_(value=0.25, mask=x > 0) * 2
     y = x * 2; before = y.sum(); y[y > 0] = 0.0; return (before, y.sum(), y)
     y = x * 2; y[x > 0] = 1.0; n = y > 0.5; z = y[n]; y.mul_(2.0); y[n] = z; return y
     a = x * 2; y = a.clone(); mask = a > 0; a.add_(5.0); y[mask] = 0.0; return (y, a)

@@ -65,7 +65,7 @@ def _weighted(machine: Machine, name: str = "weight") -> list[str]:
     return [n for n, m in modules.items() if isinstance(getattr(m, name, None), nn.Parameter)]
 
 
-def _newest(machine: Machine) -> str:
+def newest(machine: Machine) -> str:
     """How the newest value was computed, if it was."""
     start = f"{machine.history[-1].name} = "
     texts = [text for text in machine.statements if text.startswith(start)]
@@ -74,7 +74,7 @@ def _newest(machine: Machine) -> str:
 
 def recompute(machine: Machine, *, halved: bool = False) -> None:
     """Compute the newest value once more, of what it reads by now; or with half of its number."""
-    text = _newest(machine)
+    text = newest(machine)
     if halved:
         text = re.sub(r"\b\d+\.\d+\b(?!.*\b\d\.)", lambda n: str(float(n[0]) / 2), text)
     if text:
@@ -110,7 +110,7 @@ def write_read(machine: Machine) -> None:
     """Write to the last that the newest value was computed from."""
     floating = [each for each in machine.arguments if each.kind == "value"]
     names = {each.name for each in [*machine.history[:-1], *floating]}
-    read = [each for each in re.findall(r"\b[vx]\d*\b", _newest(machine)) if each in names]
+    read = [each for each in re.findall(r"\b[vx]\d*\b", newest(machine)) if each in names]
     for name in read[-1:]:
         machine.write(f"{name}.mul_(2.0);")
 

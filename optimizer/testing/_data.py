@@ -85,6 +85,22 @@ class Ill(Random):
         return 10 ** _uniform(-6, 2, shape, generator)
 
 
+class Neutral(Dyadic):
+    """Ones and zeros, which are what a rewrite may take for nothing to do."""
+
+    def weight(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
+        return _integers(0, 1, shape, generator)
+
+    def scale(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
+        return 2.0 ** _integers(-1, 0, shape, generator)
+
+    def mean(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
+        return _integers(0, 1, shape, generator)
+
+    def variance(self, shape: Sequence[int], eps: float, generator: torch.Generator) -> Draw:
+        return torch.full(tuple(shape), max(1 - eps, 0.0), dtype=torch.float64)
+
+
 class Special(Random):
     """As `Random`, with scales of zero, and one element of each input that is one of `chosen`."""
 
@@ -106,6 +122,7 @@ REGIMES: dict[str, Regime] = {
     "dyadic": Dyadic(),
     "random": Random(),
     "ill": Ill(),
+    "neutral": Neutral(),
     "nan": Special(float("nan"), -0.0),
     "infinite": Special(float("inf"), -float("inf")),
 }

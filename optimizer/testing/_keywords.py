@@ -1,4 +1,4 @@
-"""Tokens that spell the newest statement otherwise: its calls by name, or with more keywords.
+"""Tokens that spell the newest statement otherwise: by name, with more keywords, in two steps.
 
 What a call takes is asked of its signature, or of the schemas of ATen, so that every word that
 calls a function of torch has such variants.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from optimizer.testing._machine import Emit, Machine
+from optimizer.testing._control import newest
+from optimizer.testing._machine import Emit, Machine, Value
 
 # Each keeps the shape and the dtype, and may change the numbers or the memory.
 KEYWORDS = {
@@ -40,8 +42,9 @@ def overloads(call: ast.Call) -> list[tuple[list[str], set[str]]]:
     name, home = call.func.attr, ast.unparse(call.func.value)
     function, method = getattr(_NAMESPACES.get(home), name, None), home not in _NAMESPACES
     if inspect.isfunction(function) or inspect.isclass(function):
-        names = [*inspect.signature(function).parameters]
-        return [] if "args" in names else [(names, set(names))]
+        parameters = inspect.signature(function).parameters
+        placed = [name for name, each in parameters.items() if each.kind != each.KEYWORD_ONLY]
+        return [] if "args" in parameters else [(placed, {*parameters})]
     packet = getattr(torch.ops.aten, name, None)
     if packet is None or home.startswith("self.") or not (method or function):
         return []
@@ -64,6 +67,17 @@ def _by_name(call: ast.Call) -> None:
     if "input" not in names[1:] and (listed or _LISTS.isdisjoint(names)):
         given = [*map(ast.keyword, names, call.args)]
         call.args, call.keywords = call.args[len(names) :], [*given[::-1], *call.keywords]
+
+
+def _by_position(call: ast.Call) -> None:
+    """Give by position what all overloads call alike, up to the first that is left out."""
+    every = {tuple(placed[len(call.args) :]) for placed, _ in overloads(call)}
+    for name in every.pop() if len(every) == 1 else ():
+        given = [each for each in call.keywords if each.arg == name]
+        if not given:
+            return
+        call.args.append(given[0].value)
+        call.keywords.remove(given[0])
 
 
 def _with_keywords(call: ast.Call) -> None:
@@ -92,7 +106,45 @@ def respelled(change: Callable[[ast.Call], None]) -> Emit:
     return emit
 
 
+def written_within(machine: Machine) -> None:
+    """Compute the newest value once more, and write what it reads when one part is computed."""
+    tree = ast.parse(newest(machine) or "x")
+    kinds = ast.Call | ast.BinOp | ast.Compare
+    parts = [ast.unparse(each) for each in ast.walk(tree) if isinstance(each, kinds)]
+    names = {each.name for each in machine.history}
+    for part in reversed(parts[1:]):  # the innermost of those that read a value
+        for name in [each for each in re.findall(r"\w+", part) if each in names][:1]:
+            machine.stack.append(machine.history[-1])
+            rest = parts[0].replace(part, "{n}")
+            machine.write(f"{{n}} = {part}; {name}.mul_(2.0); {rest}")
+            return
+
+
+def turned(machine: Machine) -> None:
+    """Compute the newest value once more, with what stands left and right exchanged."""
+    [statement] = ast.parse(newest(machine) or "x").body
+    operation = statement.value if isinstance(statement, ast.Expr) else statement
+    if isinstance(operation, ast.BinOp):
+        operation.left, operation.right = operation.right, operation.left
+        machine.stack.append(machine.history[-1])
+        machine.write(ast.unparse(operation))
+
+
+def into_new(machine: Machine) -> None:
+    """Compute the newest value once more into a tensor that the caller gets too."""
+    name, text = f"n{len(machine.statements)}", newest(machine).removesuffix(")")
+    given = f"{{n}} = torch.empty_like({{v}}); {text}, out={{n}})"
+    if text.startswith("torch."):
+        machine.stack.append(machine.history[-1])
+        if machine.write(given):
+            machine.outputs.append(Value(name, machine.top.shape))
+
+
 RESPELLED: dict[str, Emit] = {
     "by_name": respelled(_by_name),
+    "by_position": respelled(_by_position),
     "with_keywords": respelled(_with_keywords),
+    "written_within": written_within,
+    "turned": turned,
+    "into_new": into_new,
 }

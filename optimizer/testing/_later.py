@@ -8,6 +8,7 @@ an `InputError`, since a wrong answer is the only thing that is never allowed.
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -175,17 +176,20 @@ def cast(dtype: torch.dtype) -> LaterCall:
 
 
 def gradient(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: bool) -> None:
-    """The gradients with respect to the inputs, in float64.
+    """The gradients with respect to the inputs, in float64, of which the last is given by name.
 
     Rounding may move them at a kink, or where they are what is left of larger ones.
     """
-    judged = partial(Near, model, inputs, observed=_gradients)
+    parameters = [*inspect.signature(model.forward).parameters.values()]
+    names = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+    gradients = partial(_gradients, named=names[len(inputs) - 1 : len(inputs)])
+    judged = partial(Near, model, inputs, observed=gradients)
     try:
         with redirect_stderr(StringIO()):  # fx prints what a graph rejects
-            expected = _gradients(model, inputs)
+            expected = gradients(model, inputs)
     except RuntimeError:
         return
-    for name, actual in _gradients(candidate, inputs).items():
+    for name, actual in gradients(candidate, inputs).items():
         wanted = expected[name]
         scale = max(1.0, float(wanted.abs().max())) if wanted.numel() else 1.0
         bound = scale * (TOLERANCE if exact else COARSE)
@@ -195,14 +199,16 @@ def gradient(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: b
 
 
 @torch.enable_grad()
-def _gradients(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+def _gradients(module: nn.Module, inputs: Inputs, named: list[str]) -> dict[str, torch.Tensor]:
     module = copy.deepcopy(module)
     put_back(module)
     wide = [tensor.dtype == torch.float64 for tensor in inputs]
     leaves = [x.clone().requires_grad_(is_wide) for x, is_wide in zip(inputs, wide, strict=True)]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        result = module(*(leaf.clone() for leaf in leaves))
+        given = [leaf.clone() for leaf in leaves]
+        by_name = {name: given.pop() for name in named}
+        result = module(*given, **by_name)
     outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
     learning = [leaf for leaf in leaves if leaf.requires_grad]
     nothing = torch.zeros((), requires_grad=True)  # where no output depends on what learns

@@ -145,7 +145,6 @@ LAYERS: dict[str, Word] = {
     "scale_everywhere": layer("Constant({rest})", "{v} * self.{m}.weight"),
     "offset": layer("Constant({channels})", "self.{m}.weight - {v}"),
     "offset_row": layer("Constant(1, {last})", "{v} + self.{m}.weight"),
-    "prelu": "nn.PReLU()",
     "block": by_rank(
         (1, 2),
         "nn.Sequential(nn.Linear({c}, {c}), nn.BatchNorm1d({c}, eps=0.5), nn.ReLU())",

@@ -227,6 +227,8 @@ ACTIVATIONS: dict[str, Word] = {
     "tanh": "torch.tanh({v})",
     "leaky": "F.leaky_relu({v}, 0.5)",
     "leaky_module": "nn.LeakyReLU(0.25)",
+    "prelu": "nn.PReLU()",
+    "prelu_channels": "nn.PReLU({c})",
     "leaky_inplace": "F.leaky_relu_({v}, 0.5)",
     "relu6": "nn.ReLU6()",
     "relu6_F": "F.relu6({v})",

@@ -76,6 +76,7 @@ POOLS: dict[str, Word] = {
     "avg_pool_padded": "nn.AvgPool{d}d(2, stride=1, padding=1)",
     "avg_pool_zeros": "nn.AvgPool{d}d(2, padding=1)",
     "avg_pool_inside": "nn.AvgPool{d}d(2, stride=1, padding=1, count_include_pad=False)",
+    "avg_pool_divisor": "nn.AvgPool{d}d(2, divisor_override=3)",
     "avg_pool_ceil": "nn.AvgPool{d}d(2, ceil_mode=True)",
     "avg_pool_F": "F.avg_pool{d}d({v}, 2, stride=1)",
     "adaptive_avg": "nn.AdaptiveAvgPool{d}d(1)",

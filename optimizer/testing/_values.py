@@ -174,6 +174,7 @@ IDENTITIES: dict[str, Word] = {
     "identity": "nn.Identity()",
     "dropout": "nn.Dropout(0.5)",
     "dropout_F": "F.dropout({v}, 0.5, training=self.training)",
+    "dropout_F_by_size": "F.dropout({v}, 0.5, {v}.shape[0] > 4)",
     "dropout_F_off": "F.dropout({v}, p=0.5, training=False)",
     "dropout_torch": "torch.dropout({v}, 0.5, False)",
     "dropout_inplace": "nn.Dropout(0.5, inplace=True)",

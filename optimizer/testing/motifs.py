@@ -171,20 +171,20 @@ MOTIFS: dict[str, Motif] = {
     "remove_identities": _motif(
         "identity relu; dropout relu; dropout_F relu; dropout_alpha relu",
         """
-        dropout_train; dropout; dropout_inplace; dropout idouble_statement; identity mask
-        residual; clone idouble_statement residual; contiguous mask residual; times_one; identity
-        hook; dropout pre_hook; conv dropout bn; clone idouble_statement; dup clone
-        idouble_statement add; dup contiguous idouble_statement add; identity_number
+        dropout_train; dropout; dropout_F_by_size; dropout_inplace; dropout idouble_statement;
+        identity mask residual; clone idouble_statement residual; contiguous mask residual;
+        times_one; identity hook; dropout pre_hook; conv dropout bn; clone idouble_statement; dup
+        clone idouble_statement add; dup contiguous idouble_statement add; identity_number
         """,
     ),
     "reuse_activations": _motif(
         "linear leaky; conv relu; bn relu_F; dup conv add relu_method",
         """
-        relu; identity leaky; flatten relu; contiguous leaky; conv t01 leaky; conv dup t01 swap
-        leaky; conv relu_inplace leaky; conv relu_statement leaky; bn_train leaky; linear_matmul
-        leaky; conv leaky dup mask; linear leaky_negative; conv leaky_module again; dup linear
-        leaky_module swap linear again add; linear gelu_module; linear gelu_F; conv leaky again;
-        dup conv leaky_module swap again add
+        relu; identity leaky; tanh into_new leaky; flatten relu; contiguous leaky; conv t01 leaky;
+        conv dup t01 swap leaky; conv relu_inplace leaky; conv relu_statement leaky; bn_train
+        leaky; linear_matmul leaky; conv leaky dup mask; linear leaky_negative; conv leaky_module
+        again; dup linear leaky_module swap linear again add; linear gelu_module; linear gelu_F;
+        conv leaky again; dup conv leaky_module swap again add
         """,
     ),
     "reuse_operands": _motif(
@@ -203,11 +203,11 @@ MOTIFS: dict[str, Motif] = {
         avg_pool; conv_kw adaptive_avg relu; conv avg_pool_ceil bn; conv4 avg_pool_F
         """,
         """
-        conv4 avg_pool_padded; conv avg_pool_zeros; conv_k3 avg_pool; conv_valid avg_pool;
-        conv_pointwise_stride avg_pool; conv_pointwise_padded avg_pool; conv_pointwise_unbatched
-        avg_pool; conv relu avg_pool; conv max_pool; conv dup avg_pool add; conv adaptive_avg_F;
-        conv_t avg_pool; dup conv swap idouble_statement drop avg_pool; relu conv_written_later
-        avg_pool; avg_pool conv
+        conv4 avg_pool_padded; conv4 avg_pool_divisor; conv avg_pool_zeros; conv_k3 avg_pool;
+        conv_valid avg_pool; conv_pointwise_stride avg_pool; conv_pointwise_padded avg_pool;
+        conv_pointwise_unbatched avg_pool; conv relu avg_pool; conv max_pool; conv dup avg_pool
+        add; conv adaptive_avg_F; conv_t avg_pool; dup conv swap idouble_statement drop avg_pool;
+        relu conv_written_later avg_pool; avg_pool conv
         """,
         shape=(2, 2, 4, 4),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from typing import Any
 
@@ -40,10 +41,9 @@ def run(verb: str, g: Any) -> Any:
 
 
 FOUND: dict[str, tuple[Any, str]] = {
-    "by any spelling": ((torch.relu, F.relu, "relu", "relu_", nn.ReLU), "relu relu_1 relu_2"),
-    "a layer": (nn.Conv2d, "conv"),
+    "by any spelling": ((torch.relu, "relu_", nn.ReLU), "relu relu_1 relu_2"),
+    "a layer, by no class of all layers": ((nn.Conv2d, (nn.Conv2d, nn.Module)), "conv"),
     "an operator": ((torch.add, operator.add), "add add_1"),
-    "no class of all layers": (nn.Module, ""),
 }
 
 
@@ -51,7 +51,7 @@ FOUND: dict[str, tuple[Any, str]] = {
 def test_finds_every_spelling_by_any_spelling(targets: Any, names: str) -> None:
     module = captured("torch.add(m.relu(m.conv(x)).relu().mean(), 1) + F.relu(x)")
 
-    for target in targets if isinstance(targets, tuple) else (targets,):
+    for target in targets:
         assert [node.name for node in find(module, target)] == names.split()
 
 
@@ -69,12 +69,11 @@ def test_a_table_has_a_row_for_each_node() -> None:
     assert table(find(module, nn.Conv2d)).count("\n") == 1
 
 
-BLOCKS, LINEAR = "m.bn2(m.conv2(m.bn(m.conv(x)).relu()))", "m.linear(x) + m.linear(-x)"
+BLOCKS = "m.bn2(m.conv2(m.bn(m.conv(x)).relu()))"
 # A forward, what is done to it, and what it is then.
 REPLACED = {
     "functions and operators":
         ("torch.add(x, 3) + x", "replace_op(g, (torch.add, operator.add), torch.mul)", "x * 3 * x"),
-    "by a class": ("F.relu(x).relu()", "replace_op(g, nn.ReLU, nn.GELU)", "F.gelu(F.gelu(x))"),
     "by a module":
         ("m.relu(x)", "replace_op(g, 'relu', nn.LeakyReLU(0.5))", "F.leaky_relu(x, 0.5)"),
     "a method": ("x.sum(dim=1)", "replace_op(g, 'sum', 'mean')", "x.mean(dim=1)"),
@@ -92,15 +91,14 @@ DECOMPOSED = {
         "nn.ReLU: lambda x: torch.where(x > 0, x, torch.zeros(()))})",
         "x.clamp(-1, 1) + x.clamp(min=0)",
     ),
-    "a layer":
-        (LINEAR, "decompose(g, {nn.Linear: lambda a, x: x @ a.weight.t() + a.bias})", LINEAR),
-    "its settings": (
-        "F.softmax(x, dim=1)", "decompose(g, {F.softmax: lambda x, dim: x.log_softmax(dim).exp()})",
-        "F.softmax(x, 1)",
+    "a layer": (
+        "m.linear(-x)", "decompose(g, {nn.Linear: lambda a, x: x @ a.weight.t() + a.bias})",
+        "m.linear(-x)",
     ),
-    "what is in place": (
-        "y = x * 2; m.inplace(y); return y", "decompose(g, {'relu': lambda x: (x > 0) * x})",
-        "(2 * x).relu()",
+    "its settings, in place": (
+        "y = x * 2; F.elu(y, 0.5, inplace=True); return y",
+        "decompose(g, {F.elu: lambda x, alpha: torch.where(x > 0, x, alpha * x.expm1())})",
+        "F.elu(2 * x, 0.5)",
     ),
     "to its own input":
         ("m.drop(x) + 1", "decompose(g, {nn.Dropout: lambda x, **settings: x})", "x + 1"),
@@ -127,6 +125,7 @@ A_CONV, TWO, HALF = (
     for text in ("m.conv(x)", "m.conv(m.conv(x))", "m.conv(x) * 0.5")
 )
 POOL = Forward("m.pool(m.drop(x))", pool=nn.MaxPool2d(2), drop=nn.Dropout(0.25))
+LEAKY = Forward("m.pool(x)", pool=nn.LeakyReLU(0.5))
 LAYERS = [nn.Sequential(nn.ReLU(), last) for last in (nn.Conv2d(1, 1, 1), nn.Linear(1, 1))]
 OF_NEXT = "replace_pattern(g, relu_of_next, torch.neg)"
 PATTERNS = {
@@ -134,6 +133,9 @@ PATTERNS = {
     "modules of one name are the ones that were matched": (
         BLOCKS, "replace_pattern(g, RELU_OF_PAIR, HALF_OF_PAIR)",
         "m.bn2(m.conv2(m.bn(m.conv(x)) * 0.5))",
+    ),
+    "a layer of the replacement that is called as one of the model": (
+        "m.pool(F.relu(x))", "replace_pattern(g, F.relu, LEAKY)", "m.pool(F.leaky_relu(x, 0.5))",
     ),
     "a function may leave a match alone": (
         BLOCKS, "replace_pattern(g, PAIR, lambda bn: nn.Identity() if bn.eps == 0.5 else None)",
@@ -188,18 +190,18 @@ def test_edits_where_that_is_right_and_leaves_the_graph_itself_alone(
     assert module.code == code
     assert_equivalent(model_of(to), edited, X)
     if "decompose" in verb:
-        assert not find(edited, (F.hardtanh, F.softmax, nn.Dropout, nn.Linear, "relu"))
+        assert not find(edited, (F.hardtanh, F.elu, nn.Dropout, nn.Linear, nn.ReLU))
     assert "fused" not in verb or not find(edited, nn.BatchNorm2d)
 
 
-@rows(
-    "verb to",
-    {
-        "after a node": ("insert_after(n[1], torch.mul, 2)", "m.conv(x) * 2 + x.sum()"),
-        "a layer goes": ("remove_node(n[1])", "x + x.sum()"),
-        "another is read": ("remove_node(n[3], instead=n[1])", "m.conv(x)"),
-    },
-)
+EDITED = {
+    "after a node": ("insert_after(n[1], torch.mul, 2)", "m.conv(x) * 2 + x.sum()"),
+    "a layer goes": ("remove_node(n[1])", "x + x.sum()"),
+    "another is read": ("remove_node(n[3], instead=n[1])", "m.conv(x)"),
+}
+
+
+@rows("verb to", EDITED)
 def test_inserts_and_removes_in_the_graph_itself(verb: str, to: str) -> None:
     module = captured("m.conv(x) + x.sum()")
 
@@ -209,17 +211,14 @@ def test_inserts_and_removes_in_the_graph_itself(verb: str, to: str) -> None:
     assert ("conv" in to) is bool(module.state_dict())
 
 
-def test_an_edited_module_keeps_its_weights_and_is_optimized_as_any_other() -> None:
-    module = captured("F.relu(m.bn(m.conv(x))).relu() + 1", *X)
+def test_an_edited_module_keeps_its_weights_and_forgets_the_shapes() -> None:
+    module = captured("F.relu(m.conv(x))", *X)
 
     edited = replace_op(module, nn.ReLU, F.gelu)
-    fast = optimizer.optimize(edited, X, level=1)
 
     assert edited.conv.weight is module.conv.weight
     assert "2x3x5x5" in table(module)
-    assert "2x3x5x5" not in table(edited), "shapes may be others now"
-    assert fast.report.counts()
-    assert_equivalent(model_of("F.gelu(F.gelu(m.bn(m.conv(x)))) + 1"), fast, X)
+    assert "2x3x5x5" not in table(edited), "they may be others now"
 
 
 def test_inserts_for_some_readers_only_and_after_every_input() -> None:
@@ -232,44 +231,34 @@ def test_inserts_for_some_readers_only_and_after_every_input() -> None:
     torch.testing.assert_close(module(x, y), -(x + y) * x)
 
 
+@fx.wrap
 def overwrite(x: Tensor) -> None:
     x.zero_()
 
 
 overwrite.__module__ = "torch_scatter"  # a package whose name begins with torch's
-fx.wrap("overwrite")
 
 
-@rows(
-    "forward",
-    {
-        "a BatchNorm in training mode": (
-            lambda m, x: (y := x + m.bn.running_mean, m.bn(x), y.relu())[2],
-        ),
-        "code of a package called like torch": (
-            lambda m, x: (x := x + 0.5, y := x + x, overwrite(x), y.relu() + x)[3],
-        ),
-    },
-)
-def test_what_may_write_meanwhile_leaves_a_match_alone(forward: Any) -> None:
-    model = Forward(forward, bn=nn.BatchNorm1d(3))
-    x = torch.linspace(-1, 3, 12).reshape(4, 3)
+CALLED = {"statistics": (lambda m, x: m.bn(x),), "unknown code": (lambda m, x: overwrite(x),)}
 
-    def clamped(a: Tensor, b: Tensor) -> Tensor:
-        return (a + b).clamp(min=0)
 
-    edited = replace_pattern(optimizer.capture(model), lambda a, b: torch.relu(a + b), clamped)
-    again = optimizer.capture(Forward(forward, bn=nn.BatchNorm1d(3)))
+@rows("call", CALLED)
+def test_what_may_write_meanwhile_leaves_a_match_alone(call: Any) -> None:
+    model = Forward(lambda m, x: (y := x + m.bn.running_mean, call(m, x), y.relu() + x)[2])
+    model.bn = nn.BatchNorm1d(3)
+    module, again = (optimizer.capture(copy.deepcopy(model)) for _ in range(2))
+    x = torch.linspace(-3, 3, 12).reshape(4, 3)
+
+    edited = replace_pattern(module, lambda a, b: torch.relu(a + b), lambda a, b: F.relu6(a + b))
 
     assert torch.equal(edited(x.clone()), again(x.clone()))
 
 
-NOT_TAKEN, NOT_ONE = "does not take (conv)", "one value"
 # Calls on x, conv, relu, add and output, and words of the error.
 REFUSED = {
     "find(nn.ReLU(), nn.ReLU)": "optimizer.capture",
     "find(g, nn.ReLU())": "a module's class",
-    "replace_op(g, nn.ReLU, F.nll_loss)": NOT_TAKEN,
+    "replace_op(g, nn.ReLU, F.nll_loss)": "does not take (conv)",
     "replace_op(g, nn.ReLU, nn.Linear)": "pass a module",
     "replace_op(g, nn.ReLU, 'gelu')": "no method 'gelu'",
     "insert_after(n[-1], torch.neg)": "output",
@@ -278,13 +267,12 @@ REFUSED = {
     "remove_node(n[3])": "reads relu, conv: name with instead=",
     "remove_node(n[1], instead=n[2])": "not computed before",
     "decompose(g, {nn.ReLU: lambda x: torch.relu(x) + 0})": "never end",
-    "decompose(g, {nn.ReLU: two_values})": NOT_ONE,
+    "decompose(g, {nn.ReLU: two_values})": "one value",
     "decompose(g, {nn.ReLU: lambda x: x if x.sum() > 0 else -x})": "the rule for F.relu",
     "replace_pattern(g, PAIR, A_CONV)": "has no 'bn'",
     "replace_pattern(g, *LAYERS)": "'1' is a Conv2d in the pattern",
     "replace_pattern(g, PAIR, lambda norm: None)": "'norm'",
-    "replace_pattern(g, A_CONV, lambda conv: 3)": "made a int",
-    "replace_pattern(g, two_values, torch.neg)": NOT_ONE,
+    "replace_pattern(g, two_values, torch.neg)": "one value",
     "replace_pattern(g, torch.relu, lambda x, y: x + y)": "another number of inputs",
 }
 

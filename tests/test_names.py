@@ -6,7 +6,6 @@ import collections
 import copy
 import enum
 import math
-import re
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer import InputError, toolkit
+from optimizer import InputError
 from tests.single_pass import Forward, ForwardOfTwo, function_of, texts
 from tests.test_snapshot import saved_and_loaded
 
@@ -73,15 +72,9 @@ def test_a_model_may_call_its_own_what_it_likes(kind: str, level: int) -> None:
     others = copy.copy(fast), copy.deepcopy(fast), fast.refit(model.state_dict())
     for each in (fast, again, *others, optimized(fast, ROWS)):
         torch.testing.assert_close(each(ROWS), model(ROWS))
-
-
-@pytest.mark.parametrize("kind", ["parameter", "inner"])
-def test_what_it_calls_so_can_be_exported(kind: str) -> None:
-    model = Held(kind, "report", "class", "code", 'a"b').eval()
-
-    exported = torch.export.export(optimized(model, ROWS, level=1), (ROWS,)).module()
-
-    torch.testing.assert_close(exported(ROWS), model(ROWS))
+    if (kind, level) == ("inner", 1):
+        exported = torch.export.export(fast, (ROWS,)).module()
+        torch.testing.assert_close(exported(ROWS), model(ROWS))
 
 
 NAMED = {
@@ -113,20 +106,13 @@ class Pair(collections.namedtuple("Pair", "first second")):
     """A tuple that code names by its class."""
 
 
-class Number(float):
-    """One whose repr names a class of its own."""
-
-    def __repr__(self) -> str:
-        return f"Number({float(self)})"
-
-
 class Choice(enum.IntEnum):
     TWO = 2
 
 
 def then(text: str, default: Any = None) -> nn.Module:
     """Computes an expression of what a linear layer gives, `y`, and of an argument."""
-    function = function_of("y, x, given", text, np=np, Color=Color, Choice=Choice, Number=Number)
+    function = function_of("y, x, given", text, np=np, Color=Color, Choice=Choice)
 
     class Model(Forward):
         def forward(self, x: Tensor, given: Any = default) -> Any:
@@ -189,8 +175,8 @@ def test_a_default_without_a_literal_is_bound(
 
 RETURNED = """
     {("a", Color.RED): y}; {"a": torch.ops.aten.relu.default, "y": y};
-    [{"a": {"b": Color.RED}}, y]; [y, complex(-0.0, 0.0), complex(0.0, -0.0)];
-    {"a": torch.device("cpu"), "y": y, "nan": float("nan")}; {"a": slice(1, 2), "y": y}
+    [y, complex(-0.0, 0.0), complex(0.0, -0.0)]; {"a": slice(1, 2), "y": y, "nan": float("nan")};
+    (y, {"a": np.int64(2)}); [y * np.longdouble(0.5)]
 """
 
 
@@ -202,15 +188,15 @@ def test_what_is_returned_is_written_down_or_left(text: str, level: int) -> None
 
     fast = optimized(model, ROWS, level=level, check="final" if level else None)
 
+    assert "np." not in text or "code cannot name" in str(fast.report)
     assert repr(fast(ROWS)) == repr(model(ROWS))
 
 
 CALLS = """
-    np.float64(0.5) * y; y * np.float32(0.5) + np.float16(2); np.int64(2) * y - np.uint8(1);
-    y * np.bool_(True); y.sum(dim=(np.int64(0), np.int64(1))); y[np.int64(0) : np.int64(4), ...];
-    torch.add(y, x, alpha=np.float64(0.5)); torch.clamp(y, np.float32(-1), np.float64(math.inf));
-    F.gelu(y, approximate=np.str_("tanh")); y.reshape(Choice.TWO, -1) * Choice.TWO;
-    y.expand(torch.Size([1, 2, 4, 4])).double(); y.permute(*range(3, -1, -1)) * math.nan
+    y * np.float32(0.5) + np.float64(2); np.int64(2) * y - np.uint8(1); y * np.bool_(True);
+    y.sum(dim=(np.int64(0), np.int64(1))); y[np.int64(0) : np.int64(4), ...];
+    torch.clamp(y, np.float32(-1), np.float64(math.inf)); F.gelu(y, approximate=np.str_("tanh"));
+    y.reshape(Choice.TWO, -1) * Choice.TWO; y.expand(torch.Size([1, 2, 4, 4])).double()
 """
 
 
@@ -224,31 +210,15 @@ def test_numbers_of_numpy_are_recorded_as_numbers(text: str) -> None:
     torch.testing.assert_close(fast(ROWS), model(ROWS), equal_nan=True)
 
 
-UNNAMED = '(y, {"a": np.int64(2)}); [y * np.longdouble(0.5)]; [y * Number(0.5)]'
-
-
-@pytest.mark.parametrize("text", texts(UNNAMED))
-def test_what_code_cannot_name_leaves_the_model_as_it_is(text: str) -> None:
-    model = then(text)
-    fast = optimizer.optimize(model, ROWS, check=None)
-
-    assert re.search("code cannot name|it reaches Number", str(fast.report))
-    assert repr(fast(ROWS)) == repr(model(ROWS))
-
-
 def test_layers_with_settings_of_numpy() -> None:
-    model = nn.Sequential(
+    layers = [
         nn.Conv2d(3, 3, 3, stride=(np.int64(1), np.int64(2)), padding=np.int64(1)),
         nn.BatchNorm2d(3, eps=np.float64(1e-3), momentum=np.float32(0.1)),
-        nn.Hardtanh(np.float32(-1), np.float64(1)),
-        nn.ConstantPad2d(1, np.float64(0.0)),
-        nn.LeakyReLU(np.float64(0.1)),
-        nn.GELU(np.str_("tanh")),
-        nn.AvgPool2d(np.int64(2)),
-        nn.Dropout(np.float64(0.5)),
-    ).eval()
-    x = torch.randn(1, 3, 8, 8)
-    fast = optimized(model, x, disable=["remove_identities"])
+        *(nn.LeakyReLU(np.float64(0.1)), nn.GELU(np.str_("tanh")), nn.AvgPool2d(np.int64(2))),
+    ]
+    model, x = nn.Sequential(*layers).eval(), torch.randn(1, 3, 8, 8)
+
+    fast = optimized(model, x)
 
     assert isinstance(fast, fx.GraphModule)
     assert not any("raised" in remark for remark in fast.report.remarks)
@@ -258,8 +228,7 @@ def test_layers_with_settings_of_numpy() -> None:
 NUMBERS = (0.0, -0.0, 0, False, 1.0, 1, True, math.nan, math.inf)
 
 
-@LEVELS
-@pytest.mark.parametrize("text", ["z", "z['by'][0]"])
+@pytest.mark.parametrize(("text", "level"), [("z", 0), ("z['by'][0]", 0), ("z['by'][0]", 2)])
 @pytest.mark.parametrize("number", [0.0, -0.0, 1.0, math.nan])
 @torch.no_grad()
 def test_a_number_is_no_other_that_equals_it(number: Any, text: str, level: int) -> None:
@@ -274,12 +243,3 @@ def test_a_number_is_no_other_that_equals_it(number: Any, text: str, level: int)
         expected = model(ROWS, given(other))
         torch.testing.assert_close(fast(ROWS, given(other)), expected, equal_nan=True)
     assert level < 2 or "is not lowered" not in str(fast.report)
-
-
-def test_a_pattern_with_a_zero_is_none_of_the_other_zero() -> None:
-    module = optimizer.capture(Forward("(x.relu() + 0.0) * (x.tanh() + -0.0)"), torch.ones(2))
-
-    edited = toolkit.replace_pattern(module, lambda x: x + -0.0, lambda x: x)
-
-    added = [node.args[1] for node in edited.graph.nodes if node.name.startswith("add")]
-    assert repr(added) == "[0.0]"

@@ -92,34 +92,23 @@ def test_no_file_is_a_drawer_for_everything() -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=named)
-def test_every_file_says_what_it_is(path: Path) -> None:
+def test_every_file_says_what_it_is_and_why_coverage_leaves_a_line_out(path: Path) -> None:
     text = path.read_text()
+    left_out = [line for line in text.splitlines() if "pragma: no" in line]
 
     assert not text or ast.get_docstring(tree(path))
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=named)
-def test_what_the_coverage_leaves_out_says_why(path: Path) -> None:
-    left_out = [line for line in path.read_text().splitlines() if "pragma: no" in line]
-
     assert all(re.search(r"# pragma: no (cover|branch) - \w+ \w+", line) for line in left_out)
+
+
+DECLARED = re.compile(r"^@(?:rewrite|whole_graph)\(.*?^def (\w+)", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("path", PASSES, ids=named)
 def test_each_pass_of_a_file_is_found(path: Path) -> None:
-    assert declared(path)
-    assert {each.name for each in optimizer.all_passes()}.issuperset(declared(path))
+    declared = set(DECLARED.findall(path.read_text()))
 
-
-def declared(path: Path) -> list[str]:
-    """The passes that a file declares."""
-    functions = [node for node in tree(path).body if isinstance(node, ast.FunctionDef)]
-    return [
-        node.name
-        for node in functions
-        for call in node.decorator_list
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("rewrite", "whole_graph")
-    ]
+    assert declared
+    assert declared <= {each.name for each in optimizer.all_passes()}
 
 
 @pytest.mark.parametrize("path", PASSES, ids=named)
@@ -131,27 +120,17 @@ def test_a_pass_imports_only_what_passes_are_made_of(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", OWN, ids=named)
-def test_nothing_imports_a_pass(path: Path) -> None:
-    assert {f"optimizer.passes.{each.stem}" for each in PASSES}.isdisjoint(own_imports(path))
-
-
-@pytest.mark.parametrize("path", OWN, ids=named)
-def test_a_room_imports_those_before_it(path: Path) -> None:
+def test_a_room_imports_those_before_it_and_nothing_a_pass(path: Path) -> None:
     later = [name for name in own_imports(path) if room(name) > room(module(path))]
 
     assert later == []
+    assert {f"optimizer.passes.{each.stem}" for each in PASSES}.isdisjoint(own_imports(path))
 
 
-def test_no_file_imports_itself_by_way_of_others() -> None:
-    graph = {module(path): own_imports(path) for path in OWN}
-
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
-
-
-def test_the_floors_are_few() -> None:
-    """How many files the longest chain of imports runs through."""
+def test_no_file_imports_itself_by_way_of_others_and_the_floors_are_few() -> None:
+    """As many floors as files that the longest chain of imports runs through."""
     sorter = graphlib.TopologicalSorter({module(path): own_imports(path) for path in OWN})
-    sorter.prepare()
+    sorter.prepare()  # raises CycleError
     floors = 0
     while sorter.is_active():
         sorter.done(*sorter.get_ready())
@@ -170,56 +149,45 @@ def test_the_folders_show_the_architecture() -> None:
                    for path in OWN if path.parent != PACKAGE)  # fmt: skip
 
 
+ALSO = {
+    "testing": {"hypothesis"},
+    "lowering/precision.py": {"torchao"},  # where it is asked for
+    "lowering/engines.py": {"onnxruntime", "openvino"},
+    "__main__.py": {"rich"},  # on a terminal
+    "workloads.py": {"models"},  # for mypy, which does not run it
+}
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=named)
 def test_a_package_imports_only_what_it_may(path: Path) -> None:
     """The workloads have no name of their own: installed, another package may be `models`."""
     allowed = {"optimizer", "torch", "__future__"}
-    if path.is_relative_to(PACKAGE / "testing"):
-        allowed |= {"hypothesis"}
-    if path == PACKAGE / "lowering" / "precision.py":
-        allowed |= {"torchao"}  # where it is asked for
-    if path == PACKAGE / "__main__.py":
-        allowed |= {"rich"}  # on a terminal
-    if path == PACKAGE / "lowering" / "engines.py":
-        allowed |= {"onnxruntime", "openvino"}
-    if path == PACKAGE / "workloads.py":
-        allowed |= {"models"}  # for mypy, which does not run it
     if path.is_relative_to(ROOT / "models"):
         allowed = {"", "timm", "torch", "torchvision", "transformers", "__future__"}
+    for place, more in ALSO.items():
+        if path.is_relative_to(PACKAGE / place):
+            allowed |= more
 
     assert packages(path) - allowed <= sys.stdlib_module_names
 
 
 def test_every_package_is_installed() -> None:
     installed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {path.parent.relative_to(ROOT) for path in PACKAGE.rglob("__init__.py")}
+    found = {module(path) for path in PACKAGE.rglob("__init__.py")}
 
-    assert set(installed["packages"]) == {
-        "optimizer._models",
-        *(".".join(folder.parts) for folder in folders),
-    }
+    assert set(installed["packages"]) == {"optimizer._models", *found}
 
 
-def test_the_fuzz_kit_is_imported_by_nobody() -> None:
-    importers = [
-        named(path)
-        for path in SHIPPED
-        if not path.is_relative_to(PACKAGE / "testing")
-        and any(name.startswith("optimizer.testing") for name in everywhere(path))
-    ]
+def test_the_fuzz_kit_is_imported_by_nobody_and_the_analysis_by_no_room() -> None:
+    def imports(path: Path, name: str) -> bool:
+        return any(name in each for each in everywhere(path))
 
-    assert importers == []
+    others = [path for path in SHIPPED if not path.is_relative_to(PACKAGE / "testing")]
+    rooms = [path for path in OWN if room(module(path)) < len(ROOMS)]
 
-
-def test_no_room_imports_the_analysis() -> None:
-    importers = [
-        named(path)
-        for path in OWN
-        if room(module(path)) < len(ROOMS) and path.parent.name != "analysis"
-        if any("analysis" in name for name in everywhere(path))
-    ]
-
-    assert importers == []
+    assert [named(path) for path in others if imports(path, "optimizer.testing")] == []
+    rooms = [path for path in rooms if path.parent.name != "analysis"]
+    assert [named(path) for path in rooms if imports(path, "analysis")] == []
 
 
 def test_importing_the_package_and_the_models_needs_torch_only() -> None:
@@ -235,15 +203,10 @@ def test_importing_the_package_and_the_models_needs_torch_only() -> None:
 
 
 def reasons(path: Path) -> list[str]:
-    """The reasons with which a pass refuses."""
-    calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
-    texts = [
-        call.args[-1]
-        for call in calls
-        if getattr(call.func, "id", "") in ("require", "Refused") and call.args
-    ]
-    assert all(isinstance(text, ast.Constant) for text in texts), "a reason is written out"
-    return [str(text.value) for text in texts if isinstance(text, ast.Constant)]
+    """The reasons with which a pass refuses, which are written out."""
+    calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and node.args]
+    refusals = [call for call in calls if getattr(call.func, "id", "") in ("require", "Refused")]
+    return [str(ast.literal_eval(call.args[-1])) for call in refusals]
 
 
 @pytest.mark.parametrize("path", PASSES, ids=named)
@@ -289,22 +252,19 @@ def test_a_package_that_is_missing_costs_only_the_tests_that_are_about_it(path: 
 
 @pytest.mark.parametrize("name", optimizer.__all__)
 def test_every_public_name_is_documented(name: str) -> None:
-    public = getattr(optimizer, name)
+    documented = (getattr(optimizer, name).__doc__ or "").strip()
 
-    assert (public.__doc__ or "").strip()
-    assert not public.__doc__.startswith(f"{name}("), "dataclasses write a docstring of their own"
+    assert documented
+    assert not documented.startswith(f"{name}("), "dataclasses write a docstring of their own"
 
 
 def test_the_public_names_are_sorted_and_complete() -> None:
-    bound = {
-        alias.asname or alias.name
-        for node in tree(PACKAGE / "__init__.py").body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+    nodes = [
+        each for each in tree(PACKAGE / "__init__.py").body if isinstance(each, ast.ImportFrom)
+    ]
+    bound = {alias.asname or alias.name for node in nodes for alias in node.names}
 
-    assert list(optimizer.__all__) == sorted(optimizer.__all__)
-    assert set(optimizer.__all__) == bound
+    assert list(optimizer.__all__) == sorted(bound)
 
 
 CODE = re.compile(r"^_?[A-Za-z][\w./]*[_./][\w./]*(?=$|\()")

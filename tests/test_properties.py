@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from random import Random
@@ -44,10 +43,6 @@ def on_models(**choices: Any) -> Callable[[Callable[[Spec], object]], Callable[[
 
 def optimized(spec: Spec) -> nn.Module:
     return Optimize()(spec.build(), spec.inputs())
-
-
-def size(module: nn.Module) -> int:
-    return len(module.graph.nodes) if isinstance(module, fx.GraphModule) else 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -126,33 +121,19 @@ def test_expanded_inputs() -> None:
 
 @on_models()
 def test_a_report_of_nothing_is_true(spec: Spec) -> None:
-    candidate = optimized(spec)
+    candidate: Any = optimized(spec)
     if not candidate.report.fired and isinstance(candidate, fx.GraphModule):
         captured = optimizer.capture(spec.build(), spec.inputs())
-        guards = sum(node.target in GUARDS for node in candidate.graph.nodes)
-        assert size(candidate) - guards <= size(captured)  # a spelling may rest on a rank
-        assert layers(candidate) == layers(captured)
-
-
-def layers(module: fx.GraphModule) -> list[object]:
-    return [node.target for node in module.graph.nodes if node.op == "call_module"]
+        # A spelling may rest on a rank.
+        added = [node for node in candidate.graph.nodes if node.target not in GUARDS]
+        assert len(added) <= len(captured.graph.nodes)
+        graphs = (candidate.graph, captured.graph)
+        called, layers = ([n.target for n in g.nodes if n.op == "call_module"] for g in graphs)
+        assert called == layers
 
 
 # What has no effect but its value, so that nodes can be put in any order.
 PURE = ["linear", "bn", "conv_k3", "relu", "dup", "swap", "add", "mul", "t01", "gelu", "out", "cat"]
-
-
-@on_models(entries=["graph"])
-def test_names_do_not_matter(spec: Spec) -> None:
-    graph = spec.build()
-    assert isinstance(graph, fx.GraphModule)
-    for index, node in enumerate(graph.graph.nodes):
-        if node.op not in ("placeholder", "output"):
-            node._rename(f"node_{-index % 7}")
-    graph.recompile()
-    renamed = Optimize()(graph, spec.inputs())
-    assert renamed.report.counts() == optimized(spec).report.counts()
-    assert_equivalent(spec.build(), renamed, spec.inputs())
 
 
 @on_models(entries=["graph"], alphabet=PURE)
@@ -175,83 +156,11 @@ def last_first(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-OF_THE_LAST = {"recall", "recompute", "recompute_otherwise", "write_read"}
-
-
-# The words of what came last would be of what stands between.
-@on_models(max_size=6, alphabet=[word for word in TOKENS if word not in OF_THE_LAST])
-def test_identities_in_between_change_nothing(spec: Spec) -> None:
-    tokens = [word for token in spec.tokens for word in (token, "t01", "t01")]
-    between = replace(spec, tokens=tuple(tokens))
-    assert_equivalent(spec.build(), optimized(between), spec.inputs())
-
-
-class Wrapped(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleDict({"only": inner})
-
-
-def wrapped(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
-    """The model inside another that takes as many arguments, by name."""
-    names, space = ", ".join(f"x{i}" for i in range(len(inputs))), dict[str, Any]()
-    exec(f"def forward(self, {names}): return self.inner['only']({names})", space)
-    return type("Outer", (Wrapped,), {"forward": space["forward"]})(model).eval()
-
-
-def test_a_wrapped_model_keeps_the_answer() -> None:
-    left: list[bool] = []
-
-    def holds(spec: Spec) -> None:
-        inputs = spec.inputs()
-        model = wrapped(spec.build(), inputs)
-        candidate = Optimize()(model, inputs)
-        left.append(not isinstance(candidate, fx.GraphModule))
-        assert_equivalent(model, candidate, inputs)
-
-    fuzz(holds, entries=["module"])
-    assert sum(left) < len(left) / 4
-
-
-@on_models(alphabet=PURE)
-def test_an_unused_branch_goes(spec: Spec) -> None:
-    branched = replace(spec, tokens=(*spec.tokens, "dup", "gelu", "linear", "drop"))
-    candidate = optimized(branched)
-    assert size(candidate) == size(optimized(spec))
-    assert_equivalent(spec.build(), candidate, spec.inputs())
-
-
-@on_models()
-def test_an_interior_value_as_an_output_is_the_same(spec: Spec) -> None:
-    middle = len(spec.tokens) // 2
-    exposed = replace(spec, tokens=(*spec.tokens[:middle], "out", *spec.tokens[middle:]))
-    check_spec(exposed, Optimize())
-
-
-@on_models(alphabet=PURE)
-def test_what_is_computed_twice_is_computed_once(spec: Spec) -> None:
-    twice = replace(spec, tokens=(*spec.tokens, "dup", "gelu", "swap", "gelu", "add"))
-    once = replace(spec, tokens=(*spec.tokens, "gelu", "dup", "add"))
-    assert size(optimized(twice)) == size(optimized(once))
-    assert_equivalent(once.build(), optimized(twice), spec.inputs())
-
-
-@on_models(entries=["module"])
-def test_a_graph_and_its_module_agree(spec: Spec) -> None:
-    graph = replace(spec, entry="graph").build()
-    assert_equivalent(spec.build(), graph, spec.inputs(), exact=True)
-
-
 # What treats each row by itself, of rows whose sums are exact.
 ROWWISE = ["linear", "bn", "conv_k3", "relu", "dup", "add", "mul", "mask", "max_pool", "head"]
-BY_ROW: dict[str, Any] = {
-    "alphabet": ROWWISE,
-    "regimes": ["dyadic"],
-    "shapes": [(2, 3), (4, 4, 4), (2, 4, 4, 4)],
-}
 
 
-@on_models(**BY_ROW)
+@on_models(alphabet=ROWWISE, regimes=["dyadic"], shapes=[(2, 3), (4, 4, 4), (2, 4, 4, 4)])
 def test_rows_can_be_permuted_and_split(spec: Spec) -> None:
     x, candidate = spec.inputs()[0], optimized(spec)
     for whole, turned, one, other in zip(
@@ -264,16 +173,6 @@ def test_rows_can_be_permuted_and_split(spec: Spec) -> None:
 def answers(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     result = module(x.clone())
     return [result] if isinstance(result, torch.Tensor) else list(result)
-
-
-@on_models()
-def test_its_own_checkpoint_can_be_loaded(spec: Spec) -> None:
-    candidate = optimized(spec)
-    saved = copy.deepcopy(candidate.state_dict())
-    for tensor in candidate.state_dict().values():
-        tensor.zero_()
-    candidate.load_state_dict(saved)
-    assert_equivalent(spec.build(), candidate, spec.inputs())
 
 
 CODES = """

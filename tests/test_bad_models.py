@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer import EquivalenceError, InputError
-from optimizer.rewrite.pipeline import Pipeline
 from optimizer.testing import untouched
 from tests.single_pass import Forward, ForwardOfTwo, function_of, rows
 
@@ -122,20 +121,13 @@ LEFT_AS_IT_IS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         lambda: net(MULTIPLIED, nn.Parameter(torch.eye(5).to_sparse())),
         "torch.sparse_coo", "no gradients",
     ),
-    "holds a buffer of another class": (
-        lambda: net(IN_LINEAR, FIVE_ROWS), "class Doubling", "another dtype"
-    ),
-    "holds a conjugated view": (
-        lambda: net(COMPLEX_PARTS, COMPLEX.conj()), "torch.complex64", "another mode"
-    ),
+    "holds a buffer of another class":
+        (lambda: net(IN_LINEAR, FIVE_ROWS), "class Doubling", "another dtype"),
 }  # fmt: skip
 FOLDED: dict[str, Callable[[], nn.Module]] = {
     "a submodule that branches on data": lambda: net(CALLED, net(DATA)),
     "a complex parameter": lambda: net(COMPLEX_PARTS, nn.Parameter(COMPLEX)),
     "a custom autograd function": lambda: net("own(m.pair(x))"),
-    "a tensor without data that gives a size": lambda: net(
-        "m.pair(x) * m.held[0].shape[0]", [torch.empty(3, device="meta")]
-    ),
     "numpy": lambda: net("torch.from_numpy(m.pair(x).detach().numpy())"),
     "a scripted function": lambda: net(
         function_of("m, x", "scripted(m.pair(x))", scripted=torch.jit.script(positive))
@@ -162,11 +154,14 @@ def state_of(model: nn.Module) -> list[object]:
 def test_a_model_runs_unchanged_with_a_remark_if_it(make: Any, words: str, change: str) -> None:
     model = make()
     before, expected = state_of(model), answers(model)
-    copied = words not in ("cannot be copied", "torch.complex64")
 
     fast = optimizer.optimize(model, X, check="final" if "mode" in change else None, level=1)
     assert all(map(torch.equal, answers(fast), expected))
-    with nullcontext() if copied else pytest.raises(InputError, match="change that one"):
+    with (
+        nullcontext()
+        if words != "cannot be copied"
+        else pytest.raises(InputError, match="change that one")
+    ):
         CHANGES[change](fast)
 
     assert state_of(model) == before
@@ -187,11 +182,10 @@ def test_the_rest_is_optimized_around(what: str) -> None:
     torch.testing.assert_close(answers(fast), answers(model))
 
 
-@pytest.mark.parametrize("check", ["final", "each"])
-def test_a_dataclass_that_is_returned_is_compared_field_by_field(check: Any) -> None:
+def test_a_dataclass_that_is_returned_is_compared_field_by_field() -> None:
     model = net("recorded(m.pair(x))")
 
-    fast = optimizer.optimize(model, X, check=check, level=1)
+    fast = optimizer.optimize(model, X, check="each", level=1)
 
     assert "fold_affine" in fast.report.counts()
     [record] = fast(X)["all"]
@@ -201,21 +195,15 @@ def test_a_dataclass_that_is_returned_is_compared_field_by_field(check: Any) -> 
         optimizer.check(model, net("recorded(x)"), X)
 
 
-def test_what_an_object_holds_is_not_taken_for_unseen() -> None:
-    model = net("boxed((y := torch.tanh(x)).clone()), y")
-
-    outer, y = optimizer.optimize(model, X, check=None, level=1)(X)
-
-    assert outer.value.data_ptr() != y.data_ptr()
-
-
-def test_what_is_given_in_an_object_is_not_written() -> None:
+def test_what_is_given_or_returned_in_an_object_is_not_taken_for_unseen() -> None:
     given = Box(X.clone()), threading.Lock()  # which cannot be copied
 
     fast = optimizer.optimize(net("m.pair(x[0].value.neg_())"), (given,), level=1)
+    outer, y = optimizer.optimize(net("boxed((y := x.tanh()).clone()), y"), X, check=None)(X)
 
     assert "fold_affine" in fast.report.counts()
     assert torch.equal(given[0].value, X)
+    assert outer.value.data_ptr() != y.data_ptr()
 
 
 def test_an_iterator_is_an_input_error_and_not_read() -> None:
@@ -263,10 +251,9 @@ def test_arguments_are_those_of_each_call(example: Any, others: Any) -> None:
         torch.testing.assert_close(fast(*args, **kwargs), model(*args, **kwargs))
 
 
-@pytest.mark.parametrize("model", [nn.Module().eval(), net("m.absent(x)")], ids=["empty", "absent"])
-def test_a_model_that_does_not_run_is_an_input_error(model: nn.Module) -> None:
+def test_a_model_that_does_not_run_is_an_input_error() -> None:
     with pytest.raises(InputError, match="the model itself rejects these example inputs"):
-        optimizer.optimize(model, X, level=1)
+        optimizer.optimize(net("m.absent(x)"), X, level=1)
 
 
 @pytest.mark.parametrize("factor", ["1", "(1 if x.sum() < 1e9 else 2)"])  # recorded; by Dynamo
@@ -280,15 +267,3 @@ def test_a_model_may_raise_where_it_is_called_again_with_what_it_wrote(factor: s
 
     assert any("called again with the same inputs" in each for each in fast.report.remarks)
     torch.testing.assert_close(fast(x.clone(), z), model(x, z))
-
-
-def test_what_lives_on_two_devices_is_not_combined() -> None:
-    """The meta device stands in for another."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
-    pipeline = Pipeline(optimizer.capture(model, X))
-    pipeline.module.get_submodule("1").to("meta")
-
-    pipeline.run(optimizer.all_passes())
-
-    assert pipeline.fired == []
-    assert [each.reason for each in pipeline.refused] == ["dtype or device differ"]

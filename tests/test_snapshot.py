@@ -212,6 +212,7 @@ def noted(self: nn.Module, *memo: Any) -> Any:
 
 OWN_WAYS: dict[str, Callable[..., Any]] = {
     "__deepcopy__": noted,
+    "__reduce__": lambda self: (type(self), (), vars(noted(self))),
     "__setstate__": lambda self, state: vars(self).update(vars(noted(self))),
     "__getstate__": lambda self: vars(noted(self)),
 }

@@ -109,6 +109,9 @@ a tensor by default [the default of 'w'] | class model(nn.Module):
 a __call__ of the model [hooks, parametrizations or] | class model(Model):
         def __call__(self, x): return super().__call__(x) + 1
     def forward(m, x): return x * 2
+members that are exchanged [its forward changes a module] |
+    held = {"pair": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])}
+    def forward(m, x): m.pair[0], m.pair[1] = m.pair[1], m.pair[0]; return m.pair[0](x)
 a child with a hook that counts [it sets the attribute] | class Shift(nn.Module):
         def forward(self, x): return x + 1
     def hook(m, given, y): history.append(y); box.n += 1; return y * step() * box.n + len(history)

@@ -21,6 +21,7 @@ from tests.single_pass import Forward, ForwardOfTwo, rows
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
 SINGLE, SEVERAL, IMAGE = torch.randn(1, 4, 4), torch.randn(3, 4, 4), torch.randn(2, 3, 5, 5)
+LARGE = torch.randn(200, 200)
 NOTES: list[int] = []
 torch.fx.wrap("noted")
 torch.fx.wrap("first_if_alone")
@@ -119,10 +120,18 @@ CASES = {
          [(SINGLE,), (SEVERAL,)], "has no known shape"),
     "a rank inside a list":
         (lambda: layers(NORMED.format("x[0]") + " + x[1]"),
-         [([ROWS, ROWS],), ([SEVERAL, SEVERAL],)], "of tensors inside the input 'x'"),
+         [([ROWS, ROWS],), ([SEVERAL, SEVERAL],)], "its rank rests on the input 'x'"),
     "a rank inside a record":
         (lambda: layers(NORMED.format("x.values")),
-         [(Record(ROWS),), (Record(SEVERAL),)], "of tensors inside the input 'x'"),
+         [(Record(ROWS),), (Record(SEVERAL),)], "its rank rests on the input 'x'"),
+    "a rank by a number":
+        (lambda: layers("m.norm(m.linear(x.flatten(z)))", ForwardOfTwo),
+         [(ROWS[:, None], 1), (SEVERAL, 2)], "its rank rests on the input 'z'"),
+    "a dtype by a number":
+        (lambda: ForwardOfTwo("y = x * z; y[x > 1] = 0.5; return y").eval(),
+         [(torch.arange(4), 2), (torch.arange(4), 2.5)], "its dtype rests on the input 'z'"),
+    "a number in the place of a tensor":
+        (lambda: ForwardOfTwo("x * x + z").eval(), [(LARGE, LARGE), (LARGE, 2.0)], ""),
     "a rank inside a mapping of another class":
         (lambda: layers(NORMED.format("x['y']")),
          [(UserDict(y=ROWS),), (UserDict(y=SEVERAL),)], ""),

@@ -235,3 +235,9 @@ def test_to_optimize_again_changes_nothing(optimized: Any) -> None:
     again = optimizer.optimize(fast, inputs, level=1)
 
     assert (again.report.fired, again.code) == ((), fast.code)
+
+
+def test_the_same_model_gives_the_same_code() -> None:
+    first, second = (optimizer.optimize(small(), X, level=1) for _ in range(2))
+
+    assert first.code == second.code

@@ -6,8 +6,10 @@ What a call returns belongs to its caller, who may write it: no constant, and no
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -31,6 +33,17 @@ def model_of(text: Any, **held: Any) -> Any:
     return Forward(text, **{"linear": nn.Linear(4, 4)} | held).eval()
 
 
+class Mode(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+@dataclass
+class Clamp:
+    data: Tensor
+    max: float | None
+
+
 class OptionalMask(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return x if mask is None else x + mask
@@ -43,6 +56,12 @@ def is_none(mask: Any) -> bool:
 BY_HELPER = ForwardOfTwo(lambda m, x, z: x if not is_none(z) else x + 1)
 PAIRED = Forward("x[0] * 2 if x[1] is None else x[0] * x[1]")
 BY_FLAG = ForwardOfTwo("x * 2 if z is None or z is True else x * 3")
+BY_MODE = ForwardOfTwo("x * 2 if z is m.mode else x * 3", mode=Mode.FIRST)
+BY_DTYPE = ForwardOfTwo("x * 2 if z is torch.float16 else x * 3")
+BY_RECORD = Forward("x.data.clamp(max=x.max) if x.max is not None else x.data")
+PROMOTED = ForwardOfTwo("(x + z).clone().masked_fill_(x > 0, 0.1)")
+INDEXED = ForwardOfTwo("x[z].movedim(0, -1).movedim(0, -1)")
+INDEX = torch.tensor([[0, 1], [2, 0]])
 BY_RANK = Forward("F.batch_norm(x, m.a, m.b)", a=torch.ones(4), b=torch.full((4,), 2.0))
 # A model, a call, one that would take another branch, and words of the error; with an example:
 BRANCHES: dict[str, tuple[Any, ...]] = {
@@ -51,6 +70,21 @@ BRANCHES: dict[str, tuple[Any, ...]] = {
     "a default": (OptionalMask(), (ROWS, ROWS), (ROWS,), "mask"),
     "True and one": (BY_FLAG, (ROWS, True), (ROWS, 1), "optimized for z=True"),
     "None and False": (BY_FLAG, (ROWS, None), (ROWS, False), "optimized for z=None"),
+    "an enumeration": (BY_MODE, (ROWS, Mode.FIRST), (ROWS, Mode.SECOND), "optimized for z=<Mode"),
+    "a dtype": (BY_DTYPE, (ROWS, torch.half), (ROWS, torch.float), "z=torch.float16"),
+    "None in a record": (
+        BY_RECORD,
+        (Clamp(ROWS, 2.0),),
+        (Clamp(ROWS, None),),
+        "that holds no None",
+    ),
+    "another rank to promote": (
+        PROMOTED,
+        (ROWS.half(), ROWS[0, 0]),
+        (ROWS.half(), ROWS[0]),
+        "of 0",
+    ),
+    "a mask for an index": (INDEXED, (ROWS, INDEX), (ROWS, ROWS > 0), "int64 and got torch.bool"),
     "a rank": (BY_RANK, (ROWS,), (torch.ones(2, 4, 3, 3),), "2 dimensions and got 4"),
 }
 WITHOUT = {f"{name}, no example": (*BRANCHES[name], None) for name in ("None", "None inside")}

@@ -82,6 +82,10 @@ REPLACED = {
         "y = m.conv(x); F.relu(y[0], inplace=True); return y", "replace_op(g, nn.ReLU, nn.GELU)",
         "y = m.conv(x); y[0].copy_(F.gelu(y[0])); return y",
     ),
+    "a view of a result of a layer": (
+        "y = m.conv(x); v = y.view(-1); F.relu(y, inplace=True); return v * 1",
+        "replace_op(g, F.relu, nn.ReLU)", "y = m.conv(x); return F.relu(y).view(-1) * 1",
+    ),
     "an input": ("m.inplace(x)", "replace_op(g, nn.ReLU, torch.neg)", "x.copy_(-x)"),
 }  # fmt: skip
 DECOMPOSED = {

@@ -1,7 +1,4 @@
-"""What a model takes on its example inputs: memory, arithmetic, traffic, kernels.
-
-Nothing of this runs inside `optimize`. It imports `core`, `facts`, `frontend` and `verify`.
-"""
+"""What a model takes on its example inputs: none of this runs inside `optimize`."""
 
 from optimizer.analysis.cost import Ceilings, Cost, Roofline, ceilings, measured, roofline
 

@@ -1,4 +1,1 @@
-"""Words that every room shares: errors, inputs, devices, nodes, guards, copies, the report.
-
-It imports no other room.
-"""
+"""Words that every room shares: errors, inputs, devices, nodes, guards, copies, the report."""

@@ -65,8 +65,8 @@ def _over_an_operand(
     """Return a commutative function that overwrites an operand if both are laid out alike."""
 
     def apply(first: Any, second: Any, overwritten: int) -> Any:
-        if not alike(first, second):
-            return function(first, second)
+        if not (isinstance(first, Tensor) and isinstance(second, Tensor) and alike(first, second)):
+            return function(first, second)  # a number, in another call
         return in_place(second, first) if overwritten else in_place(first, second)
 
     apply.__name__ = apply.__qualname__ = f"{function.__name__}_over"

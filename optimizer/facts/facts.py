@@ -4,7 +4,6 @@ They are learned by running a graph once on meta tensors, which hold no data.
 Shapes, strides and shared storage are read off the results; writes and randomness are read
 off the schemas of the ATen operators that each node runs. What only another call of a node shows
 is known by names: to return its input, to drop dimensions.
-What layers and sums of the same form yielded is remembered: their meta kernels are slow Python.
 
 To ask for a fact that is not known is to be refused (`Refused`), so a rewrite whose safety
 argument needs it does not fire and the report says why.
@@ -31,8 +30,8 @@ from optimizer.core import ops
 from optimizer.core.context import forked_rng
 from optimizer.core.copy import on_storage
 from optimizer.core.errors import Refused, require
-from optimizer.core.guards import GUARDS
-from optimizer.core.inputs import hides_tensors, map_tensors, storages_in, tensors_in
+from optimizer.core.guards import GUARDS, chooses_a_branch
+from optimizer.core.inputs import hides_tensors, map_tensors, storages_in
 from optimizer.core.node import (
     KNOWN_HOMES,
     attribute_of,
@@ -396,9 +395,11 @@ def _guarded(node: fx.Node, kind: str) -> torch.Tensor:
     for source in fact(node).inputs:
         example = source.meta["fact"].value
         if isinstance(example, torch.Tensor):
-            facts.pending_guards.add((kind, source))
-        elif tensors_in(example) or isinstance(example, list | tuple | dict):
-            raise Refused(f"it rests on the {kind} of tensors inside the input '{source.name}'")
+            # Of several, one without dimensions promotes nothing, and a mask indexes more of them.
+            kinds = ("rank", "dtype") if len(fact(node).inputs) > 1 else (kind,)
+            facts.pending_guards |= {(each, source) for each in kinds}
+        elif not chooses_a_branch(example):
+            raise Refused(f"its {kind} rests on the input '{source.name}', which is no tensor")
     return value
 
 

@@ -140,7 +140,10 @@ def require_printable(graph: fx.Graph) -> None:
         require(is_torchs, f"'{node.name}' calls a function by the name of one of torch's")
         place = f"the default of '{node.target}'" if node.op == "placeholder" else f"'{node.name}'"
         require(is_literal((node.args, node.kwargs)), f"{place} holds what code cannot name")
-    inputs = {str(n.target).lstrip("*"): n.name for n in graph.find_nodes(op="placeholder")}
+    placeholders = graph.find_nodes(op="placeholder")
+    optional = [bool(n.args) for n in placeholders if not str(n.target).startswith("*")]
+    require(optional == sorted(optional), "an argument without a default follows one that has one")
+    inputs = {str(n.target).lstrip("*"): n.name for n in placeholders}
     renamed = [name for name, written in inputs.items() if name == "self" or name != written]
     if renamed:
         function: Any = ast.parse(graph.python_code("self").src).body[-1]

@@ -337,7 +337,7 @@ class Tracer(fx.Tracer):
         if unwritable:  # as it is, in a call that gives no other
             self.create_proxy("call_function", expect_value, (self.proxy(node), ..., name), {})
             return default
-        return self._input(node, arguments.get(name, default))
+        return self._input(node, arguments.get(name, default if optional else 0.0))
 
     def _input(self, node: fx.Node, value: Any) -> Any:
         proxy, name = self.proxy(node), str(node.target)
@@ -347,7 +347,7 @@ class Tracer(fx.Tracer):
         node.meta["tested"] = self.tests_for_none
         if isinstance(value, torch.Tensor):
             self._tensors.add(node)
-        elif any(map(chooses_a_branch, tree_leaves(value))):
+        elif any(map(chooses_a_branch, tree_leaves(opened(value)))):
             raise CaptureError(f"'{name}' holds what may choose a branch")
         return proxy
 

@@ -69,6 +69,7 @@ def fold_padding(pad: fx.Node, conv: fx.Node) -> fx.Node | None:
 
     before = (0,) * len(layer.kernel_size) if layer.padding == "valid" else layer.padding
     more = (0,) * (len(before) - len(sizes) // 2) + sizes[::-2]
+    require(len(before) == len(more), "one number is the padding of all dimensions")
     padding = tuple(map(sum, zip(before, more, strict=True)))
     twice = _reverse_repeat_tuple(padding, 2)  # type: ignore[no-untyped-call]
     padded = layer_like(layer, padding=padding, _reversed_padding_repeated_twice=twice)
@@ -126,7 +127,7 @@ def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
     require(is_unchanged(source, conv, pool), "what is convolved is written before it is pooled")
     require(not weights_exposed(conv), "the forward writes their tensors")
 
-    pooled = insert_copy(pool, pool, lambda _: source)
+    pooled = insert_copy(pool, pool, lambda each: source if each is conv else each)
     return insert_copy(pool, conv, lambda _: pooled)
 
 

@@ -134,13 +134,13 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     what torch's attention makes is laid out as q. A query whose scores are all -inf has NaN for a
     result in eager and zeros in torch's: a mask may do that and is refused; without one they have
     overflowed, or q or k is infinite. Timed on CPUs, it pays in four dimensions with heads of one
-    size, in half precision where there are few scores. Elsewhere torch takes another kernel, which
-    is slower than what was spelled out.
+    size, in half precision where there are few scores.
     """
     scalings = list[tuple[Any, Any]]()
     scores = _unscaled(weights.all_input_nodes[0], scalings)
     require(callee(scores) not in MASKS, "a mask may hide all keys from a query")
-    if callee(scores) not in MATMULS or not isinstance(root.args[1], fx.Node):
+    by_name = len(root.args) != 2 or len(getattr(scores, "args", ())) != 2
+    if by_name or callee(scores) not in MATMULS or not isinstance(root.args[1], fx.Node):
         return None
     q, k = (_unscaled(each, scalings) for each in scores.args)
     read, inner = (q, k, root.args[1]), {weights, scores, *(each for each, _ in scalings)}

@@ -195,14 +195,13 @@ def take_place(node: fx.Node, value: fx.Node) -> None:
     """Let the readers of a call read another value; what overwrote a tensor still does.
 
     y = op_(x) also leaves y in x. So x.copy_(value) follows, unless x is the result of a layer
-    that nobody else reads.
+    that nothing else reads.
     """
     if overwrites(node) and not overwrites(value):
         written = node.args[0]
         assert isinstance(written, fx.Node)
         layer = module_of(written) if written.op == "call_module" else None
-        seen = any(value < user for user in written.users if user is not node)
-        if seen or not isinstance(layer, MAKE_A_TENSOR):
+        if len(written.users) > 1 or not isinstance(layer, MAKE_A_TENSOR):
             with node.graph.inserting_before(node):
                 value = node.graph.call_method("copy_", (written, value))
     supersede(node, value)

@@ -181,7 +181,7 @@ def _guard_of(node: fx.Node) -> tuple[Callable[..., None], tuple[Any, ...]] | No
     value = node.meta["fact"].value if facts else None
     needed = any(
         user.op == "call_method"
-        or user.target is getattr
+        or (user.target is getattr and isinstance(value, torch.Tensor))
         or (user.op == "call_module" and issubclass(callee(user) or object, MAKE_A_TENSOR))
         for user in node.users
         if arg(user, 0) is node

@@ -67,6 +67,7 @@ SUNK = {
     conv(), nn.AvgPool2d(3, 1, 1, count_include_pad=False); conv(), nn.AvgPool2d(4, ceil_mode=True);
     conv(bias=False), nn.AvgPool2d(3, padding=1, ceil_mode=True);
     conv(bias=False), nn.AvgPool2d(2, divisor_override=3); conv(groups=2), nn.AvgPool2d(2);
+    F.avg_pool2d(y := m.conv(x), y.shape[2:]);
     conv(padding="same"), nn.AvgPool2d(2); F.adaptive_avg_pool2d(m.conv(x), output_size=(1, 1))
     """,
     IMAGE[1:]: "conv(), nn.AvgPool2d(2)",
@@ -101,6 +102,9 @@ STAYS: dict[Any, str] = {
     m.conv(F.pad(x[:, 1:3], (0, 0, 0, 0, 1, 1)))
     """,
     (PADDING, "the convolution pads in another way"): "nn.ZeroPad2d(1), conv(3, 3, padding='same')",
+    (PADDING, "one number is the padding of all dimensions"): """
+    F.conv2d(F.pad(x, (1, 1, 1, 1)), m.conv.weight, None, (1,), (0,))
+    """,
     (PADDING, READ): "(m.conv(y := F.pad(x, (1, 1))), y)",
     (PADDING, "what is padded is written later"): """
     y = F.pad(x, (1, 1)); x.mul_(2.0); return m.conv(y)

@@ -120,7 +120,8 @@ ATTENTIONS: dict[Any, str] = {
     (0,): """
     torch.relu(q).softmax(-1) @ v.mT; (q @ k.mT * m.bias).softmax(-1) @ v;
     (2.0 / (q @ k.mT)).softmax(-1) @ v; (q @ k.mT / 0).softmax(-1) @ v;
-    v.mT @ (q @ k.mT).softmax(-1)
+    v.mT @ (q @ k.mT).softmax(-1); torch.matmul(torch.softmax(q @ k.mT, -1), other=v);
+    torch.softmax(torch.matmul(q, other=k.mT), -1) @ v
     """,
     ("a mask may hide all keys from a query",): "(q @ k.mT + m.bias).softmax(-1) @ v",
     ("its softmax is over another axis or dtype",): """

@@ -101,6 +101,29 @@ def test_a_call_of_another_branch_is_an_error(
         fast(*other)
 
 
+class NamedLast(nn.Module):
+    def forward(self, x: Tensor, *, scale: float = 1.0, shift: Tensor) -> Tensor:
+        return x * scale + shift
+
+
+@rows(
+    "model given later",
+    {
+        "None in a record": (BY_RECORD, {"x": Clamp(ROWS, None)}, {"x": Clamp(ROWS, 2.0)}),
+        "a default before none": (
+            NamedLast(),
+            {"x": ROWS, "shift": OTHER},
+            {"x": ROWS, "shift": 1},
+        ),
+    },
+)
+def test_what_code_cannot_say_is_answered_as_in_eager(model: Any, given: Any, later: Any) -> None:
+    fast = optimizer.optimize(model.eval(), given, level=1, check=None)
+
+    for call in (given, later):
+        assert_close(fast(**call), model(**call))
+
+
 # A layer is changed for the length of one call, and everything is put back.
 TOGGLES = """
     m.norm.train(); y = m.norm(m.layer(x)); m.norm.eval(); return y

@@ -151,6 +151,7 @@ BEHIND: dict[Any, str] = {
     over("torch.add(y, c, alpha=2)", conv(), 4, 1, 1); over("y + y.shape[0]", conv(), 4, 1, 1)
     """,
     ((2, 5, 3), READ_ELSEWHERE): f'over("(z := y.flatten(0, 1)) * c + z", {LINEAR}, 4)',
+    (IMAGE, READ_ELSEWHERE): 'both("m.bn(y := m.conv(x)) + y.view_as(m.conv(x))")',
     (IMAGE, NOT_ONE): 'over("y * c", nn.Conv2d(3, 1, 3), 4, 1, 1)',  # one channel made four
     ((2, 3), "the constant has more dimensions than what it is combined with"): f"""
     over("y * c", {LINEAR}, 1, 1, 4)

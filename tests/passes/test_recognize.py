@@ -54,6 +54,7 @@ ACTIVATIONS: dict[Any, str] = {
     gate = torch.sigmoid(x); return (x * gate, gate)
     moved = x + 3; clamped = moved.clamp_(0, 6); return x * clamped / 6 + moved
     y = x * 1; gate = y.sigmoid_(); return y * gate
+    y = x * 0.5; z = y.mul_(-1.0); return y * 2 * torch.sigmoid(z * -2)
     return x.add_(3).clamp_(0, 6).div_(6)
     """,
     WRITTEN: "y = x * 2; gate = torch.sigmoid(y); y.add_(1.0); return y * gate",

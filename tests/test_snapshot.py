@@ -342,3 +342,16 @@ def test_a_loaded_model_without_the_originals_code_says_what_to_do() -> None:
     assert torch.equal(again(X), fast(X))
     with pytest.raises(InputError, match="optimize it again"):
         again.refit({})
+
+
+@pytest.mark.filterwarnings("ignore:the model is in training mode")
+def test_a_function_that_holds_the_model_itself_leads_no_call_back_to_it() -> None:
+    model = Net().train()
+    forward = model.forward
+    model.forward = lambda x: forward(x) * 2  # type: ignore[method-assign]
+    before = model.norm.running_mean.clone()
+
+    fast = optimizer.optimize(model, X, level=1)
+
+    assert torch.equal(model.norm.running_mean, before)  # it was updated by each trial
+    assert any("holds a part of the model itself" in each for each in fast.report.remarks)

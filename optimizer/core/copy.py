@@ -14,6 +14,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from types import CellType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -108,7 +109,11 @@ def _copied_items(items: dict[Any, Any], copied: Any, memo: dict[int, Any]) -> A
 
 
 def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy; raise a TypeError if its class makes one of other plain values."""
+    """Return a deep copy; raise a TypeError if it is of other plain values, or holds the model."""
+    cells = [each for each in getattr(value, "__closure__", None) or () if each != CellType()]
+    held = [getattr(each.cell_contents, "__self__", each.cell_contents) for each in cells]
+    if any(id(each) in memo for each in held):
+        raise TypeError("a function in it holds a part of the model itself")
     copied = copy.deepcopy(value, memo)
     for name, attribute in getattr(value, "__dict__", {}).items():
         plain = type(attribute) in _IMMUTABLE and not name.startswith("__")  # which wrappers set

@@ -1,8 +1,7 @@
 """Every pass there is: it registers itself by being in a file of `passes/`.
 
 What enters is a match of its pattern; what leaves is the node that takes its place, or the reason
-why not. A pass imports `core`, `facts` and `rewrite`. An installed package adds its own under the
-entry point group `optimizer.passes`.
+why not. An installed package adds its own under the entry point group `optimizer.passes`.
 """
 
 from __future__ import annotations

@@ -194,8 +194,7 @@ def may_write(node: fx.Node) -> bool:
 def take_place(node: fx.Node, value: fx.Node) -> None:
     """Let the readers of a call read another value; what overwrote a tensor still does.
 
-    y = op_(x) also leaves y in x. So x.copy_(value) follows, unless x is the result of a layer
-    that nothing else reads.
+    y = op_(x) leaves y in x too: x.copy_(value) follows, unless x is a layer's and read here alone.
     """
     if overwrites(node) and not overwrites(value):
         written = node.args[0]

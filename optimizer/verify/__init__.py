@@ -1,4 +1,1 @@
-"""Compare two modules, find where they diverge, and which rewrite is to blame.
-
-It imports the rooms before it, down to `passes`.
-"""
+"""Compare two modules, find where they diverge, and which rewrite is to blame."""

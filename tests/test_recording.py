@@ -57,6 +57,7 @@ BY_HELPER = ForwardOfTwo(lambda m, x, z: x if not is_none(z) else x + 1)
 PAIRED = Forward("x[0] * 2 if x[1] is None else x[0] * x[1]")
 BY_FLAG = ForwardOfTwo("x * 2 if z is None or z is True else x * 3")
 BY_MODE = ForwardOfTwo("x * 2 if z is m.mode else x * 3", mode=Mode.FIRST)
+BY_CLASS = ForwardOfTwo("x * 2 if z is dict else x * 3")
 BY_DTYPE = ForwardOfTwo("x * 2 if z is torch.float16 else x * 3")
 BY_RECORD = Forward("x.data.clamp(max=x.max) if x.max is not None else x.data")
 PROMOTED = ForwardOfTwo("(x + z).clone().masked_fill_(x > 0, 0.1)")
@@ -109,6 +110,7 @@ class NamedLast(nn.Module):
 @rows(
     "model given later",
     {
+        "a class of records": (BY_CLASS, {"x": ROWS, "z": Clamp}, {"x": ROWS, "z": dict}),
         "None in a record": (BY_RECORD, {"x": Clamp(ROWS, None)}, {"x": Clamp(ROWS, 2.0)}),
         "a default before none": (
             NamedLast(),

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import is_dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from optimizer.core.errors import InputError
-from optimizer.core.inputs import opened
+from optimizer.core.inputs import is_record, opened
 from optimizer.core.ops import Parameters, Result, recordable
 
 
@@ -69,9 +68,9 @@ def expect_tensor(
 
 @_guard
 def expect_given(value: Any, name: str) -> None:
-    """Raise an InputError where a None, a flag or a string in `value` may choose a branch."""
+    """Raise an InputError where what is no tensor or number in `value` may choose a branch."""
     if any(chooses_a_branch(leaf) for leaf in tree_leaves(opened(value))):
-        made_for = f"an argument {name} that holds no None, flag or string"
+        made_for = f"an argument {name} that holds no None, nor what else is no tensor or number"
         raise _unfit(made_for, "with example inputs that do")
 
 
@@ -97,7 +96,7 @@ def autocast() -> Autocast:
 def chooses_a_branch(value: Any) -> bool:
     """Return whether code may test a value unseen: `is` tells nothing of a number or a tensor."""
     seen = (torch.Tensor, int, float, complex, list, tuple, dict)
-    return isinstance(value, bool) or not (isinstance(value, seen) or is_dataclass(value))
+    return isinstance(value, bool) or not (isinstance(value, seen) or is_record(value))
 
 
 GUARDS = (expect_value, expect_tensor, expect_given, expect_autocast)

@@ -27,7 +27,7 @@ def opened(value: Any) -> Any:
         inside = {field.name: getattr(record, field.name) for field in fields(record)}
         return {type(record).__name__: opened(inside)}
 
-    return pytree.tree_map_only(_is_record, fields_of, value)
+    return pytree.tree_map_only(is_record, fields_of, value)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -35,7 +35,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     leaves = pytree.tree_leaves(value)
-    if any(map(_is_record, leaves)):
+    if any(map(is_record, leaves)):
         leaves = pytree.tree_leaves(opened(value))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
@@ -53,7 +53,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return copied
 
     mapped = pytree.tree_map_only(torch.Tensor, function, value)
-    return pytree.tree_map_only(_is_record, map_fields, mapped)
+    return pytree.tree_map_only(is_record, map_fields, mapped)
 
 
 def storages_in(value: Any) -> set[int]:
@@ -70,12 +70,13 @@ def hides_tensors(value: Any) -> bool:
 
 def _copy_of(leaf: Any) -> Any:
     try:
-        return leaf if _is_record(leaf) else copy.deepcopy(leaf)
+        return leaf if is_record(leaf) else copy.deepcopy(leaf)
     except Exception:  # whatever the class of a user's raises
         return leaf
 
 
-def _is_record(leaf: Any) -> bool:
+def is_record(leaf: Any) -> bool:
+    """Return whether a value is an instance of a dataclass, whose fields are looked into."""
     return is_dataclass(leaf) and not isinstance(leaf, type)
 
 

@@ -122,8 +122,7 @@ def written_within(machine: Machine) -> None:
 
 def turned(machine: Machine) -> None:
     """Compute the newest value once more, with what stands left and right exchanged."""
-    [statement] = ast.parse(newest(machine) or "x").body
-    operation = statement.value if isinstance(statement, ast.Expr) else statement
+    operation = ast.parse(newest(machine) or "x", mode="eval").body
     if isinstance(operation, ast.BinOp):
         operation.left, operation.right = operation.right, operation.left
         machine.stack.append(machine.history[-1])

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from optimizer.core.errors import InputError
 from optimizer.core.inputs import tensors_in
-from optimizer.core.node import attribute_of, name_of_call
+from optimizer.core.node import attribute_of, is_attribute, name_of_call, owner
 from optimizer.lowering.partition import MOVED, POINTWISE, WEIGHTED, constant_weight
 from optimizer.verify.equivalence import BOUNDS
 
@@ -67,14 +67,34 @@ def in_precision(
     """Return the same code with products in few bits where no value of these calls overflows."""
     if low == torch.int8:
         return in_int8(line)
-    ranges = _Ranges(line, low)
-    with torch.no_grad():
-        for inputs in calls:
-            ranges.run(*inputs)
-    writer = _Writer(line, ranges, low)
-    for node in line.graph.nodes:
-        writer.write(node)
-    return fx.GraphModule(line, writer.graph)
+    module = fx.GraphModule(line, copy.deepcopy(line.graph))
+    ranges = _Ranges(module, low)
+    for inputs in calls:
+        ranges.run(*inputs)
+    reduced, casts = set[fx.Node](), dict[fx.Node, fx.Node]()
+    for node in list(module.graph.nodes):
+        floats = [read for read in node.all_input_nodes if read in ranges.wide]
+        name, fits = name_of_call(node), ranges.overflowing.isdisjoint((node, *floats))
+        follows = name in POINTWISE | MOVED and reduced.issuperset(floats)
+        if floats and fits and (name in _PRODUCTS or follows):
+            reduced.add(node)
+        for read in floats:
+            if (read in reduced) is not (node in reduced):
+                casts[read] = casts.get(read) or _cast(read, low if node in reduced else None)
+                node.replace_input_with(read, casts[read])
+    return fx.GraphModule(module, module.graph)
+
+
+def _cast(node: fx.Node, low: torch.dtype | None) -> fx.Node:
+    """Return what reads a value in 16 bits, or in its own where there is no `low`."""
+    with node.graph.inserting_after(node):
+        if low and is_attribute(node):
+            name = f"{node.target}_in_16_bits"
+            owner(node).register_buffer(name, attribute_of(node).to(low))
+            return node.graph.get_attr(name)
+        cast = node.graph.call_method("to", (node, low or torch.float32))
+    cast.meta = dict(node.meta)
+    return cast
 
 
 class _Ranges(fx.Interpreter):
@@ -96,43 +116,6 @@ class _Ranges(fx.Interpreter):
             if any(each.max().item() > self.limit for each in finite):
                 self.overflowing.add(n)
         return value
-
-
-class _Writer:
-    """Write each node in the precision that it is to have, with the casts that it needs."""
-
-    def __init__(self, line: fx.GraphModule, ranges: _Ranges, low: torch.dtype) -> None:
-        self.line, self.ranges, self.low_dtype = line, ranges, low
-        self.graph = fx.Graph()
-        self.low: set[fx.Node] = set()
-        self.copies: dict[tuple[fx.Node, bool], fx.Node] = {}
-
-    def write(self, node: fx.Node) -> None:
-        """Write one node, after those that it reads."""
-        floats = [read for read in node.all_input_nodes if read in self.ranges.wide]
-        name, fits = name_of_call(node), self.ranges.overflowing.isdisjoint((node, *floats))
-        follows = name in POINTWISE | MOVED and self.low.issuperset(floats)
-        low = bool(floats) and fits and (name in _PRODUCTS or follows)
-        if low:
-            self.low.add(node)
-        self.copies[node, low] = self.graph.node_copy(node, lambda read: self._read(read, low))
-
-    def _read(self, node: fx.Node, low: bool) -> fx.Node:
-        """Return the node to read for another's value in 16 bits, or in its own."""
-        if node not in self.ranges.wide:
-            return self.copies[node, False]
-        if (node, low) in self.copies:
-            return self.copies[node, low]
-        if low and node.op == "get_attr":
-            name = f"{node.target}_in_16_bits"
-            setattr(self.line, name, getattr(self.line, str(node.target)).to(self.low_dtype))
-            cast = self.graph.get_attr(name)
-        else:
-            dtype = self.low_dtype if low else torch.float32
-            cast = self.graph.call_method("to", (self.copies[node, not low], dtype))
-            cast.meta = dict(node.meta)
-        self.copies[node, low] = cast
-        return cast
 
 
 def in_int8(line: fx.GraphModule) -> fx.GraphModule:

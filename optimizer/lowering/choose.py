@@ -245,14 +245,16 @@ class Chooser:
         return program, program(*inputs) if outputs is None else outputs
 
     def for_call(
-        self, program: Program, line: fx.GraphModule, inputs: Sequence[torch.Tensor]
+        self, line: fx.GraphModule, example: Sequence[torch.Tensor], is_open: bool
     ) -> Program:
-        """Return what runs a whole call of `line`, whose regions `program` runs as was chosen."""
-        offered = policy_of(inputs).for_calls if self.tuning.cuda_graph else ()
+        """Return what runs a whole call; one that `is_open` writes memory of the caller's."""
+        regions, inputs = ByRegion(line, self), list(map(exact_copy, example))
+        regions.run(*inputs)
+        offered = policy_of(inputs).for_calls if self.tuning.cuda_graph and not is_open else ()
         if not offered:
-            return program
+            return regions.module
         key, times = f"call {region_key(line, inputs)}", Times(inputs)
-        makers = self._makers(program, times)
+        makers = self._makers(regions.module, times)
         return self.choose("the whole call", key, makers, offered, offered[:1], times)
 
     def _makers(self, program: Program, times: Times) -> dict[str, Callable[[bool], Program]]:

@@ -8,24 +8,24 @@ weights do not: they are packed again at the first such call. The weights are co
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from functools import partial, wraps
 from typing import Any, Self
 
 import torch
 
 from optimizer.core.context import release_freed_memory, undisturbed
 from optimizer.core.errors import CaptureError, InputError, Refused, require
-from optimizer.core.inputs import Call, ExampleInputs, as_call, require_seconds
+from optimizer.core.inputs import Call, ExampleInputs, as_call, require_seconds, tensors_in
 from optimizer.core.node import tensors_of
 from optimizer.core.report import Choice
 from optimizer.facts.facts import obstacle
 from optimizer.frontend.module import OptimizedModule, Prepared
 from optimizer.frontend.symbolic import capture_call
 from optimizer.lowering.candidates import require_one_device
-from optimizer.lowering.choose import Chooser, Times, Tuning
+from optimizer.lowering.choose import Chooser, Runs, Times, Tuning
 from optimizer.lowering.plan import Key, Plan, make_plan, signature_of
 from optimizer.lowering.trace import straight_line
 from optimizer.verify.equivalence import Answer, Difference
@@ -71,53 +71,42 @@ class LoweredModule(Prepared, OptimizedModule):
         tuning = self.meta["tuning"]._replace(tune_seconds=require_seconds(tune_seconds))
         return self.prepare(call, Chooser(tuning)).choices
 
-    def prepare(
-        self,
-        call: Call,
-        chooser: Chooser,
-        judge: Judge = lambda *_: None,
-        plans: _Plans | None = None,
-    ) -> Plan:
+    def prepare(self, call: Call, chooser: Chooser, judge: Judge = lambda *_: None) -> Plan:
         """Make a plan for calls like this one, in which there is no obstacle, or raise InputError.
 
-        `judge` says what is wrong with its answer. The plan is put into `plans`, those of the
-        weights that it packs: others may be loaded meanwhile.
+        `judge` says what is wrong with its answer.
         """
-        plans = self._plans if plans is None else plans
+        plans = self._plans  # of the weights that it packs: others may be loaded meanwhile
         if (signature := signature_of(*call, self.training)) is None:
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
-        (key, tensors), lowered = signature, self.meta.get("lowered", {})
+        key, tensors = signature
         try:
             require_one_device([*tensors, *tensors_of(self)])
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 line = straight_line(self.run_portable, tensors_of(self), call)
-                plan = make_plan(line, chooser)
-                plans[key] = plan
-                decisions = {choice.key: choice.chosen for choice in plan.choices}
-                self.meta["lowered"] = {**self.meta.get("lowered", {}), key: decisions}
-                if lowered.get(key) is None:
-                    self._require_right_and_fast(plan, call.copied(), chooser, judge)
+                plan, times = make_plan(line, chooser), Times((call,))
+                find: Any = partial(signature_of, training=self.training)
+                runs: Runs = {
+                    "plan": lambda c: plan(find(*c)[1]),
+                    "portable": lambda c: self.run_portable(*c.args, **c.kwargs),
+                }
+                copied = call.copied()
+                inputs = tuple(tensors_in(copied))
+                outputs = times.call("plan", plan.run, inputs)
+                if plan.precision is None:  # else it was held to its budget
+                    differs = line.difference(Answer(outputs, (inputs, {})))
+                    differs = differs or judge(Answer(plan.rebuild(outputs), tuple(copied)))
+                    require(differs is None, f"its answer differs ({differs})")
+                if self.meta.get("lowered", {}).get(key) is None:
+                    plan.require_worth_it(runs, times, chooser)
         except Refused as error:
-            plans.pop(key, None)
-            lowered = self.meta.get("lowered", {})
-            self.meta["lowered"] = {each: lowered[each] for each in lowered if each != key}
             raise InputError(f"such a call is not lowered: {error}.") from error
         finally:
             release_freed_memory()
+        plans[key] = plan
+        decisions = {choice.key: choice.chosen for choice in plan.choices}
+        self.meta["lowered"] = {**self.meta.get("lowered", {}), key: decisions}
         return plan
-
-    def _require_right_and_fast(
-        self, plan: Plan, call: Call, chooser: Chooser, judge: Judge
-    ) -> None:
-        """Compare a copy of the call, which it may write, and time more such calls."""
-        functions = {"plan": self.forward, "portable": self.run_portable}
-        runs = {name: lambda c, f=f: f(*c.args, **c.kwargs) for name, f in functions.items()}
-        times = Times((call,))
-        output = times.call("plan", runs["plan"], (call,))
-        if plan.precision is None:  # else it was held to its budget
-            differs = judge(Answer(output, tuple(call) if plan.is_open else ()))
-            require(differs is None, f"its answer differs ({differs})")
-        plan.require_worth_it(runs, times, chooser)
 
     def run_portable(self, *args: Any, **kwargs: Any) -> Any:
         """Call the portable code, whatever was lowered."""
@@ -132,24 +121,24 @@ class LoweredModule(Prepared, OptimizedModule):
         key, tensors = signature
         plan = self._plans.get(key)
         if plan is None:
-            lowered = self.meta["lowered"]  # on other devices, if never tried on these
-            decided = lowered.get(key) is not None
-            if decided or (key not in lowered and any(each.what == key.what for each in lowered)):
-                plan = self._prepare_here(key, Call(args, kwargs))
+            lowered = self.meta["lowered"]
+            elsewhere = any(each.what == key.what for each in lowered)
+            decisions = lowered.get(key, {} if elsewhere else None)
+            if decisions is not None:
+                plan = self._prepare_here(key, Call(args, kwargs), decisions)
         if plan is None or not plan.takes(tensors):
             return None
-        return functools.partial(plan, tensors)
+        return partial(plan, tensors)
 
-    def _prepare_here(self, key: Key, call: Call) -> Plan | None:
+    def _prepare_here(self, key: Key, call: Call, decisions: Mapping[str, str]) -> Plan | None:
         """Pack the weights for what was decided; choose anew on a device where nothing was."""
         plans = self._plans
         if not plans.lock.acquire(blocking=False):
             return None  # another thread does
-        decisions = self.meta["lowered"].get(key)
         tuning: Tuning = self.meta["tuning"]
-        tuning = tuning if decisions is None else tuning._replace(tune_seconds=0)
+        tuning = tuning._replace(tune_seconds=0) if decisions else tuning
         try:
-            return self.prepare(call, Chooser(tuning, decisions or {}), plans=plans)
+            return self.prepare(call, Chooser(tuning, decisions))
         except InputError as error:
             self.meta["lowered"] = {**self.meta["lowered"], key: None}
             remarks = (*self.report.remarks, f"on {key.devices[0]}: {str(error).rstrip('.')}")
@@ -183,7 +172,7 @@ class LoweredModule(Prepared, OptimizedModule):
             self.__dict__.get("meta", {}).pop("lowered", None)
         portable = type(self).forward
 
-        @functools.wraps(portable)
+        @wraps(portable)
         def forward(self: LoweredModule, *args: Any, **kwargs: Any) -> Any:
             plan = self.plan_for(args, kwargs)
             return portable(self, *args, **kwargs) if plan is None else plan()

@@ -30,6 +30,7 @@ from optimizer.core.node import name_of_call
 from optimizer.core.ops import READS_DATA
 from optimizer.facts.facts import written_by
 from optimizer.lowering.partition import KNOWN, arguments_of
+from optimizer.verify.equivalence import Answer, Difference, compare_answers
 
 _WHOLE = KNOWN | {"gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
 _LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
@@ -43,10 +44,14 @@ class StraightLine:
 
     module: fx.GraphModule  # takes the call's tensors in order, returns such outputs as a tuple
     inputs: tuple[torch.Tensor, ...]  # copies of the call's tensors, as they were before it
-    after: tuple[torch.Tensor, ...]  # the same after it
-    outputs: tuple[torch.Tensor, ...]  # the tensors that it returned for them, each once
+    answer: Answer  # the tensors that it returned for them, each once, and left in them
     rebuild: Callable[[Sequence[torch.Tensor]], Any]  # makes the call's output of such tensors
     is_open: bool  # whether it writes an input, or returns memory that the caller knows already
+
+    def difference(self, actual: Answer) -> Difference | None:
+        """Return where other outputs, and inputs after the call, are not those of this one."""
+        call = Call(self.inputs, {})
+        return compare_answers(self.module, call, self.answer, actual, exact=False)
 
 
 def straight_line(
@@ -70,7 +75,7 @@ def straight_line(
     read, returned = storages_in(inputs), storages_in(outputs)
     is_open = not read.isdisjoint(aliased | returned) or not returned.isdisjoint(aliased)
     before = tuple(tensors_in(call.copied())) if is_open else inputs
-    return StraightLine(module, before, inputs, outputs, _rebuild(output), is_open)
+    return StraightLine(module, before, Answer(outputs, (inputs, {})), _rebuild(output), is_open)
 
 
 def _distinct(value: Any) -> tuple[torch.Tensor, ...]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import getitem
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.passes.utils.fuser_utils import erase_nodes, fuse_as_graphmodule, insert_subgm
 from torch.utils import _pytree as pytree
 
 from optimizer.core.node import attribute_of, is_attribute, name_of_call
@@ -77,9 +77,19 @@ def convolutions_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def extract_regions(outer: fx.GraphModule) -> None:
-    """Replace each region by a call of a GraphModule of its own."""
+    """Replace each region by a call of a GraphModule of its own, with the constants it reads."""
     for place, nodes in enumerate(list(_regions(outer.graph))):
-        _extract(outer, nodes, f"region_{place}")
+        read = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if is_attribute(a))
+        constants, inside = [], set(nodes)
+        for each in read:
+            with outer.graph.inserting_before(nodes[0]):
+                constants.append(outer.graph.node_copy(each))
+            each.replace_all_uses_with(constants[-1], inside.__contains__)
+        region, inputs, outputs = fuse_as_graphmodule(
+            outer, [*constants, *nodes], f"region_{place}", always_return_tuple=True
+        )
+        insert_subgm(outer, region, inputs, outputs, nodes[-1])
+        erase_nodes(outer, [*constants, *nodes])
 
 
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -206,33 +216,6 @@ _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
     ),
     "sqrt": lambda args: _keeps_from_zero(args["self"]),
 }
-
-
-def _extract(outer: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> None:
-    """Put nodes into a module of their own, with the constants that they read."""
-    inside = dict.fromkeys(nodes)
-    constants = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if is_attribute(a))
-    region = inside | constants
-    inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in region))
-    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
-    graph = fx.Graph()
-    copies = {node: graph.placeholder(f"input_{place}") for place, node in enumerate(inputs)}
-    for node, copy in copies.items():
-        copy.meta = dict(node.meta)
-    copies |= {node: graph.get_attr(str(node.target)) for node in constants}
-    for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in outputs))
-    outer.add_submodule(name, fx.GraphModule(outer, graph))
-    with outer.graph.inserting_after(nodes[-1]):
-        call = outer.graph.call_module(name, tuple(inputs))
-    for place, node in enumerate(outputs):
-        with outer.graph.inserting_after(call):
-            item = outer.graph.call_function(getitem, (call, place))
-        item.meta = dict(node.meta)
-        node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
-    for node in reversed(nodes):
-        outer.graph.erase_node(node)
 
 
 def makes_no_nan(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:

@@ -7,6 +7,7 @@ one with what follows: level 2 only saves calls there. On any other device, noth
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,26 +30,25 @@ def in_channels_last(
     region: fx.GraphModule, inputs: Sequence[torch.Tensor], *, weights: bool = True
 ) -> fx.GraphModule:
     """Return the same region with its images in channels_last; `weights` too, unless packed."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, Any] = {}
-    module, example = fx.GraphModule(region, region.graph), iter(inputs)
-    for node in region.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        if node.op == "placeholder":
-            memory_format = _MEMORY_FORMATS.get(next(example).dim())
-            # Where a product reads it, the channels are its last dimension already.
-            if memory_format and all(name_of_call(user) != "linear" for user in node.users):
-                options: dict[str, Any] = {"memory_format": memory_format}
-                copies[node] = graph.call_method("contiguous", (copies[node],), options)
-                copies[node].meta = dict(node.meta)
-        elif name_of_call(node) == "view" and isinstance(node.args[-1], int | tuple | list):
-            copies[node].target = torch.ops.aten.reshape.default  # a layout may not allow a view
-        elif node.op == "get_attr" and weights:
-            weight = getattr(region, str(node.target))
-            if weight.dim() in _MEMORY_FORMATS:
-                laid_out = weight.clone(memory_format=_MEMORY_FORMATS[weight.dim()])
-                setattr(module, str(node.target), laid_out)
-    return fx.GraphModule(module, graph)
+    module = fx.GraphModule(region, copy.deepcopy(region.graph))
+    for node, example in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        memory_format: Any = _MEMORY_FORMATS.get(example.dim())
+        # Where a product reads it, the channels are its last dimension already.
+        if memory_format and all(name_of_call(user) != "linear" for user in node.users):
+            options = {"memory_format": memory_format}
+            with module.graph.inserting_after(node):
+                image = module.graph.call_method("contiguous", (node,), options)
+            image.meta = dict(node.meta)
+            node.replace_all_uses_with(image)
+            image.args = (node,)
+    for node in module.graph.nodes:
+        if name_of_call(node) == "view" and isinstance(node.args[-1], int | tuple | list):
+            node.target = torch.ops.aten.reshape.default  # a layout may not allow a view
+    for name, weight in module.named_buffers() if weights else ():
+        if weight.dim() in _MEMORY_FORMATS:
+            laid_out = weight.clone(memory_format=_MEMORY_FORMATS[weight.dim()])
+            module.register_buffer(name, laid_out)
+    return fx.GraphModule(module, module.graph)
 
 
 class LaidOut(nn.Module):

@@ -9,35 +9,24 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from optimizer.core.node import attribute_of, name_of_call
+from optimizer.core.node import arg, attribute_of, name_of_call
 from optimizer.lowering.partition import ForModerate, arguments_of, constant_weight, makes_no_nan
 
-_Activation = tuple[str, list[float], str]  # as the operator names it, its numbers, its algorithm
 _Operation = tuple[Any, tuple[Any, ...]]  # an operator and its arguments
 _OPERATORS = (
     "_linear_pointwise", "_reorder_linear_weight",
     "_convolution_pointwise", "_reorder_convolution_weight",
 )  # fmt: skip
-_NOTHING: _Activation = ("none", [], "")
+_NOTHING: Any = ("none", [], "")  # an activation as operators name it, its numbers, its algorithm
 _NO_ACTIVATION: Any = (None, [], "")  # of a sum
-_ACTIVATIONS: dict[str, Callable[..., _Activation]] = {
-    "gelu": lambda _, approximate: ("gelu", [], approximate),
-    "hardswish": lambda _: ("hardswish", [], ""),
-    "sigmoid": lambda _: ("sigmoid", [], ""),
-    "silu": lambda _: ("swish", [], ""),
-    "tanh": lambda _: ("tanh", [], ""),
-}
-_LOSING_NAN: dict[str, Callable[..., _Activation]] = {
-    "hardsigmoid": lambda _: ("hardsigmoid", [], ""),
-    "hardtanh": lambda _, least, most: ("hardtanh", [least, most], ""),
-    "relu": lambda _: ("relu", [], ""),
-}
+_ACTIVATIONS = frozenset(("gelu", "hardswish", "sigmoid", "silu", "tanh"))
+_LOSING_NAN = frozenset(("hardsigmoid", "hardtanh", "relu"))
 
 
 def is_available() -> bool:
@@ -64,7 +53,7 @@ def with_packed_weights(
     for node in packable_in(module):
         if convolutions or name_of_call(node) == "linear":
             products.add(_replace(node, *_product(module, node)))
-    activations = _ACTIVATIONS | (_LOSING_NAN if makes_no_nan(region, inputs) else {})
+    activations = _ACTIVATIONS | (_LOSING_NAN if makes_no_nan(region, inputs) else set())
     names = set[str]()
     for node in module.graph.nodes:
         if fused := _sum(node, products) or _activated(node, products, activations):
@@ -92,16 +81,15 @@ def _sum(node: fx.Node, products: Set[fx.Node]) -> _Operation | None:
     return None
 
 
-def _activated(
-    node: fx.Node, products: Set[fx.Node], activations: Mapping[str, Callable[..., _Activation]]
-) -> _Operation | None:
+def _activated(node: fx.Node, products: Set[fx.Node], activations: Set[str]) -> _Operation | None:
     """Return the product or sum whose activation a node is, if it alone reads that."""
-    make = activations.get(name_of_call(node))
-    product: Any = node.args[0] if node.args else None
-    if make is None or product not in products or len(product.users) > 1:
+    name, product = name_of_call(node), arg(node, 0)
+    if name not in activations or product not in products or len(product.users) > 1:
         return None
-    activation, free = make(*arguments_of(node).values()), product.args[-3:]
-    takes = free == _NOTHING or (free == _NO_ACTIVATION and activation[0] == "relu")
+    _, *numbers = arguments_of(node).values()
+    algorithm, free = numbers.pop() if name == "gelu" else "", product.args[-3:]
+    takes = free == _NOTHING or (free == _NO_ACTIVATION and name == "relu")
+    activation = "swish" if name == "silu" else name, numbers, algorithm
     return (product.target, (*product.args[:-3], *activation)) if takes else None
 
 

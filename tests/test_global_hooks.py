@@ -1,4 +1,4 @@
-"""Hooks of all modules of the process, which see each call of a layer and may change it."""
+"""Hooks of all modules of the process, or of a result, which may change what a call answers."""
 
 from __future__ import annotations
 
@@ -52,3 +52,13 @@ def test_hooks_of_all_modules_see_each_call_and_are_not_built_in(register: Any, 
     for each in (before, during):
         torch.testing.assert_close(each(X), model(X))
     assert seen == []
+
+
+@pytest.mark.parametrize("example", [None, X])
+def test_hooks_of_a_result_are_kept_when_it_is_optimized_again(example: Any) -> None:
+    fast = optimizer.optimize(nn.Conv2d(3, 4, 3).eval(), X, level=1)
+    fast.register_forward_hook(lambda module, given, y: y + 1)
+
+    again = optimizer.optimize(fast, example, level=1, check=None)
+
+    torch.testing.assert_close(again(X), fast(X))

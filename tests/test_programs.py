@@ -28,6 +28,7 @@ import optimizer
 from optimizer.frontend.dynamo import GuardedModule
 from optimizer.frontend.module import OptimizedModule, Unchanged
 from optimizer.frontend.symbolic import capture
+from tests.single_pass import Forward
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The use of `x.T`"
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings(
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
 PREAMBLE = """
 import collections, contextlib, functools, itertools, math, operator, os
-import random, time, types, warnings
+import random, time, types, warnings, weakref
 import numpy as np
 import torch
 from torch import nn
@@ -95,6 +96,12 @@ an attribute that tensors lack [asks what a value has] |
     mask = getattr(x, "mask", 3); return x * mask
 a gradient [for its attribute 'grad'] | x * 2 if x.grad is None else x
 a weight on a GPU [its control flow depends] | x * 2 if next(m.parameters()).is_cuda else x
+a note on a weight [for its attribute 'note'] | weight = nn.Parameter(torch.ones(4))
+    weight.note, held = 3.0, {"weight": weight}
+    def forward(m, x): return x * m.weight.note
+tensors in a list [Cannot access storage of Sparse] |
+    held = {"kept": [torch.eye(4).to_sparse(), torch.ones(4, requires_grad=True)]}
+    def forward(m, x): return x @ m.kept[0] * (1 + m.kept[1].requires_grad)
 a type [it asks for the type of a value] | x * 2 if type(x) == nn.Parameter else x
 text of a dtype [it writes a traced value as text] | x * 2 if str(x.dtype) == "torch.float64" else x
 a type that is matched [its code has MATCH_CLASS] | match x:
@@ -133,6 +140,14 @@ random numbers | x + torch.rand(4) + torch.randn(x.shape[0], 1) + torch.ops.aten
 operators that write | y = x.T; y += 1.0; y *= 2.0; y -= x.T; return y
 statistics that are computed | F.batch_norm(m.linear(x), m.flag * 3, m.flag + 2)
 a weight that is computed | F.linear(x, m.linear.weight * 2)
+a weak reference to the model | class Child(nn.Module):
+        def __init__(self, parent): super().__init__(); self.parent = weakref.ref(parent)
+        def forward(self, x): return x * self.parent().weight
+    class model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4)); self.child = Child(self)
+        def forward(self, x): return self.child(x)
 a weight that is written |
     held = {"weight": nn.Parameter(torch.full((4,), 2.0), requires_grad=False)}
     def forward(m, x): return x * m.weight.mul_(2)
@@ -153,11 +168,26 @@ a closure [it sets 'calls' of an enclosing function] | def made(calls=0):
     forward = made()
 # eager: it changes what its code finds
 a keyword-only default | def forward(m, x, *, calls=[0]): calls[0] += 1; return x * calls[0]
+# eager: left as it is
+a tensor outside the model | total = torch.zeros(4)
+    def forward(m, x): total.add_(1); return x * total
+a tensor by default, which is written | class model(nn.Module):
+        def forward(self, x, total=torch.zeros(4)): total.add_(1); return x * total
+a row of a buffer in a list | class model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(3, 4)); self.rows = [self.kept[0]]
+        def forward(self, x): self.kept.copy_(x[:1]); return x + self.rows[0]
 # eager: it reaches
 octets | octets = bytearray(1)
     def forward(m, x): octets[0] += 1; return x * octets[0]
 # eager: random
 Python's random numbers | x * random.random()
+# symbolic: is called as it is: it is scripted, or it has hooks
+a tensor that a hook writes | total = torch.zeros(4)
+    held = {"child": nn.ReLU()}
+    held["child"].register_forward_hook(lambda m, given, y: y * total.add_(1))
+    def forward(m, x): return m.child(m.linear(x))
 # dynamo: it changes what its code finds
 a list on a layer | held = {"own": nn.Linear(4, 4)}; held["own"].log = []
     def forward(m, x): m.own.log.append(1); return m.own(x) * len(m.own.log)
@@ -411,6 +441,42 @@ def test_without_example_inputs_the_answer_is_the_same(name: str) -> None:
     eager, fast, calls = optimized(name, example=False)
 
     assert_follows(eager, fast, calls)
+
+
+def test_a_size_is_returned_as_one_and_another_tuple_is_seen(right_is_enough: None) -> None:
+    sized, other = (Forward(f"m.layer(x).exp(), {each}", layer=nn.Linear(4, 4)).eval()
+                    for each in ("x.shape", "tuple(x.shape)"))  # fmt: skip
+    other.load_state_dict(sized.state_dict())
+    fast = optimizer.optimize(sized, ROWS, level=2, engines=())
+
+    assert fast.report.choices
+    assert type(fast(ROWS)[1]) is torch.Size
+    with pytest.raises(optimizer.EquivalenceError):
+        optimizer.check(sized, other, ROWS)
+
+
+class Cache:
+    """Cannot be copied by `copy.deepcopy`: it holds a tensor that was computed with gradients."""
+
+    def __init__(self) -> None:
+        self.computed, self.seen = torch.ones(4, requires_grad=True) * 2, list[int]()
+
+    def add(self, item: int) -> None:
+        self.seen.append(item)
+
+    def __len__(self) -> int:
+        return len(self.seen)
+
+
+@pytest.mark.parametrize("given", [set(), Cache()], ids=["a set", "a cache"])
+def test_what_the_forward_changes_in_an_example_is_left_alone(given: Any) -> None:
+    model = Forward("(x[1].add(1), x[0] * len(x[1]))[1]").eval()
+
+    fast = optimizer.optimize(model, ((ROWS, given),), level=1)
+
+    assert not given
+    assert torch.equal(fast((ROWS, given)), ROWS)
+    assert len(given) == 1
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

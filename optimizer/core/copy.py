@@ -16,12 +16,14 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import CellType
 from typing import Any, TypeAlias, TypeVar, cast
+from weakref import ReferenceType
 
 import torch
 from torch import fx, nn
 
 from optimizer.core.context import forked_rng
 from optimizer.core.errors import CaptureError
+from optimizer.core.inputs import CopyOfTensors
 
 _IMMUTABLE = frozenset((bool, int, float, str, type(None)))
 _PROTOCOL = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
@@ -49,15 +51,16 @@ def structural_copy(
         CaptureError: an attribute cannot be copied; a tensor not `is_ordinary`, if `only_ordinary`.
     """
     try:
-        memo: dict[int, Any] = {}  # what takes the place of the tensors
+        memo: dict[Any, Any] = {"modules": {*map(id, model.modules())}}
         copies = _Snapshot(model, dict(onto or {}))
         for key, tensor in copies.tensors.items():
             is_parameter, ordinary = key in copies.parameters, key in copies.places
             if share_parameters and is_parameter and ordinary:
                 copies.storages.setdefault(copies.places[key], tensor.untyped_storage())
             copied = copies.of(tensor) if ordinary else _clone(tensor, only_ordinary)
-            memo[key] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
-        return cast(ModuleType, _copied(model, memo))
+            memo[key] = _like_tensor(tensor, copied)
+        with CopyOfTensors(copies.renewed):  # also of views that lists and objects hold
+            return cast(ModuleType, _copied(model, memo))
     except Exception as error:  # locks, handles, sparse tensors: whatever a model may hold
         raise CaptureError(f"the model cannot be copied: {error}") from error
 
@@ -70,7 +73,7 @@ def snapshot(model: nn.Module) -> tuple[nn.Module, bool]:
         return model, False
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+def _copied(value: Any, memo: dict[Any, Any]) -> Any:
     """Do as `copy.deepcopy`, ten times as fast on what modules are made of."""
     kind: Any = type(value)
     if kind in _IMMUTABLE or (kind is tuple and _IMMUTABLE.issuperset(map(type, value))):
@@ -79,8 +82,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     if kind in (dict, OrderedDict):
         return _copied_items(value, memo.setdefault(id(value), kind()), memo)
-    if kind is torch.Tensor and not value.is_leaf:
-        return memo.setdefault(id(value), value.detach().clone())  # deepcopy refuses
+    if kind is ReferenceType and id(value()) in memo["modules"]:
+        return ReferenceType(_copied(value(), memo))
     if not isinstance(value, nn.Module):
         return _copied_object(value, memo)
     custom = any(getattr(kind, name) is not getattr(nn.Module, name) for name in _PROTOCOL)
@@ -101,14 +104,14 @@ def _unseen(value: Any) -> AbstractContextManager[object]:
     return quiet if exported else nullcontext()
 
 
-def _copied_items(items: dict[Any, Any], copied: Any, memo: dict[int, Any]) -> Any:
+def _copied_items(items: dict[Any, Any], copied: Any, memo: dict[Any, Any]) -> Any:
     for key, value in items.items():
         name = key if type(key) is str else _copied(key, memo)
         copied[name] = value if type(value) in _IMMUTABLE else _copied(value, memo)
     return copied
 
 
-def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
+def _copied_object(value: Any, memo: dict[Any, Any]) -> Any:
     """Return a deep copy; raise a TypeError if it is of other plain values, or holds the model."""
     cells = [each for each in getattr(value, "__closure__", None) or () if each != CellType()]
     held = [getattr(each.cell_contents, "__self__", each.cell_contents) for each in cells]
@@ -122,7 +125,7 @@ def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
     return copied
 
 
-def _like(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _like(model: nn.Module, copied: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """Give a copy that its class made the modes of the model; raise unless the rest is the same."""
     modules = dict(model.named_modules())
     for name, new in copied.named_modules():
@@ -136,7 +139,7 @@ def _like(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> nn.Modul
     return copied
 
 
-def _holds_the_same(module: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> bool:
+def _holds_the_same(module: nn.Module, copied: nn.Module, memo: dict[Any, Any]) -> bool:
     """Return whether a copy has the hooks of a module, and the same values and tensors, if any."""
     plain = {name: value for name, value in vars(module).items() if type(value) in _IMMUTABLE}
     values = all(getattr(copied, name, value) == value for name, value in plain.items())
@@ -188,6 +191,10 @@ class _Snapshot:
         self.places = {key: each.untyped_storage()._cdata for key, each in ordinary.items()}
         self.holders = Counter(self.places.values())
         self.free = {self.places[key] for key in self.parameters.keys() & ordinary.keys() - of_rnns}
+
+    def renewed(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return an ordinary tensor over the copy of its storage, and None for another one."""
+        return _like_tensor(tensor, self.of(tensor)) if is_ordinary(tensor) else None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the same geometry over the copy of its storage."""
@@ -243,6 +250,15 @@ def _clone(tensor: torch.Tensor, only_ordinary: bool) -> torch.Tensor:
     is_like_it = type(tensor) in (nn.Parameter, type(copied))
     if not is_like_it or tensor.is_conj() or tensor.is_neg():
         raise TypeError(f"it holds a tensor of class {type(tensor).__name__}")
+    return copied
+
+
+def _like_tensor(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor's values as one of its kind, with what a user notes on it."""
+    copied.requires_grad_(tensor.is_leaf and tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        copied = nn.Parameter(copied, tensor.requires_grad)
+    vars(copied).update(vars(tensor))
     return copied
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from optimizer.core.errors import InputError
@@ -52,8 +53,13 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
             object.__setattr__(copied, field.name, inside)  # it may be frozen
         return copied
 
-    mapped = pytree.tree_map_only(torch.Tensor, function, value)
-    return pytree.tree_map_only(is_record, map_fields, mapped)
+    mapped = pytree.tree_map_only(torch.Tensor, function, value, is_leaf=is_size)
+    return pytree.tree_map_only(is_record, map_fields, mapped, is_leaf=is_size)
+
+
+def is_size(value: Any) -> bool:
+    """Return whether a value is a torch.Size, of which pytree would make a tuple."""
+    return isinstance(value, torch.Size)
 
 
 def storages_in(value: Any) -> set[int]:
@@ -69,10 +75,28 @@ def hides_tensors(value: Any) -> bool:
 
 
 def _copy_of(leaf: Any) -> Any:
+    if is_record(leaf) or not (isinstance(leaf, set | bytearray) or hides_tensors(leaf)):
+        return leaf
     try:
-        return leaf if is_record(leaf) else copy.deepcopy(leaf)
+        with CopyOfTensors(lambda each: None if each.is_leaf else each.detach().clone()):
+            return copy.deepcopy(leaf)
     except Exception:  # whatever the class of a user's raises
         return leaf
+
+
+class CopyOfTensors(TorchFunctionMode):
+    """While it is entered, `copy.deepcopy` takes for a tensor what a function makes of it, if any.
+
+    It refuses one that was computed with gradients.
+    """
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        super().__init__()
+        self._function = function
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copied = self._function(args[0]) if func is torch.Tensor.__deepcopy__ else None
+        return func(*args, **kwargs or {}) if copied is None else copied
 
 
 def is_record(leaf: Any) -> bool:
@@ -95,7 +119,7 @@ class Call(NamedTuple):
 
     def copied(self) -> Call:
         """Return the same call with copies of its tensors, and of objects that may hide some."""
-        return Call(*pytree.tree_map_only(hides_tensors, _copy_of, self.map(torch.clone)))
+        return Call(*pytree.tree_map(_copy_of, self.map(torch.clone), is_leaf=is_size))
 
 
 def as_call(example_inputs: ExampleInputs) -> Call:

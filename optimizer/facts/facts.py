@@ -164,7 +164,7 @@ class Fact:
     storages: frozenset[int] = frozenset()  # that its value may be a view of
     writes: frozenset[int] = frozenset()  # those that it may write
     random: bool = False
-    rank_varies: bool = False  # with sizes: a squeeze came before
+    rank_varies: bool = False  # with sizes: a squeeze came before, say
     inputs: frozenset[fx.Node] = frozenset()  # the placeholders that it depends on
     error: str = ""
 
@@ -238,13 +238,16 @@ class Facts:
         facts: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
         value = map_tensors(lambda t: t.detach().to("meta"), outcome.value)  # its shape may change
         lasting = {each for each in outcome.writes if each in self.holders or each in self.external}
-        squeezes = not runs_known_code(node) or "squeeze" in name_of_call(node).split("_")
+        words, known = name_of_call(node).split("_"), runs_known_code(node)
+        counted = any(isinstance(each.value, int) for each in facts)  # by a number that is computed
+        some_sizes = words[0] == "getitem" and isinstance(value, tuple)
+        varies = counted and (some_sizes or words[0] in ("flatten", "tensordot"))
         return Fact(
             value,
             _as_inputs_hold(storages_in(value), facts) | self._hidden_in(node, value, facts),
             _as_inputs_hold(lasting, facts),
             outcome.random or _may_draw_for_more(node, facts),
-            squeezes or any(each.rank_varies for each in facts),
+            varies or not known or "squeeze" in words or any(each.rank_varies for each in facts),
             frozenset().union(*(each.inputs for each in facts)),
         )
 
@@ -390,8 +393,6 @@ def dtype(node: fx.Node) -> torch.dtype:
 def _guarded(node: fx.Node, kind: str) -> torch.Tensor:
     value, facts = tensor(node), facts_of(node.graph)
     assert facts is not None
-    if kind == "rank" and fact(node).rank_varies:
-        raise Refused("its rank depends on sizes, through a squeeze")
     for source in fact(node).inputs:
         example = source.meta["fact"].value
         if isinstance(example, torch.Tensor):
@@ -400,6 +401,7 @@ def _guarded(node: fx.Node, kind: str) -> torch.Tensor:
             facts.pending_guards |= {(each, source) for each in kinds}
         elif not chooses_a_branch(example):
             raise Refused(f"its {kind} rests on the input '{source.name}', which is no tensor")
+    require(kind != "rank" or not fact(node).rank_varies, "its rank depends on sizes")
     return value
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import autograd, fx, nn
 
 from optimizer.core.context import forked_rng, is_tracing, is_watched, undisturbed
-from optimizer.core.copy import held_tensors, is_ordinary, structural_copy
+from optimizer.core.copy import held_tensors, structural_copy
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call, tensors_in
 from optimizer.core.node import has_global_hooks, hold, line_of, reason_of
@@ -267,14 +267,9 @@ class GuardedModule(Prepared):
         """
         call, count = as_call(example_inputs).copied(), len(self._reports)
         others = (tensor for module in self.model.modules() for tensor in held_tensors(module))
-        tensors = [(t, t.detach().clone()) for t in (*self.model.parameters(), *others)]
-        with restored(Outside(self.model)), forked_rng(), torch.no_grad():
-            try:
-                self(*call.args, **call.kwargs)
-            finally:
-                for tensor, value in tensors:
-                    if not (is_ordinary(tensor) and tensor.equal(value)):
-                        tensor.copy_(value)
+        tensors = (*self.model.parameters(), *others)
+        with restored(Outside(self.model), *tensors), forked_rng(), torch.no_grad():
+            self(*call.args, **call.kwargs)
         return tuple(choice for report in self._reports[count:] for choice in report.choices)
 
     def _forget(self) -> None:

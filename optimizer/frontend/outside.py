@@ -16,17 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimizer.core.copy import is_ordinary
 from optimizer.core.node import HOOKS
 from optimizer.frontend.module import Prepared
 from optimizer.frontend.traceable import MISSING, OF_EVERY_MODULE, Code, attributes, items, member
 
 
 @contextmanager
-def restored(code: Code) -> Iterator[list[Any]]:
-    """Put back what the block changes where a code may reach it; yield a list of that."""
+def restored(code: Code, *tensors: torch.Tensor) -> Iterator[list[Any]]:
+    """Put back what the block changes in tensors, and where a code may reach it; yield a list."""
     places = [(*place, member(*place)) for place in code.places]
     steps = list[Callable[[], object]]()
-    for each in code.objects:
+    for each in (*code.objects, *tensors):
         with suppress(Exception):  # what draws from the system has no state
             steps.append(_back(each))
     changed: list[Any] = []
@@ -65,6 +66,7 @@ class Outside(Code):
         list(self.obstacles())
         self.is_large = any(len(o) > 30_000 for o in self.objects if isinstance(o, dict | list))
         self.objects += self._classes  # which a forward may give attributes
+        self.objects += (each for each in self._seen.values() if isinstance(each, torch.Tensor))
 
     def _visit_function(self, function: FunctionType) -> Iterator[str]:
         return iter(()) if _is_installed(function) else super()._visit_function(function)
@@ -87,6 +89,8 @@ def _put(space: Any, name: str, value: Any) -> None:
 def _back(value: Any) -> Callable[[], object]:
     """Return a function that puts back what an object holds and says whether that had changed."""
     numpy: Any = sys.modules.get("numpy")
+    if isinstance(value, torch.Tensor):
+        return partial(_rewrite, value, value.detach().clone())
     if isinstance(value, dict | set | list | deque | bytearray):
         return partial(_refill, value, value.copy())
     if isinstance(value, random.Random):
@@ -101,6 +105,13 @@ def _back(value: Any) -> Callable[[], object]:
     if not (values or hasattr(value, "__dict__")):
         raise TypeError(f"what a {type(value).__name__} holds cannot be put back")
     return partial(_set_all, value, values)
+
+
+def _rewrite(tensor: torch.Tensor, old: torch.Tensor) -> bool:
+    changed = not (is_ordinary(tensor) and tensor.equal(old))
+    if changed:
+        tensor.detach().copy_(old)
+    return changed
 
 
 def _refill(container: Any, contents: Any) -> bool:

@@ -70,6 +70,7 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
     """Trace a copy and observe it."""
     copied = structural_copy(model)
     materialized = materialize(copied)
+    held = storages_in(tensors_of(copied))
     with ALONE:  # what another thread's recording patches is not the model's
         graph, tests_for_none = _recorded(copied, call, record_factories)
     rename_attributes(copied, graph)
@@ -78,7 +79,7 @@ def _captured(model: nn.Module, call: Call | None, *, record_factories: bool) ->
     from_aten(graph)
     for name, tensor in _constants(module):  # a global's tensor is an object of the caller's
         setattr(module, name, tensor.detach().requires_grad_(tensor.requires_grad))
-    unshare(tensor for _, tensor in _constants(module))
+    unshare(tensor for _, tensor in _constants(module) if not held & storages_in(tensor))
     if call is not None:
         facts = observe(module, call)
         for node in graph.nodes:
@@ -101,11 +102,11 @@ def _require_seen(node: fx.Node, tests_for_none: bool) -> None:
 
 def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tuple[fx.Graph, bool]:
     """Return the graph of a forward, and whether it may ask what is None."""
+    require(is_plain(model), "the model itself has hooks, parametrizations or a __call__")
     if isinstance(model, fx.GraphModule) and issubclass(model._tracer_cls or object, Tracer):
         for node in model.graph.nodes:  # it was captured: its nodes keep their names
             node.meta = {key: node.meta[key] for key in _LASTING if key in node.meta}
         return model.graph, False
-    require(is_plain(model), "the model itself has hooks, parametrizations or a __call__")
     code = Code(model)
     obstacle = next(code.obstacles(), "")
     require(not obstacle, obstacle)

@@ -84,7 +84,7 @@ class LoweredModule(Prepared, OptimizedModule):
             require_one_device([*tensors, *tensors_of(self)])
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 line = straight_line(self.run_portable, tensors_of(self), call)
-                plan, times = make_plan(line, chooser), Times((call,))
+                plan, times = make_plan(line, chooser), Times((call.copied(),))
                 find: Any = partial(signature_of, training=self.training)
                 runs: Runs = {
                     "plan": lambda c: plan(find(*c)[1]),

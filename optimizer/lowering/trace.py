@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from optimizer.core.copy import is_ordinary, on_storage
 from optimizer.core.errors import require
-from optimizer.core.inputs import Call, storages_in, tensors_in
+from optimizer.core.inputs import Call, is_size, storages_in, tensors_in
 from optimizer.core.node import name_of_call
 from optimizer.core.ops import READS_DATA
 from optimizer.facts.facts import written_by
@@ -34,7 +34,9 @@ from optimizer.verify.equivalence import Answer, Difference, compare_answers
 
 _WHOLE = KNOWN | {"gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
 _LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
-LITERALS = frozenset((bool, int, float, str, type(None)))  # leaves of a call but tensors
+LITERALS = frozenset(
+    (bool, int, float, str, type(None), torch.Size)
+)  # leaves of a call but tensors
 _SAME = frozenset(("alias", "detach", "lift_fresh"))  # as their argument
 
 
@@ -86,7 +88,7 @@ def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
     """Return a function that makes an output of the same structure of its distinct tensors."""
     if isinstance(output, torch.Tensor):
         return operator.itemgetter(0)
-    leaves, spec = pytree.tree_flatten(output)
+    leaves, spec = pytree.tree_flatten(output, is_size)
     places = {id(each): place for place, each in enumerate(_distinct(output))}
     sources = [(places.get(id(leaf)), None if id(leaf) in places else leaf) for leaf in leaves]
     require({type(leaf) for _, leaf in sources} <= LITERALS, "it returns an object of its own")

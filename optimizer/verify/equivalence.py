@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optimizer.core.context import forked_rng
 from optimizer.core.copy import is_ordinary, structural_copy
 from optimizer.core.errors import CaptureError, DeviceError, InputError
-from optimizer.core.inputs import Call, tensors_in
+from optimizer.core.inputs import Call, is_size, tensors_in
 from optimizer.frontend.outside import Outside, restored
 
 Function: TypeAlias = Callable[[torch.Tensor], Any]
@@ -407,7 +407,7 @@ def _opened(value: Any, around: tuple[int, ...]) -> Any:
         parts = _parts(leaf)
         return leaf if parts is None else {type(leaf).__name__: _opened(parts, (*around, id(leaf)))}
 
-    return pytree.tree_map(opened, value)
+    return pytree.tree_map(opened, value, is_leaf=is_size)
 
 
 def _parts(leaf: Any) -> dict[str, Any] | None:

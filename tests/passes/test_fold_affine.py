@@ -176,7 +176,7 @@ BEHIND: dict[Any, str] = {
     (IMAGE, "the folded bias overflows"): 'over("y + math.inf", conv(), 1)',
     ((2, 5, 3), MIXES): f'over("y.flatten(1) * 2", {LINEAR}, 1)',
     (IMAGE, MIXES): 'over("y.flatten(0, 1) * 2", conv(), 1)',
-    ((2, 1, 3), "its rank depends on sizes, through a squeeze"): """
+    ((2, 1, 3), "its rank depends on sizes"): """
     Forward("x.squeeze()"), nn.Linear(3, 4), norm(1)
     """,
     (WIDE, "its output may be laid out otherwise"): f"""

@@ -67,7 +67,10 @@ COMPOSED: dict[Any, str] = {
     ((2, 3, 4, 5), ()): "x.movedim((0, -1), (-1, 1)).movedim((3, 1), (0, 3))",
     ((3, 4), ()): "x.t().T; torch.t(x).transpose(-2, -1)",
     ((2, 3, 4), 1): "y = x.clone().transpose(1, 2); y.add_(1.0); return y.transpose(1, 2)",
-    ((2, 3, 4), "its rank depends on sizes, through a squeeze"): "x.squeeze().transpose(1, 2).mT",
+    ((2, 3, 4), "its rank depends on sizes"): """
+    x.squeeze().transpose(1, 2).mT; x.flatten(0, x.shape[0] - 2).transpose(1, 2).mT;
+    x.view(x.shape[:x.shape[0] + 1]).transpose(1, 2).mT
+    """,
     ((2, 3, 4), "its axes are computed"): "x.permute(0, x.dim() - 1, 1).permute(0, 2, 1)",
     ((2, 3, 4), "'getattr_1' has no known shape"): """
     x.masked_select(x > 0).reshape(-1, 1, 1).transpose(1, 2).mT

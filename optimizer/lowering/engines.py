@@ -27,11 +27,11 @@ from optimizer.core.errors import InputError
 from optimizer.core.inputs import map_tensors, tensors_in
 from optimizer.core.node import name_of_call
 from optimizer.lowering.partition import ENLARGED, ForModerate, as_function, makes_no_nan
-from optimizer.lowering.trace import Recorder, layout_of, without_data
+from optimizer.lowering.trace import Recorder, without_data
 
 Run: TypeAlias = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Engines: TypeAlias = str | Iterable[str]
-_TELEMETRY, _ABSENT = "openvino_telemetry", object()
+_TELEMETRY = "openvino_telemetry"
 _LOCK = threading.Lock()
 _PRODUCTS = frozenset((
     "linear", "mm", "addmm", "bmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu",
@@ -109,30 +109,18 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
             corners = [each for each in args[2:3] if isinstance(each, bool)]
             args = (args[0], [*func(*args).shape[2:]], *corners, None)
             func = func.overloadpacket.vec
-        if func is torch.ops.aten.scaled_dot_product_attention.default:
-            with self:
-                args, kwargs = _ungrouped(args, kwargs)
-        if func is torch.ops.aten.as_strided_.default:  # as averages do
-            moved = torch.as_strided(*args)
-            same = moved.storage_offset() == args[0].storage_offset()
-            if same and layout_of(moved) == layout_of(args[0]):
-                return func(*args)
+        if func is torch.ops.aten.scaled_dot_product_attention.default and kwargs.get("enable_gqa"):
+            query, key, value, *rest = args
+            heads = query.shape[-3] // key.shape[-3]
+            with self:  # OpenVINO wants a key and a value for each
+                repeated = [each.repeat_interleave(heads, -3) for each in (key, value)]
+            args, kwargs = (query, *repeated, *rest), {**kwargs, "enable_gqa": False}
         if func._opname in _PRODUCTS and any(each in self.nodes for each in tensors_in(args)):
             on_meta = func(*map_tensors(without_data, args), **map_tensors(without_data, kwargs))
             room = map_tensors(lambda each: torch.empty_like(each, device=args[0].device), on_meta)
             self._note(self._call(func, args, kwargs), room)
             return room  # no number is of use
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _ungrouped(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], Any]:
-    """Return the arguments of attention with a key and a value for each head, as OpenVINO does."""
-    query, key, value, *rest = args
-    if not kwargs.get("enable_gqa"):
-        return args, kwargs
-    times = query.shape[-3] // key.shape[-3]
-    repeated = [each.repeat_interleave(times, -3) for each in (key, value)]
-    return (query, *repeated, *rest), {**kwargs, "enable_gqa": False}
 
 
 class OnnxRuntime:
@@ -230,14 +218,12 @@ def _core() -> Any:
 def _imported() -> Any:
     """Import the package without its telemetry, which starts a thread and reports each import."""
     modules: dict[str, Any] = sys.modules
-    telemetry = modules.get(_TELEMETRY, _ABSENT)
-    modules[_TELEMETRY] = None  # it cannot be imported
+    modules.setdefault(_TELEMETRY, None)  # it cannot be imported
     try:
         return importlib.import_module("openvino")
     finally:
-        del modules[_TELEMETRY]
-        if telemetry is not _ABSENT:
-            modules[_TELEMETRY] = telemetry
+        if modules[_TELEMETRY] is None:
+            del modules[_TELEMETRY]
 
 
 def _converted(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:

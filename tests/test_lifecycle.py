@@ -241,3 +241,18 @@ def test_the_same_model_gives_the_same_code() -> None:
     first, second = (optimizer.optimize(small(), X, level=1) for _ in range(2))
 
     assert first.code == second.code
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_call_with_a_sparse_tensor_runs_the_portable_code(
+    right_is_enough: None, layout: torch.layout
+) -> None:
+    """One in rows has no strides to tell calls apart by."""
+    parts = {"weight": torch.ones(6, 4), "layer": nn.Linear(4, 4)}
+    model: Any = Forward("m.layer(torch.mm(x, m.weight))", **parts).eval()
+    fast: Any = optimizer.optimize(model, torch.ones(5, 6))
+    x = torch.ones(5, 6).to_sparse(layout=layout)
+
+    assert fast.meta["lowered"]
+    torch.testing.assert_close(fast(x), model(x))

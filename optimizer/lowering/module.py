@@ -41,7 +41,7 @@ class LoweredModule(Prepared, OptimizedModule):
     while there are hooks of all modules, which see those that the portable code calls.
     """
 
-    _prepared_plans: _Plans | None = None  # of an instance; a name that no layer of a model gets
+    _prepared_plans: Any = None  # of an instance; a name that no layer of a model gets
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -76,7 +76,7 @@ class LoweredModule(Prepared, OptimizedModule):
 
         `judge` says what is wrong with its answer.
         """
-        plans = self._plans  # of the weights that it packs: others may be loaded meanwhile
+        plans = self._prepared_plans  # of the weights that it packs: others may be loaded meanwhile
         if (signature := signature_of(*call, self.training)) is None:
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
         key, tensors = signature
@@ -119,7 +119,7 @@ class LoweredModule(Prepared, OptimizedModule):
         if (signature := signature_of(args, kwargs, self.training)) is None:
             return None
         key, tensors = signature
-        plan = self._plans.get(key)
+        plan: Plan | None = self._prepared_plans.get(key)
         if plan is None:
             lowered = self.meta["lowered"]
             elsewhere = any(each.what == key.what for each in lowered)
@@ -132,7 +132,7 @@ class LoweredModule(Prepared, OptimizedModule):
 
     def _prepare_here(self, key: Key, call: Call, decisions: Mapping[str, str]) -> Plan | None:
         """Pack the weights for what was decided; choose anew on a device where nothing was."""
-        plans = self._plans
+        plans = self._prepared_plans
         if not plans.lock.acquire(blocking=False):
             return None  # another thread does
         tuning: Tuning = self.meta["tuning"]
@@ -155,13 +155,7 @@ class LoweredModule(Prepared, OptimizedModule):
             return super().refit(state_dict, example_inputs)
 
     def _forget(self) -> None:
-        self.__dict__.pop("_prepared_plans", None)
-
-    @property
-    def _plans(self) -> _Plans:
-        # Each call asks: setdefault alone would make one each time, to drop it.
-        plans: _Plans | None = self.__dict__.get("_prepared_plans")
-        return self.__dict__.setdefault("_prepared_plans", _Plans()) if plans is None else plans
+        self.__dict__["_prepared_plans"] = _Plans()
 
     def recompile(self) -> Any:
         """Generate the code again; what was lowered of other code is forgotten."""

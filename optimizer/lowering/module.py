@@ -66,13 +66,13 @@ class LoweredModule(Prepared, OptimizedModule):
                 reason = obstacle(capture_call(self, call).graph)
         except CaptureError as error:  # what was put into it since
             reason = str(error)
-        if reason:
-            raise InputError(f"such a call is not lowered: {reason}.")
         tuning = self.meta["tuning"]._replace(tune_seconds=require_seconds(tune_seconds))
-        return self.prepare(call, Chooser(tuning)).choices
+        return self.prepare(call, Chooser(tuning), reason).choices
 
-    def prepare(self, call: Call, chooser: Chooser, judge: Judge = lambda *_: None) -> Plan:
-        """Make a plan for calls like this one, in which there is no obstacle, or raise InputError.
+    def prepare(
+        self, call: Call, chooser: Chooser, obstacle: str = "", judge: Judge = lambda *_: None
+    ) -> Plan:
+        """Make a plan for calls like this one, if there is no `obstacle`, or raise InputError.
 
         `judge` says what is wrong with its answer.
         """
@@ -81,6 +81,7 @@ class LoweredModule(Prepared, OptimizedModule):
             raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
         key, tensors = signature
         try:
+            require(not obstacle, obstacle)
             require_one_device([*tensors, *tensors_of(self)])
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 line = straight_line(self.run_portable, tensors_of(self), call)
@@ -193,11 +194,9 @@ def lower(
     module.meta["tuning"] = tuning
     if call is None:
         return "not lowered: there are no example inputs"
-    if obstacle:
-        return f"such a call is not lowered: {obstacle}"
     chooser = Chooser(tuning)
     try:
-        plan = module.prepare(call, chooser, judge)
+        plan = module.prepare(call, chooser, obstacle, judge)
     except InputError as error:
         module.meta["report"] = replace(module.report, tried=tuple(chooser.choices))
         return str(error).rstrip(".")

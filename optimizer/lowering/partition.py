@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.fx.passes.utils.fuser_utils import erase_nodes, fuse_as_graphmodule, insert_subgm
 from torch.utils import _pytree as pytree
 
-from optimizer.core.node import attribute_of, is_attribute, name_of_call
+from optimizer.core.node import attribute_of, is_attribute, name_of_call, named_arguments
 
 CONVOLUTIONS = {"conv2d": 2, "conv3d": 3}  # of so many dimensions, which channels_last is for
 WEIGHTED = CONVOLUTIONS.keys() | {
@@ -57,7 +57,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     """Return what an operator of ATen is called with, by name, with the defaults of its schema."""
     target: Any = node.target
     defaults = {each.name: each.default_value for each in target._schema.arguments}
-    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
+    return named_arguments(node, defaults)
 
 
 def constant_weight(node: fx.Node) -> fx.Node | None:

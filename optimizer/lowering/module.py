@@ -85,13 +85,8 @@ class LoweredModule(Prepared, OptimizedModule):
             require_one_device([*tensors, *tensors_of(self)])
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 line = straight_line(self.run_portable, tensors_of(self), call)
-                plan, times = make_plan(line, chooser), Times((call.copied(),))
-                find: Any = partial(signature_of, training=self.training)
-                runs: Runs = {
-                    "plan": lambda c: plan(find(*c)[1]),
-                    "portable": lambda c: self.run_portable(*c.args, **c.kwargs),
-                }
-                copied = call.copied()
+                plan, copied = make_plan(line, chooser), call.copied()
+                times = Times((call.copied(),))
                 inputs = tuple(tensors_in(copied))
                 outputs = times.call("plan", plan.run, inputs)
                 if plan.precision is None:  # else it was held to its budget
@@ -99,7 +94,7 @@ class LoweredModule(Prepared, OptimizedModule):
                     differs = differs or judge(Answer(plan.rebuild(outputs), tuple(copied)))
                     require(differs is None, f"its answer differs ({differs})")
                 if self.meta.get("lowered", {}).get(key) is None:
-                    plan.require_worth_it(runs, times, chooser)
+                    plan.require_worth_it(self._ways_to_run(plan), times, chooser)
         except Refused as error:
             raise InputError(f"such a call is not lowered: {error}.") from error
         finally:
@@ -108,6 +103,14 @@ class LoweredModule(Prepared, OptimizedModule):
         decisions = {choice.key: choice.chosen for choice in plan.choices}
         self.meta["lowered"] = {**self.meta.get("lowered", {}), key: decisions}
         return plan
+
+    def _ways_to_run(self, plan: Plan) -> Runs:
+        """Return how a call runs by a plan, with what it takes to find that, and without it."""
+        find: Any = partial(signature_of, training=self.training)
+        return {
+            "plan": lambda call: plan(find(*call)[1]),
+            "portable": lambda call: self.run_portable(*call.args, **call.kwargs),
+        }
 
     def run_portable(self, *args: Any, **kwargs: Any) -> Any:
         """Call the portable code, whatever was lowered."""

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import fx, nn
 
@@ -44,7 +43,7 @@ class Running(nn.Module):
         return self.run(*given)
 
 
-def net(seed: int = 1) -> nn.Module:
+def net(seed=1):
     """Convolutions with a residual sum, and a Linear."""
     torch.manual_seed(seed)
     norm = nn.BatchNorm2d(16)
@@ -58,7 +57,7 @@ def net(seed: int = 1) -> nn.Module:
     ).eval()
 
 
-def attending(seed: int = 1) -> nn.Module:
+def attending(seed=1):
     """What else images meet: a norm, and attention."""
     torch.manual_seed(seed)
     return Forward(
@@ -81,13 +80,13 @@ class StubEngine:
         return lambda given: [each.nan_to_num(0, 0, 0) for each in graph(*given)]
 
 
-def offer(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+def offer(monkeypatch, *names):
     """Let "auto" be these engines, of which "stub" is one."""
     monkeypatch.setitem(engines.ENGINES, "stub", StubEngine())
     monkeypatch.setattr(engines, "AUTOMATIC", names)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def pretend(monkeypatch, kind):
     """Let tensors on the CPU count as being on another kind of device."""
     monkeypatch.setitem(POLICIES, "cpu", POLICIES[kind])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
@@ -117,7 +116,7 @@ class FakeCuda(Cuda):
         return lambda: lock
 
 
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+def fake_gpu(monkeypatch):
     pretend(monkeypatch, "cuda")
     fake = FakeCuda(0)
     for module in (choose, candidates):
@@ -125,13 +124,11 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-def racing(
-    monkeypatch: pytest.MonkeyPatch, seconds: Callable[[list[str]], Seconds]
-) -> list[list[str]]:
+def racing(monkeypatch, seconds):
     """Nothing is timed: a function says what each takes. Return what was raced."""
     raced: list[list[str]] = []
 
-    def race(self: Any, runs: Any, *rest: Any, **more: Any) -> Seconds:
+    def race(self, runs, *rest, **more):
         raced.append(list(runs))
         return seconds(list(runs))
 
@@ -139,22 +136,22 @@ def racing(
     return raced
 
 
-def all_alike(names: list[str]) -> Seconds:
+def all_alike(names):
     return dict.fromkeys(names, 1.0)
 
 
-def last_wins(names: list[str]) -> Seconds:
+def last_wins(names):
     """The plan is faster than anything, then an engine, then what is offered last."""
     order = sorted(names, key=lambda name: name in engines.engines_here(engines.ENGINES))
     seconds = {name: 1.0 / place for place, name in enumerate(order, 1)}
     return {"plan": 0.1, "portable": 1.0} if "plan" in names else seconds
 
 
-def image(*shape: int, seed: int = 3) -> torch.Tensor:
+def image(*shape, seed=3):
     return torch.randn(*(shape or (2, 3, 8, 8)), generator=torch.Generator().manual_seed(seed))
 
 
-def lowered(model: nn.Module, *inputs: Any, train: bool = False, **options: Any) -> LoweredModule:
+def lowered(model, *inputs, train=False, **options):
     """The model for calls like this one, at level 2 if nothing else is said."""
     options = {"level": 2} | options
     fast = optimizer.optimize(model.train(train), inputs or None, **options)
@@ -162,16 +159,16 @@ def lowered(model: nn.Module, *inputs: Any, train: bool = False, **options: Any)
     return fast
 
 
-def plan_of(fast: LoweredModule, *args: Any, **kwargs: Any) -> Any:
+def plan_of(fast, *args, **kwargs):
     """What runs instead of the portable code for a call, or None."""
     with torch.no_grad():
         return fast.plan_for(args, kwargs)
 
 
-def chosen(fast: LoweredModule) -> list[str]:
+def chosen(fast):
     return [choice.chosen for choice in fast.report.choices]
 
 
-def pickled(module: nn.Module) -> Any:
+def pickled(module):
     with torch.no_grad():
         return pickle.loads(pickle.dumps(module))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
 ANOTHER = torch.ones(2, 4, 4, 4)
 
 
-def net(forward: Any, held: Any = None, kind: type = Forward) -> nn.Module:
+def net(forward, held=None, kind=Forward):
     """A foldable pair, something that the model holds, and what is done with both."""
     torch.manual_seed(3)
     pair = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
@@ -83,16 +82,16 @@ class Box:
 
 
 @fx.wrap
-def boxed(value: Tensor) -> Box:
+def boxed(value):
     return Box(value)
 
 
 @fx.wrap
-def recorded(value: Tensor) -> Any:
+def recorded(value):
     return {"all": [Record(Record(value), 2)]}
 
 
-def positive(x: Tensor) -> Tensor:
+def positive(x):
     """Needs a value, which a scripted function may ask for."""
     return x * 2 if bool(x.sum() > 0) else x
 
@@ -102,13 +101,13 @@ CALLED, DATA = "m.held(m.pair(x))", "x + 1 if x.sum() > 0 else x - 1"
 MULTIPLIED, IN_LINEAR = "m.held @ m.pair(x).flatten(1)[:, :5].T", "F.linear(m.pair(x), m.held)"
 COMPLEX_PARTS = "torch.view_as_real(m.pair(x).to(torch.complex64) @ m.held)"
 FIVE_ROWS, COMPLEX = torch.rand(5, 4).as_subclass(Doubling), torch.randn(4, 4, dtype=torch.cfloat)
-CHANGES: dict[str, Callable[[nn.Module], object]] = {
+CHANGES = {
     "another dtype": lambda fast: fast.bfloat16(),
     "another mode": lambda fast: fast.train(),
     "no gradients": lambda fast: fast.requires_grad_(False),
 }
 # How each is made, words of the remark, and how it is changed.
-LEFT_AS_IT_IS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+LEFT_AS_IT_IS = {
     "holds a lock": (
         lambda: net("_ = m.held.locked(); return m.pair(x)", threading.Lock()),
         "cannot be copied", "another dtype",
@@ -124,7 +123,7 @@ LEFT_AS_IT_IS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "holds a buffer of another class":
         (lambda: net(IN_LINEAR, FIVE_ROWS), "class Doubling", "another dtype"),
 }  # fmt: skip
-FOLDED: dict[str, Callable[[], nn.Module]] = {
+FOLDED = {
     "a submodule that branches on data": lambda: net(CALLED, net(DATA)),
     "a complex parameter": lambda: net(COMPLEX_PARTS, nn.Parameter(COMPLEX)),
     "a custom autograd function": lambda: net("own(m.pair(x))"),
@@ -135,13 +134,13 @@ FOLDED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def answers(model: nn.Module) -> list[Tensor]:
+def answers(model):
     """What a model returns for four inputs, as dense tensors."""
     with torch.no_grad():
         return [model(x).to_dense() for x in (X, -X, X + 1, X[:1])]
 
 
-def state_of(model: nn.Module) -> list[object]:
+def state_of(model):
     """What could be seen to change of tensors of any layout, whose bits nobody may read."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [
@@ -151,7 +150,7 @@ def state_of(model: nn.Module) -> list[object]:
 
 
 @rows("make words change", LEFT_AS_IT_IS)
-def test_a_model_runs_unchanged_with_a_remark_if_it(make: Any, words: str, change: str) -> None:
+def test_a_model_runs_unchanged_with_a_remark_if_it(make, words, change):
     model = make()
     before, expected = state_of(model), answers(model)
 
@@ -172,7 +171,7 @@ def test_a_model_runs_unchanged_with_a_remark_if_it(make: Any, words: str, chang
 
 
 @pytest.mark.parametrize("what", FOLDED)
-def test_the_rest_is_optimized_around(what: str) -> None:
+def test_the_rest_is_optimized_around(what):
     model = FOLDED[what]()
 
     with untouched(model):
@@ -182,7 +181,7 @@ def test_the_rest_is_optimized_around(what: str) -> None:
     torch.testing.assert_close(answers(fast), answers(model))
 
 
-def test_a_dataclass_that_is_returned_is_compared_field_by_field() -> None:
+def test_a_dataclass_that_is_returned_is_compared_field_by_field():
     model = net("recorded(m.pair(x))")
 
     fast = optimizer.optimize(model, X, check="each", level=1)
@@ -195,7 +194,7 @@ def test_a_dataclass_that_is_returned_is_compared_field_by_field() -> None:
         optimizer.check(model, net("recorded(x)"), X)
 
 
-def test_what_is_given_or_returned_in_an_object_is_not_taken_for_unseen() -> None:
+def test_what_is_given_or_returned_in_an_object_is_not_taken_for_unseen():
     given = Box(X.clone()), threading.Lock()  # which cannot be copied
 
     fast = optimizer.optimize(net("m.pair(x[0].value.neg_())"), (given,), level=1)
@@ -206,7 +205,7 @@ def test_what_is_given_or_returned_in_an_object_is_not_taken_for_unseen() -> Non
     assert outer.value.data_ptr() != y.data_ptr()
 
 
-def test_an_iterator_is_an_input_error_and_not_read() -> None:
+def test_an_iterator_is_an_input_error_and_not_read():
     given = iter([X])
 
     with pytest.raises(InputError, match="read once only"):
@@ -230,7 +229,7 @@ IS_CALLED = r"'held' \(.*\) is called as it is: "
         "a script": (lambda: torch.jit.script(nn.ReLU()), f"{IS_CALLED}it is scripted, .*"),
     },
 )
-def test_the_remark_says_why_a_part_is_not_recorded(make: Any, words: str) -> None:
+def test_the_remark_says_why_a_part_is_not_recorded(make, words):
     once = optimizer.optimize(net("m.held(m.held(m.pair(x)))", make()), X, level=1)
 
     for fast in (once, optimizer.optimize(once, X, level=1)):
@@ -241,7 +240,7 @@ def test_the_remark_says_why_a_part_is_not_recorded(make: Any, words: str) -> No
     (X, [((X,), {}), ((X,), {"scale": 2.0}), ((X, ANOTHER, ANOTHER), {})]),
     ({"x": X, "scale": 2.0}, [((), {"x": X, "scale": 3.0}), ((X,), {"scale": 3.0})]),
 ])  # fmt: skip
-def test_arguments_are_those_of_each_call(example: Any, others: Any) -> None:
+def test_arguments_are_those_of_each_call(example, others):
     model = net("m.pair(x)", kind=Keywords)
 
     fast = optimizer.optimize(model, example, level=1)
@@ -251,13 +250,13 @@ def test_arguments_are_those_of_each_call(example: Any, others: Any) -> None:
         torch.testing.assert_close(fast(*args, **kwargs), model(*args, **kwargs))
 
 
-def test_a_model_that_does_not_run_is_an_input_error() -> None:
+def test_a_model_that_does_not_run_is_an_input_error():
     with pytest.raises(InputError, match="the model itself rejects these example inputs"):
         optimizer.optimize(net("m.absent(x)"), X, level=1)
 
 
 @pytest.mark.parametrize("factor", ["1", "(1 if x.sum() < 1e9 else 2)"])  # recorded; by Dynamo
-def test_a_model_may_raise_where_it_is_called_again_with_what_it_wrote(factor: str) -> None:
+def test_a_model_may_raise_where_it_is_called_again_with_what_it_wrote(factor):
     """Programs are timed on such inputs."""
     text = f"x[x > 0] = z; return m.linear(x).relu() * {factor}"
     model = ForwardOfTwo(text, linear=nn.Linear(64, 64)).eval()

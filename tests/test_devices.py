@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -28,26 +26,12 @@ RACE = Times.race
 
 
 @pytest.fixture
-def gpu(right_is_enough: None, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+def gpu(right_is_enough, monkeypatch):
     """The CPU counts as a GPU: replays read and write the same memory."""
     return fake_gpu(monkeypatch)
 
 
-@pytest.fixture
-def pretended(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors on the CPU count as being on another device."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    level_2.pretend(monkeypatch, request.param)
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
-on_cuda, on_mps = (
-    pytest.mark.parametrize("pretended", [kind], indirect=True) for kind in ("cuda", "mps")
-)
-
-
-def net() -> nn.Module:
+def net():
     """Layers that become regions, and code around them that does not."""
     torch.manual_seed(0)
     forward = (
@@ -57,11 +41,11 @@ def net() -> nn.Module:
     return ForwardOfTwo(forward, layer=nn.Conv2d(3, 8, 3), head=nn.Linear(8, 5)).eval()
 
 
-def inputs(seed: int = 0, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(seed=0, batch=2):
     return image(batch, 3, 9, 9, seed=seed), image(5, seed=seed)
 
 
-def assert_answers(fast: Any, of: Any, *seeds: int) -> None:
+def assert_answers(fast, of, *seeds):
     for seed in seeds:
         given = inputs(seed)
         assert plan_of(fast, *given) is not None
@@ -71,9 +55,7 @@ def assert_answers(fast: Any, of: Any, *seeds: int) -> None:
         assert answer["image"].stride() == expected["image"].stride()
 
 
-def test_a_call_is_one_replay_with_the_models_answer_which_its_caller_keeps(
-    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_is_one_replay_with_the_models_answer_which_its_caller_keeps(gpu, monkeypatch):
     level_2.offer(monkeypatch, "stub")  # an engine for CPUs
     fast = lowered(net(), *inputs())
     gc.collect()
@@ -89,10 +71,8 @@ def test_a_call_is_one_replay_with_the_models_answer_which_its_caller_keeps(
     assert gpu.records == 1
 
 
-@rows("graphs records", {"graphs": (True, 2 + 1), "launches": (False, 0)})
-def test_what_will_be_part_of_a_graph_races_as_one(
-    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, graphs: bool, records: int
-) -> None:
+@rows("graphs records", {"graphs": (True, 2 + 1), "declined": (False, 0)})
+def test_what_will_be_part_of_a_graph_races_as_one(gpu, monkeypatch, graphs, records):
     """A region as it is, in channels_last, and the whole call."""
     monkeypatch.setattr(Times, "race", RACE)
     lowered(net(), *inputs(), cuda_graph=graphs)
@@ -100,7 +80,7 @@ def test_what_will_be_part_of_a_graph_races_as_one(
     assert gpu.records == records
 
 
-def test_it_can_be_declined(gpu: FakeCuda) -> None:
+def test_it_can_be_declined(gpu):
     fast = lowered(net(), *inputs(), cuda_graph=False)
     pickled(fast).lower(inputs(batch=4))
     fast.refit(net().state_dict(), inputs())
@@ -109,7 +89,7 @@ def test_it_can_be_declined(gpu: FakeCuda) -> None:
     assert gpu.records == 0
 
 
-def test_other_calls_run_without_it(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_calls_run_without_it(gpu, monkeypatch):
     fast, (x, scale) = lowered(net(), *inputs()), inputs()
 
     assert plan_of(fast, *inputs(batch=3)) is None
@@ -123,7 +103,7 @@ def test_other_calls_run_without_it(gpu: FakeCuda, monkeypatch: pytest.MonkeyPat
         fast.lower(inputs(batch=3))
 
 
-def test_weights_that_were_written_and_a_pickle_are_recorded_again(gpu: FakeCuda) -> None:
+def test_weights_that_were_written_and_a_pickle_are_recorded_again(gpu):
     fast = lowered(net(), *inputs())
     other = pickled(fast)
     fast.load_state_dict({name: each * 2 for name, each in fast.state_dict().items()})
@@ -136,8 +116,8 @@ def test_weights_that_were_written_and_a_pickle_are_recorded_again(gpu: FakeCuda
     assert gpu.records == 3
 
 
-def test_threads_take_turns(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slowly(self: FakeCuda, *recording: Any) -> None:
+def test_threads_take_turns(gpu, monkeypatch):
+    def slowly(self, *recording):
         time.sleep(0.002)
         replay(self, *recording)
         time.sleep(0.002)
@@ -151,7 +131,7 @@ def test_threads_take_turns(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> N
     assert_close(answers, [net()(*inputs(seed)) for seed in range(8)])
 
 
-def test_a_turn_waits_for_the_one_before_it_on_any_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_waits_for_the_one_before_it_on_any_stream(monkeypatch):
     stream = MagicMock()
     monkeypatch.setattr(torch.cuda, "Event", lambda: "done")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -165,18 +145,16 @@ def test_a_turn_waits_for_the_one_before_it_on_any_stream(monkeypatch: pytest.Mo
     assert stream.mock_calls == [waits, records, waits, call.work(), records]
 
 
-def cannot(self: FakeCuda, program: Any, given: Any) -> Any:
+def cannot(self, program, given):
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def stale(self: FakeCuda, program: Any, given: Any) -> Any:
+def stale(self, program, given):
     return (lambda: None), list(given), program(*given)
 
 
 @rows("record reason", {"no": (cannot, "not permitted"), "stale": (stale, "relative error")})
-def test_what_cannot_be_recorded_is_launched(
-    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, record: Any, reason: str
-) -> None:
+def test_what_cannot_be_recorded_is_launched(gpu, monkeypatch, record, reason):
     monkeypatch.setattr(FakeCuda, "record", record)
     monkeypatch.setattr(Times, "race", lambda *args: level_2.last_wins([*RACE(*args)]))
     fast = lowered(net(), *inputs())
@@ -186,10 +164,8 @@ def test_what_cannot_be_recorded_is_launched(
     assert_answers(fast, net(), 0, 1)
 
 
-def test_without_timing_it_is_chosen_and_its_answer_is_compared_all_the_same(
-    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrong(self: FakeCuda, program: Any, given: Any) -> Any:
+def test_an_untimed_graph_is_compared_all_the_same(gpu, monkeypatch):
+    def wrong(self, program, given):
         return (lambda: None), list(given), tuple(each * 1.5 for each in program(*given))
 
     fast = lowered(net(), *inputs(), tune_seconds=0)
@@ -200,12 +176,12 @@ def test_without_timing_it_is_chosen_and_its_answer_is_compared_all_the_same(
         fast.lower(inputs(batch=3), tune_seconds=0)
 
 
-def test_a_call_is_decided_apart_from_the_region_that_it_consists_of(gpu: FakeCuda) -> None:
+def test_a_call_is_decided_apart_from_the_region_that_it_consists_of(gpu):
     assert chosen(lowered(nn.Conv2d(3, 8, 3), image())) == ["channels_last", "CUDA graph"]
 
 
-@on_mps
-def test_on_mps_no_layout_and_no_kernel_is_tried(pretended: None) -> None:
+def test_on_mps_no_layout_and_no_kernel_is_tried(monkeypatch):
+    level_2.pretend(monkeypatch, "mps")
     model, x = nn.Conv2d(3, 8, 3), image()
     fast = lowered(model, x)
 
@@ -215,14 +191,11 @@ def test_on_mps_no_layout_and_no_kernel_is_tried(pretended: None) -> None:
     assert plan_of(lowered(model, x, tune_seconds=0), x) is None
 
 
-@on_cuda
-def test_kernels_of_another_precision_or_gpu_are_another_plan(
-    pretended: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, x = nn.Conv2d(3, 8, 3), image()
+def test_kernels_of_another_precision_or_gpu_are_another_plan(monkeypatch):
+    level_2.pretend(monkeypatch, "cuda")
+    model, x, cudnn = nn.Conv2d(3, 8, 3), image(), torch.backends.cudnn
     fast = lowered(model, x)
-    matmul = torch.backends.cuda.matmul
-    matmul.allow_tf32 = not matmul.allow_tf32
+    monkeypatch.setattr(cudnn, "allow_tf32", not cudnn.allow_tf32)
     other = lowered(model, x)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
     third = lowered(model, x)
@@ -231,9 +204,7 @@ def test_kernels_of_another_precision_or_gpu_are_another_plan(
     assert len({each.report.choices[0].key for each in (fast, other, third)}) == 3
 
 
-def test_on_an_unknown_device_or_several_nothing_is_lowered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_an_unknown_device_or_several_nothing_is_lowered(monkeypatch):
     x, elsewhere = torch.ones(2), torch.ones(2, device="meta")
     for tensors, reason in (([elsewhere], "nothing is known of its"), ([x, elsewhere], "several")):
         with pytest.raises(Refused, match=reason):

@@ -196,7 +196,7 @@ def test_modules_that_share_one_graph_have_their_own_weights(folds):
 @pytest.mark.parametrize("training", [False, True])
 def test_buffers_are_written_as_in_eager(training):
     class Counting(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             self.count += 1
             return super().forward(x) * self.count
 
@@ -235,7 +235,7 @@ def test_gradients_are_not_lost(folds):
 @pytest.mark.parametrize("enabled", [True, False])
 def test_autocast_inside_is_kept_without_a_check_too(folds, enabled):
     class Casting(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 return super().forward(x)
 

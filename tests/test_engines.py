@@ -5,7 +5,6 @@ Only what an engine itself may get wrong is tried on a real one, all else on a s
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -13,48 +12,36 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from shutil import which
-from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.testing import assert_close
 
 import optimizer
 from optimizer import InputError
 from optimizer.core.node import name_of_call
 from optimizer.lowering import engines
-from optimizer.lowering.engines import engines_here, engines_named
-from optimizer.lowering.module import LoweredModule
+from optimizer.lowering.engines import ENGINES, engines_named
 from optimizer.lowering.partition import ForModerate
 from tests import level_2
 from tests.level_2 import PACKED, StubEngine, Then, attending, chosen, image, pickled, plan_of
 from tests.single_pass import Forward, rows
 
 pytestmark = pytest.mark.usefixtures("right_is_enough")
-AUTOMATIC = engines.AUTOMATIC
+AUTOMATIC, _STUB = engines.AUTOMATIC, f"Stub {torch.__version__}"
 
 
 @pytest.fixture(autouse=True)
-def _engines_are_offered(right_is_enough: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _engines_are_offered(right_is_enough, monkeypatch):
     level_2.offer(monkeypatch, *AUTOMATIC)
 
 
-def lowered(model: nn.Module, x: torch.Tensor, *names: str, **options: Any) -> LoweredModule:
-    return level_2.lowered(model, x, **{"engines": names or ("stub",)} | options)
+def lowered(model, x, engine="stub", **options):
+    return level_2.lowered(model, x, **{"engines": [engine]} | options)
 
 
-@functools.cache
-def prepared(engine: str) -> LoweredModule:
-    """A model, compiled once for all tests."""
-    return lowered(attending(), image(), engine, tune_seconds=0)
-
-
-def title(engine: str = "stub") -> str:
-    return next(iter(engines_here([engine])))
-
-
-def compiled(fast: LoweredModule, x: torch.Tensor) -> list[ForModerate]:
+def compiled(fast, x):
     """The parts of a plan that run on an engine."""
     parts = (p for p in plan_of(fast, x).func.program.modules() if isinstance(p, ForModerate))
     return [part for part in parts if not isinstance(part.program, nn.Module)]
@@ -67,20 +54,13 @@ real = pytest.mark.parametrize("engine", ["openvino", "onnxruntime", _INDUCTOR])
 
 
 @real
-def test_what_is_not_finite_is_not_lost(engine: str) -> None:
-    assert len(compiled(prepared(engine), image())) == 1
-    for value in (math.nan, math.inf):
-        x = image()
-        x[0, 0, 0, 0] = value
-        assert_close(prepared(engine)(x), attending()(x), equal_nan=True)
-
-
-@real
-def test_an_answer_is_the_callers_also_of_many_threads_at_once(engine: str) -> None:
-    fast, inputs = prepared(engine), [image() * scale for scale in range(1, 9)] * 5
+def test_an_answer_is_the_callers_nan_too_also_of_many_threads_at_once(engine):
+    fast = lowered(attending(), image(), engine, tune_seconds=0)
+    assert len(compiled(fast, image())) == 1
+    inputs = [image() * scale for scale in (*range(1, 9), math.nan, math.inf)] * 5
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(fast, inputs))
-    assert_close(answers, list(map(attending(), inputs)))
+    assert_close(answers, list(map(attending(), inputs)), equal_nan=True)
 
     kept = answers[0].clone()
     answers[0].fill_(3.0)
@@ -88,20 +68,17 @@ def test_an_answer_is_the_callers_also_of_many_threads_at_once(engine: str) -> N
         assert torch.equal(fast(image().requires_grad_()), kept)
 
 
-def over(text: str, **layers: Any) -> Forward:
+def over(text, **layers):
     return Forward(text, **layers or {"layer": nn.Linear(8, 8)}).eval()
 
 
-def images(*sizes: int) -> Any:
-    """Layers of so many channels each."""
-    pairs = itertools.pairwise(sizes)
+def convolutions(*channels):
+    pairs = itertools.pairwise(channels)
     return {f"m{i}": nn.Conv2d(*pair, 3, padding=1) for i, pair in enumerate(pairs)}
 
 
-_TRANSPOSED = Then("y.transpose(2, 3).exp() + y")
 _KEEP = "keep = x > x.amin(-1, keepdim=True); y = m.layer(x)[None];"
 _MASKED = over(_KEEP + "return m.layer(F.scaled_dot_product_attention(y, y, y, keep))")
-_NEGATED = over("m.m0(torch.fft.fft(x).conj().imag).relu()", **images(3, 4))
 _HEADS = (
     "one, other, last = m.layer(x).relu().unflatten(-1, (3, 8)).unbind(-2);"
     "return one.exp() * other / last.exp()"
@@ -110,14 +87,14 @@ _WIDE = (
     "wide = keep.expand(1, 8, 8); z = F.scaled_dot_product_attention(y, y, y, wide);"
     "return torch.where(wide, z, 0.0)"
 )
-_NORMED = images(3, 64) | {"m1": nn.Conv2d(64, 64, 1)}
+_NORMED = convolutions(3, 64) | {"m1": nn.Conv2d(64, 64, 1)}
 _NORMED |= {f"norm{i}": nn.GroupNorm(8, 64) for i in range(2)}
-_SUMMED = images(3, 3) | {f"m{i}": nn.Conv2d(3, 3, 1) for i in (1, 2)}
+_SUMMED = convolutions(3, 3) | {f"m{i}": nn.Conv2d(3, 3, 1) for i in (1, 2)}
 _LINEAR = {"a": nn.Linear(8, 16), "b": nn.Linear(16, 8)}
 _GROUPED = "k = y[:, :2]; return F.scaled_dot_product_attention(y, k, k + 1, enable_gqa=True)"
 # A model, whose part between its layers is one region, and an input.
-OF_OPENVINO: dict[str, tuple[nn.Module, torch.Tensor]] = {
-    "channels last": (_TRANSPOSED, image(2, 6, 6, 3).permute(0, 3, 1, 2)),
+OF_OPENVINO = {
+    "channels last": (Then("y.transpose(2, 3).exp() + y"), image(2, 6, 6, 3).permute(0, 3, 1, 2)),
     # The code that OpenVINO generates ends the process at a sum behind a GroupNorm,
     "a sum of group norms":
         (over("m.norm0(m.m1(y := m.m0(x))) + F.silu(m.norm1(y))", **_NORMED), image(1, 3, 16, 16)),
@@ -127,7 +104,8 @@ OF_OPENVINO: dict[str, tuple[nn.Module, torch.Tensor]] = {
     "parts that are read outside": (over(_HEADS, layer=nn.Linear(8, 24)), image(4, 8)),
     "attention under a mask": (_MASKED, image(8, 8)),
     "a mask that is read outside": (over(_KEEP + _WIDE), image(8, 8)),
-    "negated in reading": (_NEGATED, image()),
+    "negated in reading":
+        (over("m.m0(torch.fft.fft(x).conj().imag).relu()", **convolutions(3, 4)), image()),
     # 5e-4 off by another formula, which the check allows
     "a gelu by tanh": (Then("F.gelu(y, approximate='tanh')"), 20 * image()),
     "two convolutions": (
@@ -143,33 +121,32 @@ OF_OPENVINO: dict[str, tuple[nn.Module, torch.Tensor]] = {
         "F.batch_norm(y, y.new_zeros(4), y.new_ones(4))",
     )
 }  # fmt: skip
-OF_ONNX_RUNTIME = {name: OF_OPENVINO[name] for name in ("channels last", "attention under a mask")}
 
 
-@rows(
-    "engine model x",
-    {f"openvino, {name}": ("openvino", *row) for name, row in OF_OPENVINO.items()},
-    {f"onnxruntime, {name}": ("onnxruntime", *row) for name, row in OF_ONNX_RUNTIME.items()},
-)
-def test_it_gives_the_models_answer(engine: str, model: nn.Module, x: torch.Tensor) -> None:
+@rows("model x", OF_OPENVINO)
+def test_openvino_gives_the_models_answer(model, x):
+    assert_gives_the_answer("openvino", model, x)
+
+
+def test_onnx_runtime_gives_the_models_answer():
+    assert_gives_the_answer("onnxruntime", *OF_OPENVINO["attention under a mask"])
+
+
+def assert_gives_the_answer(engine, model, x):
     fast = lowered(model, x, engine, only=(), tune_seconds=0)
+    [title] = chosen(fast)
 
-    assert chosen(fast) == [title(engine)]
+    assert title.startswith(f"{ENGINES[engine].title} ")
     assert len(compiled(fast, x)) == 1
-    assert_close(fast(x), model(x))
+    for each in (x, torch.ones_like(x)):  # under a mask of these, a query has no key
+        assert_close(fast(each), model(each), equal_nan=True)
     assert fast(x).stride() == model(x).stride()
-
-
-def test_a_query_without_a_key_is_answered_by_torch() -> None:
-    fast = lowered(_MASKED, image(8, 8), "openvino", tune_seconds=0)
-
-    assert_close(fast(torch.ones(8, 8)), _MASKED(torch.ones(8, 8)))
 
 
 _BLOCK = "x = x + m.down(F.silu(m.gate(y := {})) * m.up(y)); "
 _GATED = {name: nn.Linear(16, 16) for name in ("gate", "up", "down")}
 _SCALED = "m.layer(F.rms_norm(m.layer(x), x.shape[1:], torch.ones(x.shape[1]).add(1)))"
-REGIONS: dict[str, tuple[nn.Module, torch.Tensor, int]] = {
+REGIONS = {
     # OpenVINO ends the process at an RMSNorm of fewer numbers than a vector of the processor has.
     "rms_norm of 8": (over(_SCALED), image(8, 8), 2),
     "rms_norm of 16": (over(_SCALED, layer=nn.Linear(16, 16)), image(8, 16), 1),
@@ -185,20 +162,16 @@ REGIONS: dict[str, tuple[nn.Module, torch.Tensor, int]] = {
         "x / (x.norm(dim=-1, keepdim=True) + x).clamp_min(1e-6)": 6,
     }.items()
 } | {  # what an engine lacks ends its region, and another follows
-    text: (over(f"y = m.m0(x); return m.m1({text})", **images(3, 8, 8)), image(), 2)
+    text: (over(f"y = m.m0(x); return m.m1({text})", **convolutions(3, 8, 8)), image(), 2)
     for text in (
-        "F.softplus(y)", "F.interpolate(y, scale_factor=2, mode='bicubic')",
-        "F.interpolate(y, size=(5, 5), mode='bilinear', antialias=True)",
-        "F.pad(y, (1, 1, 1, 1), mode='replicate')", "F.pad(y, (1, 1, 1, 1), mode='circular')",
-        "F.avg_pool2d(y, 2, divisor_override=3)", "F.adaptive_max_pool2d(y, 3)",
+        "F.softplus(y)", "F.interpolate(y, size=(5, 5), mode='bilinear', antialias=True)",
+        "F.pad(y, (1, 1, 1, 1), mode='replicate')", "F.avg_pool2d(y, 2, divisor_override=3)",
     )
 }  # fmt: skip
 
 
 @rows("model x regions", REGIONS)
-def test_a_region_ends_at_what_an_engine_lacks_and_before_its_values_may_overflow(
-    model: nn.Module, x: torch.Tensor, regions: int
-) -> None:
+def test_a_region_ends_at_what_an_engine_lacks_and_before_an_overflow(model, x, regions):
     fast = lowered(model, x, only=(), tune_seconds=0)
 
     assert len(compiled(fast, x)) == regions
@@ -215,15 +188,6 @@ NO_PART = [
     "y / (y.pow(2).mean(-1, keepdim=True) + 1e-30)", "y / (y.mean(-1, keepdim=True) + 1e-6)",
 ]  # fmt: skip
 PART = [
-    "y / y.std()", "y / 0", "y / 1e-40", "F.relu(y).mul(1e10)", "y * math.nan", "y.log()",
-    "F.layer_norm(y, (8,), eps=0.0)", "y.masked_fill(y > 0, -math.inf)",
-    "torch.batch_norm(y, None, None, None, None, True, 0.1, 0.0, False)",
-    "F.scaled_dot_product_attention(y, y, y, y)", "y.rsqrt()", "y.pow(-1)", "(y + 1e-6).rsqrt()",
-    "F.scaled_dot_product_attention(y, y, y, attn_mask=(y > 0).roll(1, -1))",
-    "torch.add(y.pow(2), 1e-6, alpha=-1).sqrt()",
-    "y / (y.pow(2).mean(-1, keepdim=True) + 1e-30)", "y / (y.mean(-1, keepdim=True) + 1e-6)",
-]  # fmt: skip
-PART = [
     "y / 2", "F.layer_norm(y, (8,), eps=1e-6)", "F.softmax(y, -1)",
     "F.scaled_dot_product_attention(y, y, y)", "torch.cat([y[:, :, ::2], y[:, :, 1::2]], 1)",
     "(y := y.flatten(2)) / (y.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()",
@@ -232,7 +196,7 @@ PART = [
 
 
 @pytest.mark.parametrize("text", [*NO_PART, *PART])
-def test_what_may_make_nan_of_numbers_is_no_part_of_a_region(text: str) -> None:
+def test_what_may_make_nan_of_numbers_is_no_part_of_a_region(text):
     model, x = Then(f"F.relu({text} + 1)"), image()
     [part] = compiled(lowered(model, x), x)
 
@@ -245,53 +209,31 @@ def test_what_may_make_nan_of_numbers_is_no_part_of_a_region(text: str) -> None:
     assert_close(lowered(model, x)(x), model(x), equal_nan=True)
 
 
+def masked(*mask):
+    return over("F.relu(m.layer(x) + m.mask)", layer=nn.Linear(4, 4), mask=torch.tensor(mask))
+
+
 REJECTED = {
-    "infinite": (torch.full((4,), -math.inf), torch.ones(3, 4), "a constant is not finite"),
-    "bfloat16": (torch.ones(4), torch.ones(3, 4).bfloat16(), "not in float32"),
-    "empty": (torch.ones(4), torch.ones(0, 4), "a tensor is empty"),
+    "infinite": (masked(-math.inf), torch.ones(3, 4), 0, "is not finite"),
+    "bfloat16": (masked(1.0).bfloat16(), torch.ones(3, 4).bfloat16(), 0.1, "not in float32"),
+    "empty": (masked(1.0), torch.ones(0, 4), 0.1, "a tensor is empty"),
 }
 
 
-@rows("mask x reason", REJECTED)
-def test_what_is_not_for_engines_is_rejected_with_the_reason(
-    mask: torch.Tensor, x: torch.Tensor, reason: str
-) -> None:
-    model = over("F.relu(m.layer(x) + m.mask)", layer=nn.Linear(4, 4).to(x.dtype), mask=mask)
-    fast = lowered(model, x)
+@rows("model x seconds reason", REJECTED)
+def test_torch_runs_what_is_not_for_engines_and_the_reason_is_told(model, x, seconds, reason):
+    fast = lowered(model, x, tune_seconds=seconds)
     [choice] = [*fast.report.choices, *fast.report.tried]
 
-    assert reason in choice.rejected[title()]
+    assert choice.chosen != _STUB
+    assert reason in choice.rejected[_STUB]
     optimizer.check(model, fast, x)
 
 
-def _compile_nothing(*args: Any) -> Any:
-    raise NotImplementedError("no such operator")
-
-
-NO_GOOD = {
-    "it cannot": (_compile_nothing, 0.1, "NotImplementedError: no such operator"),
-    "it cannot, untimed": (_compile_nothing, 0, "NotImplementedError: no such operator"),
-    "wrong": (lambda *_: lambda _: [torch.zeros(2, 4, 8, 8)], 0.1, "relative error 1"),
-}
-
-
-@rows("compile_it seconds reason", NO_GOOD)
-def test_an_engine_that_is_no_good_is_rejected_with_the_reason_and_the_next_tried(
-    monkeypatch: pytest.MonkeyPatch, compile_it: Any, seconds: float, reason: str
-) -> None:
-    monkeypatch.setattr(StubEngine, "compile", compile_it)
-    [choice] = lowered(Then("y.relu()"), image(), tune_seconds=seconds).report.choices
-
-    assert choice.chosen == PACKED
-    assert reason in choice.rejected[title()]
-
-
-def test_it_is_compiled_for_the_threads_of_the_caller_and_waits_for_none_in_a_forked_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_is_compiled_for_the_callers_threads_and_runs_in_no_forked_process(monkeypatch):
     threads, runs, before = list[int](), list[int](), torch.get_num_threads()
 
-    def compile_it(self: StubEngine, graph: fx.GraphModule, inputs: Any, number: int) -> Any:
+    def compile_it(self, graph, inputs, number):
         threads.append(number)
         return lambda given: (runs.append(1), graph(*given))[1]
 
@@ -309,9 +251,7 @@ def test_it_is_compiled_for_the_threads_of_the_caller_and_waits_for_none_in_a_fo
     assert len(runs) == here > 0
 
 
-def test_where_the_engine_is_not_installed_torch_runs_a_pickle_and_the_error_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_an_engine_is_not_installed_torch_runs_a_pickle_and_the_error_helps(monkeypatch):
     model, x = Then("y.relu()"), image()
     fast = lowered(model, x)
     monkeypatch.setattr(engines, "_is_installed", lambda engine: False)
@@ -324,14 +264,15 @@ def test_where_the_engine_is_not_installed_torch_runs_a_pickle_and_the_error_say
         optimizer.optimize(model, x, engines="openvino")
 
 
-def test_the_engines_are_those_that_are_named_also_for_refit() -> None:
+def test_the_engines_are_those_that_are_named_also_for_refit():
     assert engines_named("auto") == AUTOMATIC == ("openvino",)
     assert engines_named(iter(["openvino", "onnxruntime"])) == ("openvino", "onnxruntime")
 
     model, x = Then("y.relu()"), image()
     fast, without = lowered(model, x), lowered(model, x, engines=())
     assert fast.report.choices[0].key != without.report.choices[0].key
-    assert chosen(without) != chosen(fast.refit(model.state_dict(), x)) == [title()]
+    assert chosen(without) == [PACKED]
+    assert chosen(fast.refit(model.state_dict(), x)) == [_STUB]
 
 
 PROCESS = """
@@ -358,17 +299,7 @@ while kept:
     signal.setitimer(signal.ITIMER_REAL, 0.01)
     time.sleep(0.1)
 """
-
-
-def test_no_thread_is_started_nothing_is_reported_and_signals_do_no_harm() -> None:
-    """A thread beside this one has each random number watched, at twice the time.
-
-    After an engine was let go, a signal ended the process on a processor with tiles: OpenVINO took
-    its stack for signals back.
-    """
-    subprocess.run([sys.executable, "-c", PROCESS], check=True)
-
-
+# OpenVINO kept a transposed copy of the weights, and glibc what losing candidates had freed.
 MEMORY = """
 import gc, torch, optimizer
 from optimizer.lowering.choose import Chooser
@@ -386,15 +317,20 @@ before = held()
 fast = optimizer.optimize(model.eval(), x, engines="openvino", only=())
 fast(x)
 assert fast.report.choices, fast.report
-print((held() - before) / sum(each.nbytes for each in model.parameters()))
+held_of_weights = (held() - before) / sum(each.nbytes for each in model.parameters())
+assert held_of_weights < 1.4, held_of_weights
 """
+_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="it says how much a process holds")
 
 
-@pytest.mark.integration
-@pytest.mark.skipif(sys.platform != "linux", reason="the system says how much a process holds")
-def test_beside_its_weights_a_process_holds_what_was_packed_of_them_once() -> None:
-    """OpenVINO kept a transposed copy, and glibc what losing candidates had freed."""
-    command = [sys.executable, "-c", MEMORY]
-    held = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+@pytest.mark.parametrize(
+    "program", [PROCESS, pytest.param(MEMORY, marks=(pytest.mark.integration, _LINUX))],
+    ids=["no thread is started, nothing reported, signals do no harm", "weights are held once"],
+)  # fmt: skip
+def test_in_a_process_with_openvino(program):
+    """A thread beside this one has each random number watched, at twice the time.
 
-    assert float(held) < 1.4
+    After an engine was let go, a signal ended the process on a processor with tiles: OpenVINO took
+    its stack for signals back.
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)

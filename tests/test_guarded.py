@@ -9,7 +9,6 @@ import copy
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import optimizer
 from optimizer import GuardedModule, InputError
@@ -32,42 +31,42 @@ from tests.test_programs import ROWS, Asking, Model, assert_equal
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 assert_same = partial(assert_equal, rtol=1e-4, atol=1e-5)
-FAST: dict[str, Any] = {"tune_seconds": 0, "engines": ()}
+FAST = {"tune_seconds": 0, "engines": ()}
 MASKED = "y = x.clone(); y[x > 0] = 0.5; return y"
 # The kernel of weight_norm asks for the memory of weights as if to write it.
 NORMED = "x @ torch._weight_norm(m.linear.weight, m.scale[:, None])"
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
+def fresh_dynamo():
     torch._dynamo.reset()
     with torch.no_grad():
         yield
     torch._dynamo.reset()
 
 
-def plain(m: Any, x: Tensor) -> Tensor:
+def plain(m, x):
     return x.relu()
 
 
-def running(forward: Any = plain, kind: type = Asking, **held: Any) -> Any:
+def running(forward=plain, kind=Asking, **held):
     """A model that runs a function or a text, by default behind layers that fold."""
     function = function_of("m, x, *more", forward) if isinstance(forward, str) else forward
     return kind(SimpleNamespace(forward=function, held=held)).eval()
 
 
-def guarded(forward: Any = plain, level: int = 1) -> Any:
+def guarded(forward=plain, level=1):
     fast = optimizer.optimize(running(forward), ROWS, level=level, **FAST)
     assert isinstance(fast, GuardedModule), fast.report
     return fast
 
 
-def recordings(fast: GuardedModule) -> int:
+def recordings(fast):
     """How many graphs the report tells of."""
     return sum(line.text.startswith("output") for line in fast.report.graph_after)
 
 
-def test_calls_like_the_example_are_recorded_once_on_the_weights_of_the_model() -> None:
+def test_calls_like_the_example_are_recorded_once_on_the_weights_of_the_model():
     """The error of the recording that failed held them too, so that all were copied at once."""
     model = running("m.norm(m.linear(x)) * len(x)", Model)
     fast = optimizer.optimize(model, ROWS, level=1, **FAST)
@@ -79,7 +78,7 @@ def test_calls_like_the_example_are_recorded_once_on_the_weights_of_the_model() 
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_an_answer_that_graphs_change_is_seen() -> None:
+def test_an_answer_that_graphs_change_is_seen():
     """Torch's fast path puts zeros at padded places; Dynamo records the other one."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
@@ -94,15 +93,15 @@ def test_an_answer_that_graphs_change_is_seen() -> None:
     torch.testing.assert_close(fast(**inputs), model(**inputs))
 
 
-def refitted(fast: Any, other: nn.Module) -> None:
+def refitted(fast, other):
     fast.refit(other.state_dict())
 
 
-def loaded(fast: Any, other: nn.Module) -> None:
+def loaded(fast, other):
     fast.load_state_dict(nn.ModuleDict({"model": other}).state_dict())
 
 
-COPIED: dict[str, tuple[Any, Callable[[Any, nn.Module], object]]] = {
+COPIED = {
     "itself, refitted": (lambda fast: fast, refitted),
     "a copy, loaded": (copy.deepcopy, loaded),
     "a pickle, refitted": (pickled, refitted),
@@ -110,7 +109,7 @@ COPIED: dict[str, tuple[Any, Callable[[Any, nn.Module], object]]] = {
 
 
 @rows("copied change", COPIED)
-def test_other_weights_are_those_that_run(copied: Any, change: Any) -> None:
+def test_other_weights_are_those_that_run(copied, change):
     fast, other = guarded(level=2), running()
     fast(ROWS)
     for parameter in other.parameters():
@@ -128,7 +127,7 @@ def test_other_weights_are_those_that_run(copied: Any, change: Any) -> None:
 
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("forward", [plain, NORMED])
-def test_a_write_to_the_snapshot_is_seen(forward: Any, held: bool) -> None:
+def test_a_write_to_the_snapshot_is_seen(forward, held):
     """Also where something else holds the weights, so that no copy of them is made at a write."""
     fast, eager = guarded(forward).eval(), running(forward)  # it forgets graphs, which share them
     gc.collect()
@@ -145,7 +144,7 @@ def test_a_write_to_the_snapshot_is_seen(forward: Any, held: bool) -> None:
 
 @pytest.mark.parametrize("call", [lambda f, x: f(x), lambda f, x: f(x=x)])
 @torch.enable_grad()
-def test_gradients_of_an_input_are_the_models(call: Any) -> None:
+def test_gradients_of_an_input_are_the_models(call):
     fast, eager = guarded(), running()
     one, other = (ROWS.clone().requires_grad_() for _ in range(2))
 
@@ -158,7 +157,7 @@ def test_gradients_of_an_input_are_the_models(call: Any) -> None:
         fast.requires_grad_()
 
 
-def test_the_same_bits_are_those_of_weights_that_require_gradients() -> None:
+def test_the_same_bits_are_those_of_weights_that_require_gradients():
     """Torch multiplies images in another way where the weights require gradients."""
     torch.manual_seed(0)
     text = "y = m.linear(x) * (1 if x.sum().isnan() else 2); return (y + 1).tanh(), y + 1"
@@ -172,7 +171,7 @@ def test_the_same_bits_are_those_of_weights_that_require_gradients() -> None:
         assert all(map(torch.equal, fast(x), model(x)))
 
 
-WATCHED: dict[str, Callable[[Any], Any]] = {
+WATCHED = {
     "a cast": lambda module: module.double().train()(ROWS.double()),
     "autocast": lambda module: torch.autocast("cpu", torch.bfloat16)(module)(ROWS),
     "vmap": lambda module: torch.vmap(module)(ROWS[:, None]),
@@ -187,11 +186,11 @@ WATCHED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:.*TracerWarning", "ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Converting a tensor:torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:the model is in training mode")
-def test_what_looks_at_a_call_sees_the_model(name: str) -> None:
+def test_what_looks_at_a_call_sees_the_model(name):
     assert_same(WATCHED[name](running()), WATCHED[name](guarded()))
 
 
-def test_a_part_that_is_called_as_it_is_stops_nothing_at_level_2() -> None:
+def test_a_part_that_is_called_as_it_is_stops_nothing_at_level_2():
     torch.manual_seed(0)
     convs = (nn.Sequential(nn.Conv2d(c, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for c in (3, 4))
     between = Forward("x * 2 if x.shape[0] > 1 else x")
@@ -218,7 +217,7 @@ PREPARED = [
 ]
 
 
-def test_what_a_trial_leaves_in_an_object_that_cannot_be_put_back_is_not_kept() -> None:
+def test_what_a_trial_leaves_in_an_object_that_cannot_be_put_back_is_not_kept():
     """The graphs are recorded anew, on another copy of the model."""
     text = "y = m.norm(m.linear(x)); return y * next(m.numbers)"
     fast = optimizer.optimize(running(text, numbers=itertools.count(1)), ROWS, level=1, **FAST)
@@ -230,7 +229,7 @@ def test_what_a_trial_leaves_in_an_object_that_cannot_be_put_back_is_not_kept() 
 
 
 @pytest.mark.parametrize("text", PREPARED)
-def test_what_a_call_that_is_prepared_changes_is_put_back(text: str) -> None:
+def test_what_a_call_that_is_prepared_changes_is_put_back(text):
     fast, eager = guarded(text), running(text)
     weights, numbers, given = copy.deepcopy(fast.model.state_dict()), torch.get_rng_state(), [0]
 
@@ -243,7 +242,7 @@ def test_what_a_call_that_is_prepared_changes_is_put_back(text: str) -> None:
         assert_same(eager(x), fast(x))
 
 
-def test_what_a_call_that_fails_wrote_is_put_back() -> None:
+def test_what_a_call_that_fails_wrote_is_put_back():
     fast = guarded("m.flag.add_(1); return x * m.flag if x.shape[0] < 6 else x.view(7)")
 
     with pytest.raises(RuntimeError, match="shape"):
@@ -254,7 +253,7 @@ def test_what_a_call_that_fails_wrote_is_put_back() -> None:
     assert torch.equal(fast.model.flag, torch.ones(4))
 
 
-def test_threads_may_call_one_result_at_once() -> None:
+def test_threads_may_call_one_result_at_once():
     fast, inputs = guarded(), [ROWS[: 1 + i % 3] + i for i in range(24)]
 
     with ThreadPoolExecutor(4) as threads:
@@ -263,7 +262,7 @@ def test_threads_may_call_one_result_at_once() -> None:
     assert_same([*map(running(), inputs)], found)
 
 
-def test_beyond_so_many_recordings_calls_are_still_right() -> None:
+def test_beyond_so_many_recordings_calls_are_still_right():
     fast, eager = guarded("x * len(m.seen)"), running("x * len(m.seen)")
 
     for count in range(12):
@@ -273,16 +272,14 @@ def test_beyond_so_many_recordings_calls_are_still_right() -> None:
 
 
 @pytest.mark.parametrize(("share", "kind"), [(1.0, Unchanged), (0.5, GuardedModule)])
-def test_a_model_is_not_made_slower_by_its_graphs_nor_changed_by_the_race(
-    share: float, kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_not_made_slower_by_its_graphs_nor_changed_by_the_race(share, kind, monkeypatch):
     count = [0]
 
-    def counting(m: Any, x: Tensor) -> Tensor:
+    def counting(m, x):
         count[0] += 1
         return x.relu()
 
-    def race(self: Times, runs: Any, *rest: Any, **more: Any) -> dict[str, float]:
+    def race(self, runs, *rest, **more):
         for name in ("plan", "portable") * 3:
             runs[name](*self.inputs)
         return {"portable": 1.0, "plan": share}
@@ -298,7 +295,7 @@ def test_a_model_is_not_made_slower_by_its_graphs_nor_changed_by_the_race(
     assert count == [0]
 
 
-def test_nothing_keeps_the_weights_of_a_result_that_is_gone() -> None:
+def test_nothing_keeps_the_weights_of_a_result_that_is_gone():
     """Dynamo keeps what a backend returns as long as the process lives: weights are not in it."""
     before = weights_held()
     fast = guarded()
@@ -312,7 +309,7 @@ def test_nothing_keeps_the_weights_of_a_result_that_is_gone() -> None:
     assert [each() for each in alive] == [None] * len(alive)
 
 
-def weights_held() -> int:
+def weights_held():
     """How many parameters there are in the process, but for those that hold no memory."""
     gc.collect()
     return sum(type(each) is nn.Parameter for each in gc.get_objects())
@@ -326,8 +323,8 @@ CONTAINERS = {
 
 @pytest.mark.parametrize("level", [0, 2])
 @pytest.mark.parametrize("text", CONTAINERS)
-def test_a_container_that_is_given_is_changed_as_in_eager(text: str, level: int) -> None:
-    def container(x: Tensor) -> Any:
+def test_a_container_that_is_given_is_changed_as_in_eager(text, level):
+    def container(x):
         return {"x": x} if CONTAINERS[text] is dict else [x]
 
     eager, example = running(text, Model), container(ROWS / 4)

@@ -11,10 +11,8 @@ import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ from tests.single_pass import Forward
 X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
 
 
-def small() -> Any:
+def small():
     """A foldable pair, a layer that no rewrite replaces, and a hook."""
     torch.manual_seed(3)
     layers = {"conv": nn.Conv2d(3, 4, 3), "bn": nn.BatchNorm2d(4), "head": nn.Conv2d(4, 2, 1)}
@@ -41,7 +39,7 @@ def small() -> Any:
 
 
 @pytest.mark.parametrize("check", ["final", "each", None])
-def test_the_callers_model_is_not_touched(check: Any) -> None:
+def test_the_callers_model_is_not_touched(check):
     model = small()
 
     with untouched(model):
@@ -49,14 +47,14 @@ def test_the_callers_model_is_not_touched(check: Any) -> None:
         fast.double().to(torch.bfloat16).train().requires_grad_(False)
 
 
-def test_a_pickle_with_a_factory_in_it_leaves_fx_as_it_was() -> None:
+def test_a_pickle_with_a_factory_in_it_leaves_fx_as_it_was():
     model = Forward("x.relu() + torch.zeros(x.shape)").eval()
     copied = pickle.loads(pickle.dumps(optimizer.optimize(model)))
 
     assert torch.equal(fx.symbolic_trace(copied)(-torch.ones(2)), torch.zeros(2))
 
 
-def test_models_can_be_optimized_from_threads_while_others_run() -> None:
+def test_models_can_be_optimized_from_threads_while_others_run():
     model = small()
     expected = call_of(model, X)
     acts = [lambda: optimizer.optimize(model, X, level=1), lambda: model] * 15
@@ -75,7 +73,7 @@ LATER_INPUTS = {
 
 
 @pytest.mark.parametrize("kind", LATER_INPUTS)
-def test_later_inputs_may_be(kind: str) -> None:
+def test_later_inputs_may_be(kind):
     model, x = small(), LATER_INPUTS[kind]
     expected = call_of(model, x)
 
@@ -85,15 +83,13 @@ def test_later_inputs_may_be(kind: str) -> None:
         assert result.stride() == expected.stride()
 
 
-def raising(**captured: object) -> None:
+def raising(**captured):
     raise RuntimeError("a bug")
 
 
 @pytest.mark.parametrize("check", ["final", "each"])
 @table("apply words", (raising, "a bug"), (lambda affine: affine.args[0], "changed"))
-def test_a_faulty_pass_is_rolled_back_and_named(
-    check: Any, apply: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_faulty_pass_is_rolled_back_and_named(check, apply, words, monkeypatch):
     every = [
         dataclasses.replace(each, apply=apply) if each.name == "fold_affine" else each
         for each in optimizer.all_passes()
@@ -125,7 +121,7 @@ print(torch.is_tensor in torch.overrides.get_ignored_functions())
 """
 
 
-def test_torch_keeps_nothing_of_the_first_model() -> None:
+def test_torch_keeps_nothing_of_the_first_model():
     """Its lists of functions are made once, in the first trace if not before."""
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     root = Path(__file__).parents[1]
@@ -150,13 +146,13 @@ MASKING = """
     m.calls.add_(1); return {"y": y.mT, "x": x}"""
 
 
-def call_of(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_of(model, *args, **kwargs):
     with torch.no_grad():
         return model(*args, **kwargs)
 
 
 PAIR = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(), nn.Flatten()
-NETS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+NETS = {
     "convolutions": (lambda: nn.Sequential(*PAIR, nn.Linear(64, 5), nn.ReLU()), (X,)),
     "a flag that is set": (Guarded, (X[0, 0], True)),
     "writes and views": (lambda: Forward(MASKING, calls=torch.zeros(())), (X,)),
@@ -164,7 +160,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 
 
 @pytest.fixture(params=NETS)
-def optimized(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
+def optimized(request):
     """A model, the same optimized, and its inputs."""
     make, inputs = NETS[request.param]
     torch.manual_seed(5)
@@ -174,7 +170,7 @@ def optimized(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
     return model, fast, inputs
 
 
-def traced(fast: Any, inputs: Any) -> Any:
+def traced(fast, inputs):
     if any(node.target is operator.setitem for node in fast.graph.nodes):
         with pytest.raises(TypeError, match="item assignment"):  # which fx cannot record
             fx.symbolic_trace(fast)
@@ -182,12 +178,12 @@ def traced(fast: Any, inputs: Any) -> Any:
     return fx.symbolic_trace(fast)
 
 
-def compiled(fast: Any, inputs: Any) -> Any:
+def compiled(fast, inputs):
     torch._dynamo.reset()
     return torch.compile(fast, backend="eager", fullgraph=True)
 
 
-def in_onnx(fast: Any, inputs: Any) -> Any:
+def in_onnx(fast, inputs):
     """The result after `torch.onnx.export`, run by ONNX's reference evaluator."""
     import onnx
     from onnx.reference import ReferenceEvaluator
@@ -200,7 +196,7 @@ def in_onnx(fast: Any, inputs: Any) -> Any:
     names = [each.name for each in proto.graph.input]
     _, structure = pytree.tree_flatten(call_of(fast, *inputs))
 
-    def run(*given: Any) -> Any:
+    def run(*given):
         arrays = [each.numpy() for each in given if isinstance(each, Tensor)]
         values = ReferenceEvaluator(proto).run(None, dict(zip(names, arrays, strict=True)))
         outputs = map(torch.from_numpy, values[: structure.num_leaves])
@@ -209,7 +205,7 @@ def in_onnx(fast: Any, inputs: Any) -> Any:
     return run
 
 
-ELSEWHERE: dict[str, Callable[[Any, Any], Any]] = {
+ELSEWHERE = {
     "symbolic_trace": traced,
     "export": lambda fast, inputs: torch.export.export(fast, inputs).module(),
     "ONNX": in_onnx,
@@ -221,7 +217,7 @@ ELSEWHERE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("where", ELSEWHERE)
-def test_the_result_gives_the_same_answers_through(where: str, optimized: Any) -> None:
+def test_the_result_gives_the_same_answers_through(where, optimized):
     model, fast, inputs = optimized
 
     through = ELSEWHERE[where](fast, inputs)
@@ -229,7 +225,7 @@ def test_the_result_gives_the_same_answers_through(where: str, optimized: Any) -
     torch.testing.assert_close(call_of(through, *inputs), call_of(model, *inputs))
 
 
-def test_to_optimize_again_changes_nothing(optimized: Any) -> None:
+def test_to_optimize_again_changes_nothing(optimized):
     _, fast, inputs = optimized
 
     again = optimizer.optimize(fast, inputs, level=1)
@@ -237,7 +233,7 @@ def test_to_optimize_again_changes_nothing(optimized: Any) -> None:
     assert (again.report.fired, again.code) == ((), fast.code)
 
 
-def test_the_same_model_gives_the_same_code() -> None:
+def test_the_same_model_gives_the_same_code():
     first, second = (optimizer.optimize(small(), X, level=1) for _ in range(2))
 
     assert first.code == second.code

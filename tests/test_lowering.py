@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -35,30 +33,30 @@ LAST = {"memory_format": torch.channels_last}
 
 
 @pytest.fixture(params=[(), ("stub",)], ids=["torch", "engine"])
-def kernels(request: Any, right_is_enough: None, monkeypatch: pytest.MonkeyPatch) -> str:
+def kernels(request, right_is_enough, monkeypatch):
     """What runs regions: torch's own kernels, or an engine."""
     level_2.offer(monkeypatch, *request.param)
     return next(iter(engines_here(engines_named("auto"))), PACKED)
 
 
-def of_two(text: str) -> nn.Module:
+def of_two(text):
     layer = nn.Conv2d(3, 3, 3, padding=1)
     return ForwardOfTwo(f"y = m.layer(x); return {text}", layer=layer).eval()
 
 
-@pytest.mark.parametrize("seconds", [0, 1])
 @rows(
-    "model inputs",
+    "model inputs seconds",
     {
-        "a head": (net(), [image()]),
-        "a view": (Then("y.view(y.size(0), -1).relu()"), [image()]),
-        "channels_last": (of_two("F.relu(y + z)"), [image().to(**LAST), image().to(**LAST)]),
-        "repeated": (of_two("y[:, :1].relu().expand(-1, 4, -1, -1)"), [image(), image()]),
+        "a head": (net(), [image()], 1),
+        "a head, untimed": (net(), [image()], 0),
+        "a view": (Then("y.view(y.size(0), -1).relu()"), [image()], 1),
+        "channels_last": (of_two("F.relu(y + z)"), [image().to(**LAST)] * 2, 1),
+        "repeated": (of_two("y[:, :1].relu().expand(-1, 4, -1, -1)"), [image()] * 2, 0),
     },
 )
 def test_a_lowered_call_gives_the_models_answer_and_layout_and_overwrites_nothing(
-    model: nn.Module, inputs: Any, seconds: int, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, inputs, seconds, kernels, monkeypatch
+):
     raced = level_2.racing(monkeypatch, level_2.last_wins)
     fast, kept = lowered(model, *inputs, tune_seconds=seconds), [each.clone() for each in inputs]
     answer, expected = fast(*inputs), model(*inputs)
@@ -71,7 +69,7 @@ def test_a_lowered_call_gives_the_models_answer_and_layout_and_overwrites_nothin
     assert all(map(torch.equal, inputs, kept))
 
 
-def test_calls_of_other_sizes_and_layouts_run_the_portable_code_until_they_are_lowered() -> None:
+def test_calls_of_other_sizes_and_layouts_run_the_portable_code_until_they_are_lowered():
     model, other = net(), image(1, 3, 9, 9)
     fast = lowered(model, image())
     for x in (image(1, 3, 8, 8), image(2, 3, 9, 7), image().to(**LAST)):
@@ -99,9 +97,7 @@ _LARGE = image() / image().abs().max()
         "made inside of a small input": ("x", image(), _LARGE * 3e14, 1e25),
     },
 )
-def test_what_is_not_finite_is_not_lost(
-    ahead: str, x: torch.Tensor, other: torch.Tensor, scale: float, kernels: str
-) -> None:
+def test_what_is_not_finite_is_not_lost(ahead, x, other, scale, kernels):
     """Found by a blank image, of which a forward divides by the deviation (issue 18)."""
     torch.manual_seed(1)
     one, two = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
@@ -117,17 +113,7 @@ def test_what_is_not_finite_is_not_lost(
         assert_close(fast(each), model(each), equal_nan=True)
 
 
-def test_outputs_may_have_any_structure() -> None:
-    model: Any = of_two("{'b': [y.relu(), None], 'n': x.shape[2], 'flag': z}")
-    fast: Any = optimizer.optimize(model, {"x": image(), "z": True})  # level 2 is the default
-    answer = fast(x=image(), z=True)
-
-    assert plan_of(fast, x=image(), z=True) is not None
-    assert_close(answer["b"].pop(0), model(image(), True)["b"][0])
-    assert answer == {"b": [None], "n": 8, "flag": True}
-
-
-def test_many_threads_may_call_it(kernels: str) -> None:
+def test_many_threads_may_call_it():
     fast = pickled(lowered(net(), image()))  # packs its weights meanwhile
     inputs = [image() * scale for scale in range(1, 9)] * 5
     with ThreadPoolExecutor(8) as pool:
@@ -136,7 +122,7 @@ def test_many_threads_may_call_it(kernels: str) -> None:
     assert_close(answers, list(map(net(), inputs)))
 
 
-def _counted(model: nn.Module, x: torch.Tensor) -> int:
+def _counted(model, x):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(x)
     return counter.get_total_flops()
@@ -156,17 +142,17 @@ def _counted(model: nn.Module, x: torch.Tensor) -> int:
         "export": (lambda f, x: "conv" in torch.export.export(f, (x,)).graph_module.code,),
     },
 )
-def test_what_only_portable_code_can_do_is_as_of_the_model(made_of: Callable[..., Any]) -> None:
+def test_what_only_portable_code_can_do_is_as_of_the_model(made_of):
     assert_close(made_of(lowered(net(), image()), image()), made_of(net(), image()))
 
 
-def _doubled(module: Any, within: Callable[[Any], Any] = lambda m: m, **options: Any) -> Any:
+def _doubled(module, within=lambda m: m, **options):
     values = {name: value * 2 for name, value in within(module).state_dict().items()}
     within(module).load_state_dict(values, **options)
     return module
 
 
-def _negated(fast: Any) -> Any:
+def _negated(fast):
     output = fast.graph.output_node()
     with fast.graph.inserting_before(output):
         output.args = (fast.graph.call_function(torch.neg, (output.args[0],)),)
@@ -174,7 +160,7 @@ def _negated(fast: Any) -> Any:
     return fast
 
 
-def _replaced(fast: Any) -> Any:
+def _replaced(fast):
     fast.head = nn.Linear(fast.head.in_features, 5)
     return fast
 
@@ -194,9 +180,7 @@ def _replaced(fast: Any) -> Any:
         "an edited graph": (_negated, False),
     },
 )
-def test_what_changes_a_module_is_seen_and_a_copy_is_another(
-    change: Any, is_lowered: bool, kernels: str
-) -> None:
+def test_what_changes_a_module_is_seen_and_a_copy_is_another(change, is_lowered, kernels):
     fast, x = lowered(net(), image()), image()
     before = fast(x)
     other = change(fast)
@@ -207,21 +191,12 @@ def test_what_changes_a_module_is_seen_and_a_copy_is_another(
     assert_close(other(y), expected)
     assert not torch.equal(expected.float(), before)
     assert other is fast or torch.equal(fast(x), before)
-
-
-def test_no_training_step_reaches_the_weights() -> None:
-    fast, x = lowered(net(), image()), image().requires_grad_()
-    fast(x).sum().backward()
-
-    assert x.grad is not None
-    assert not any(each.requires_grad for each in fast.requires_grad_(False).parameters())
+    assert not any(each.requires_grad for each in other.requires_grad_(False).parameters())
     with pytest.raises(InputError, match="train the original model and refit"):
-        fast.requires_grad_()
+        other.requires_grad_()
 
 
-def test_weights_that_come_while_others_are_packed_are_not_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_that_come_while_others_are_packed_are_not_lost(monkeypatch):
     """By another thread, of which a wrapper of what packs them plays the part."""
     fast = copy.deepcopy(lowered(net(), image()))  # whose weights are packed at the first call
     make_plan = vars(_lowered)["make_plan"]
@@ -233,9 +208,7 @@ def test_weights_that_come_while_others_are_packed_are_not_lost(
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_the_first_call_on_another_device_is_lowered_as_is_chosen_anew(
-    monkeypatch: pytest.MonkeyPatch, pays: bool
-) -> None:
+def test_the_first_call_on_another_device_is_lowered_as_is_chosen_anew(monkeypatch, pays):
     """Calls look as if they came from there."""
     fast = lowered(net(), image())
     monkeypatch.setattr(_plan, "_device", lambda tensor: "elsewhere")
@@ -250,13 +223,6 @@ def test_the_first_call_on_another_device_is_lowered_as_is_chosen_anew(
     assert fast.report.remarks == (() if pays else (f"on elsewhere: {SLOW}",))
 
 
-def test_a_call_that_is_lowered_without_a_region_is_told() -> None:
-    fast = lowered(Forward("torch.where(x > 0, x, -x)"), image())
-
-    assert plan_of(pickled(fast), image()) is not None
-    assert fast.report.remarks == ("calls like the example run as a straight line of operators",)
-
-
 _RANDOM = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout())
 _TRAINS = Forward(
     "m.conv(F.batch_norm(x, m.mean, m.var, training=x.size(0) > 2))",
@@ -269,15 +235,15 @@ _TRAINS = Forward(
     {
         "no example": (net(), (), None, "there are no example inputs"),
         "random": (_RANDOM, (image(),), image(), "random"),
-        "statistics": (_TRAINS, (image(3, 3, 8, 8),), image(3, 3, 8, 8), "writes an attribute"),
         "statistics later": (_TRAINS, (image(),), image(3, 3, 8, 8), "writes an attribute"),
         "gaps": (net(), (image(2, 3, 8, 16)[..., ::2],), None, "gaps"),
         "no time saved": (net(), (image(1, 3, 9, 9),), None, SLOW),
+        "no region": (Forward("x.where(x > 0, -x)"), (image(),), None, "run as a straight line"),
     },
 )
 def test_what_is_not_lowered_is_told_and_runs_the_portable_code(
-    monkeypatch: pytest.MonkeyPatch, model: Any, inputs: Any, later: Any, reason: str
-) -> None:
+    monkeypatch, model, inputs, later, reason
+):
     if reason is SLOW:
         level_2.racing(monkeypatch, level_2.all_alike)
     fast = lowered(model, *inputs, train=model is _RANDOM)
@@ -285,7 +251,7 @@ def test_what_is_not_lowered_is_told_and_runs_the_portable_code(
     if later is None or later.shape == inputs[0].shape:
         assert any(reason in remark for remark in fast.report.remarks), fast.report.remarks
         assert not fast.report.choices
-        assert plan_of(fast, *(inputs or [image()])) is None
+        assert (plan_of(fast, *(inputs or [image()])) is None) is ("straight" not in reason)
     if later is not None:
         with pytest.raises(InputError, match=reason):
             fast.lower(later)
@@ -293,11 +259,11 @@ def test_what_is_not_lowered_is_told_and_runs_the_portable_code(
         optimizer.check(model, fast, inputs)
 
 
-def no_kernel(*args: Any) -> Any:
+def no_kernel(*args):
     raise RuntimeError("no such kernel")
 
 
-def running(run: Callable[..., Any]) -> Callable[..., nn.Module]:
+def running(run):
     """A candidate that runs a function of the region, the example inputs, and what is given."""
     return lambda region, inputs: Running(partial(run, region, inputs))
 
@@ -314,8 +280,8 @@ def running(run: Callable[..., Any]) -> Callable[..., nn.Module]:
 )
 @pytest.mark.parametrize("race", [level_2.last_wins, level_2.all_alike])
 def test_a_candidate_that_is_no_good_is_rejected_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, candidate: Any, seconds: int, reason: str, race: Any
-) -> None:
+    monkeypatch, candidate, seconds, reason, race
+):
     """Also where the call is not lowered: that it is not faster was all that was told."""
     other, x = pickled(lowered(net(), image())), image()  # which had decided for it
     monkeypatch.setitem(CANDIDATES, PACKED, candidate)
@@ -330,7 +296,7 @@ def test_a_candidate_that_is_no_good_is_rejected_with_the_reason(
         assert_close(each(x), net()(x))
 
 
-def test_without_onednn_there_is_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onednn_there_is_channels_last(monkeypatch):
     monkeypatch.setattr(_packed, "_OPERATORS", ("no_such_operator",))
     fast = lowered(net(), image())
 
@@ -340,8 +306,8 @@ def test_without_onednn_there_is_channels_last(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("seconds", [0.975, 0.985])
 def test_what_is_chosen_must_be_faster_by_more_than_noise_and_its_cost_is_told(
-    monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
+    monkeypatch, seconds
+):
     times = {AS_IT_IS: 1.0, "plan": 0.1, "portable": 1.0}
     level_2.racing(monkeypatch, lambda names: {name: times.get(name, seconds) for name in names})
     start = time.perf_counter()

@@ -52,14 +52,14 @@ class Held(nn.Module):
         return self.last(x)
 
 
-def optimized(model: nn.Module, *args: Any, **options: Any) -> Any:
+def optimized(model, *args, **options):
     return optimizer.optimize(model, args, tune_seconds=0, engines=(), **options)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "outer", "inner"])
 @torch.no_grad()
-def test_a_model_may_call_its_own_what_it_likes(kind: str, level: int) -> None:
+def test_a_model_may_call_its_own_what_it_likes(kind, level):
     """Copied, saved, refitted and optimized again, too."""
     model = Held(kind, *NAMES).eval()
 
@@ -87,7 +87,7 @@ NAMED = {
 
 @pytest.mark.parametrize(("level", "check"), [(0, "each"), (2, None)])
 @pytest.mark.parametrize("name", NAMED)
-def test_an_argument_may_be_called_as_what_code_names(name: str, check: Any, level: int) -> None:
+def test_an_argument_may_be_called_as_what_code_names(name, check, level):
     forward = function_of(f"m, x, {name}", NAMED[name])
     model = type("Named", (Forward,), {"forward": forward})("x", layer=nn.Linear(4, 4)).eval()
 
@@ -110,12 +110,12 @@ class Choice(enum.IntEnum):
     TWO = 2
 
 
-def then(text: str, default: Any = None) -> nn.Module:
+def then(text, default=None):
     """Computes an expression of what a linear layer gives, `y`, and of an argument."""
     function = function_of("y, x, given", text, np=np, Color=Color, Choice=Choice)
 
     class Model(Forward):
-        def forward(self, x: Tensor, given: Any = default) -> Any:
+        def forward(self, x, given=default):
             return function(self.layer(x), x, given)
 
     return Model("m", layer=nn.Linear(4, 4)).eval()
@@ -130,7 +130,7 @@ WITHOUT_LITERAL = (
 )
 
 
-def named(value: Any) -> str:
+def named(value):
     """The same in each process."""
     return str(getattr(value, "__name__", value))
 
@@ -138,7 +138,7 @@ def named(value: Any) -> str:
 @LEVELS
 @pytest.mark.parametrize("default", [*LITERALS, *WITHOUT_LITERAL], ids=named)
 @torch.no_grad()
-def test_a_default_is_returned_as_in_eager(default: Any, level: int) -> None:
+def test_a_default_is_returned_as_in_eager(default, level):
     model = then("y.relu(), given", default)
 
     fast = optimized(model, ROWS, level=level, check=None)
@@ -158,9 +158,7 @@ def test_a_default_is_returned_as_in_eager(default: Any, level: int) -> None:
     ids=["a function", "a number of numpy"],
 )
 @torch.no_grad()
-def test_a_default_without_a_literal_is_bound(
-    text: str, default: Any, other: Any, level: int
-) -> None:
+def test_a_default_without_a_literal_is_bound(text, default, other, level):
     model = then(text, default)
 
     fast = optimized(model, ROWS, level=level)
@@ -183,7 +181,7 @@ RETURNED = """
 @LEVELS
 @pytest.mark.parametrize("text", texts(RETURNED))
 @torch.no_grad()
-def test_what_is_returned_is_written_down_or_left(text: str, level: int) -> None:
+def test_what_is_returned_is_written_down_or_left(text, level):
     model = then(text)
 
     fast = optimized(model, ROWS, level=level, check="final" if level else None)
@@ -201,7 +199,7 @@ CALLS = """
 
 
 @pytest.mark.parametrize("text", texts(CALLS))
-def test_numbers_of_numpy_are_recorded_as_numbers(text: str) -> None:
+def test_numbers_of_numpy_are_recorded_as_numbers(text):
     model = then(text)
     fast = optimizer.optimize(model, ROWS)
 
@@ -210,7 +208,7 @@ def test_numbers_of_numpy_are_recorded_as_numbers(text: str) -> None:
     torch.testing.assert_close(fast(ROWS), model(ROWS), equal_nan=True)
 
 
-def test_layers_with_settings_of_numpy() -> None:
+def test_layers_with_settings_of_numpy():
     layers = [
         nn.Conv2d(3, 3, 3, stride=(np.int64(1), np.int64(2)), padding=np.int64(1)),
         nn.BatchNorm2d(3, eps=np.float64(1e-3), momentum=np.float32(0.1)),
@@ -231,10 +229,10 @@ NUMBERS = (0.0, -0.0, 0, False, 1.0, 1, True, math.nan, math.inf)
 @pytest.mark.parametrize(("text", "level"), [("z", 0), ("z['by'][0]", 0), ("z['by'][0]", 2)])
 @pytest.mark.parametrize("number", [0.0, -0.0, 1.0, math.nan])
 @torch.no_grad()
-def test_a_number_is_no_other_that_equals_it(number: Any, text: str, level: int) -> None:
+def test_a_number_is_no_other_that_equals_it(number, text, level):
     model = ForwardOfTwo(f"F.relu(m.conv(x)) / {text}", conv=nn.Conv2d(2, 4, 3)).eval()
 
-    def given(number: Any) -> Any:
+    def given(number):
         return number if text == "z" else {"by": [number]}
 
     fast = optimized(model, ROWS, given(number), level=level)

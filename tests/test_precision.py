@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ import optimizer
 from optimizer.core.inputs import Call
 from optimizer.core.node import name_of_call
 from optimizer.lowering.choose import AS_IT_IS
-from optimizer.lowering.module import LoweredModule
 from optimizer.lowering.precision import HEADROOM, in_precision
 from optimizer.lowering.trace import straight_line
 from optimizer.verify.equivalence import BOUNDS, relative_error
@@ -25,41 +23,36 @@ from tests.single_pass import function_of, rows
 
 pytestmark = pytest.mark.usefixtures("right_is_enough")
 BF16, FP16 = torch.bfloat16, torch.float16
-ERRORS = {"bf16": (1e-6, BOUNDS[BF16]), "fp16": (1e-6, BOUNDS[FP16]), "int8": (1e-4, 5e-2)}
-WIDTH = 32
 
 
-def perceptron(*sizes: int) -> tuple[nn.Module, torch.Tensor]:
+def perceptron(*sizes):
     torch.manual_seed(1)
-    layers = nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH, bias=False)
-    return nn.Sequential(*layers).eval(), image(*sizes, WIDTH)
+    layers = nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False)
+    return nn.Sequential(*layers).eval(), image(*sizes, 32)
 
 
-def reduced(model: nn.Module, *inputs: Any, precision: str = "bf16", **options: Any) -> Any:
+def reduced(model, *inputs, precision="bf16", **options):
     return lowered(model, *inputs, level=3, precision=precision, **options)
 
 
-def choice(fast: LoweredModule) -> Any:
+def choice(fast):
     return next(each for each in fast.report.choices if each.region == "its precision")
 
 
 @rows(
-    "model x precision",
+    "model x precision most",
     {
-        "bf16": (attending(), image(), "bf16"),
-        "fp16": (attending(), image(), "fp16"),
-        "int8": (*perceptron(2, 5), "int8"),
-        "int8 of one": (*perceptron(), "int8"),
+        "bf16": (attending(), image(), "bf16", BOUNDS[BF16]),
+        "fp16": (attending(), image(), "fp16", BOUNDS[FP16]),
+        "int8": (*perceptron(2, 5), "int8", 5e-2),
+        "int8 of one": (*perceptron(), "int8", 5e-2),
     },
 )
-def test_the_answer_is_within_the_budget_and_not_the_models_also_of_copies(
-    model: nn.Module, x: torch.Tensor, precision: str
-) -> None:
+def test_the_answer_is_within_the_budget_and_not_the_models(model, x, precision, most):
     fast = reduced(model, x, precision=precision)
-    least, most = ERRORS[precision]
 
     assert choice(fast).chosen == precision
-    assert least < relative_error(model(x), fast(x)) < most
+    assert 1e-6 < relative_error(model(x), fast(x)) < most
     assert fast(x).dtype == torch.float32
     for other in (copy.deepcopy(fast), pickled(fast)):
         assert torch.equal(other(x), fast(x))
@@ -72,7 +65,7 @@ def test_the_answer_is_within_the_budget_and_not_the_models_also_of_copies(
     assert_close(exact(x), model(x))
 
 
-def test_the_report_states_the_budget_and_the_largest_error_that_was_seen() -> None:
+def test_the_report_states_the_budget_and_the_largest_error_that_was_seen():
     """Here that of the example, whose terms cancel; those of other values do not."""
     model, x = nn.Linear(4, 1, bias=False), torch.tensor([[10.3, 8.2, 8.2, 1.0]])
     model.weight.data = torch.tensor([[1.0, -1.0, 0.0, 0.0]])
@@ -84,7 +77,7 @@ def test_the_report_states_the_budget_and_the_largest_error_that_was_seen() -> N
         assert text in str(fast.report)
 
 
-def test_other_values_are_held_to_the_budget_too() -> None:
+def test_other_values_are_held_to_the_budget_too():
     """An example of zeros says nothing: weights that cancel do so for other values."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 1)).eval()
@@ -96,7 +89,7 @@ def test_other_values_are_held_to_the_budget_too() -> None:
     assert choice(reduced(model, torch.zeros(2, 4))).chosen == AS_IT_IS
 
 
-def test_other_calls_run_in_the_models_precision_until_they_are_lowered_also_after_refit() -> None:
+def test_other_calls_run_in_the_models_precision_until_they_are_lowered_also_after_refit():
     model, trained, x = attending(), attending(seed=2), image()
     fast = reduced(model, x)
 
@@ -108,7 +101,7 @@ def test_other_calls_run_in_the_models_precision_until_they_are_lowered_also_aft
     assert 1e-6 < relative_error(trained(x), fast(x)) < 5e-2
 
 
-def test_where_it_is_slower_nothing_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_slower_nothing_is_lowered(monkeypatch):
     racing(monkeypatch, lambda names: {name: 0.1 + (name != AS_IT_IS) for name in names})
     report = reduced(attending(), image(), check=None).report
     assert "bf16" not in [each.chosen for each in report.choices]
@@ -121,35 +114,30 @@ def test_where_it_is_slower_nothing_is_lowered(monkeypatch: pytest.MonkeyPatch) 
 
 _MASK, _WEIGHT = torch.zeros(4, 4).index_fill(1, torch.tensor(1), -math.inf), torch.ones(4, 4)
 HELD = {"w": _WEIGHT, "wide": _WEIGHT.double(), "mask": _MASK}
+_BLOCK = "F.layer_norm(F.gelu((x @ w).mT), (4,)).softmax(-1)"
 _ATTENDING = "F.scaled_dot_product_attention(x, x, x, mask)"
+# Products follow, and what moves; norms, softmax and means stay.
+REDUCED = {
+    "a block": (_BLOCK, BF16, image(4, 4), "matmul gelu transpose", "layer_norm softmax"),
+    "a sum of one": ("x @ w + x", BF16, image(4, 4), "matmul", "add"),
+    "float64": ("x @ wide", BF16, image(4, 4).double(), "", "matmul"),
+    "large": ("x @ w", FP16, _WEIGHT * 65504 / HEADROOM / 2, "", "matmul"),
+    "small": ("x @ w", FP16, _WEIGHT, "matmul", ""),
+    "an infinite mask": (_ATTENDING, BF16, image(4, 4), "scaled_dot_product_attention", ""),
+    "int8": ("F.linear(x, weight=w)", torch.int8, image(5, 4), "int8_linear", ""),
+    "int8 of float64": ("F.linear(x, wide)", torch.int8, image(5, 4).double(), "", "linear"),
+}
 
 
-@rows(
-    "text low x in_low in_wide",
-    {
-        # Products follow, and what moves; norms, softmax and means stay.
-        "a block": (
-            "F.layer_norm(F.gelu((x @ w).mT), (4,)).softmax(-1)", BF16, image(4, 4),
-            "matmul gelu transpose", "layer_norm softmax",
-        ),
-        "a sum": ("x @ w + x @ w", BF16, image(4, 4), "matmul add", ""),
-        "a sum of one": ("x @ w + x", BF16, image(4, 4), "matmul", "add"),
-        "float64": ("x @ wide", BF16, image(4, 4).double(), "", "matmul"),
-        "large": ("x @ w", FP16, _WEIGHT * 65504 / HEADROOM / 2, "", "matmul"),
-        "small": ("x @ w", FP16, _WEIGHT, "matmul", ""),
-        "an infinite mask": (_ATTENDING, BF16, image(4, 4), "scaled_dot_product_attention", ""),
-        "int8": ("F.linear(x, weight=w)", torch.int8, image(5, 4), "int8_linear", ""),
-        "int8 of float64": ("F.linear(x, wide)", torch.int8, image(5, 4).double(), "", "linear"),
-    },
-)  # fmt: skip
-def test_products_are_reduced_and_what_follows_them_where_nothing_overflows(
-    text: str, low: torch.dtype, x: torch.Tensor, in_low: str, in_wide: str
-) -> None:
+@rows("text low x in_low in_wide", REDUCED)
+def test_products_are_reduced_and_what_follows_where_nothing_overflows(
+    text, low, x, in_low, in_wide
+):
     line = straight_line(function_of("x", text, **HELD), list(HELD.values()), Call((x,), {}))
     before, seen = line.module.code, {}
 
     class Seeing(torch.fx.Interpreter):
-        def run_node(self, n: torch.fx.Node) -> Any:
+        def run_node(self, n):
             value, name = super().run_node(n), name_of_call(n)
             seen[name] = getattr(value, "dtype", None) == low or name == "int8_linear"
             return value
@@ -161,36 +149,10 @@ def test_products_are_reduced_and_what_follows_them_where_nothing_overflows(
     assert line.module.code == before
 
 
-def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchao_the_error_says_what_to_install(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda *name: None if name[0] == "torchao" else find(*name)
     )
     with pytest.raises(optimizer.InputError, match="pip install torchao"):
         reduced(*perceptron(5), precision="int8")
-
-
-@rows(
-    "match options",
-    {
-        "no precision": ("precision", {"level": 3}),
-        "another level": ("precision", {"level": 2, "precision": "bf16"}),
-        "unknown": ("precision", {"level": 3, "precision": "int4"}),
-        "no error": ("error_budget", {"level": 3, "precision": "bf16", "error_budget": 0}),
-        "a word": ("error_budget", {"level": 3, "precision": "bf16", "error_budget": "small"}),
-        "negative seconds": ("tune_seconds", {"tune_seconds": -1}),
-        "seconds that are no number": ("tune_seconds", {"tune_seconds": math.nan}),
-        "seconds in a string": ("tune_seconds", {"tune_seconds": "1"}),
-        "engines": ("engine", {"engines": 3}),
-        "no such engine": ("engine", {"engines": ("magic",)}),
-        "no name of an engine": ("engine", {"engines": [None]}),
-    },
-)
-def test_bad_input_is_an_error_before_any_work(match: str, options: Any) -> None:
-    def never(*args: Any) -> None:
-        raise AssertionError("the model was called")
-
-    model = nn.Linear(2, 2)
-    model.register_forward_hook(never)
-    with pytest.raises(optimizer.InputError, match=match):
-        lowered(model, torch.ones(1, 2), **options)

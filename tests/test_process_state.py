@@ -45,7 +45,7 @@ class Asking(nn.Module):
         return self.norm(self.linear(x)).relu() + torch.zeros(4)
 
 
-def process_state() -> list[Any]:
+def process_state():
     return [
         *(nn.Module.__call__, nn.Module.__getattr__, torch.is_tensor, torch.zeros),
         *("isinstance" in globals(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
@@ -60,7 +60,7 @@ PACKAGE = Path(optimizer.__file__).parent
 EACH = 12  # one of so many lines is interrupted, of which a run takes hundreds
 
 
-def putting_back(file: Path) -> set[int]:
+def putting_back(file):
     """The lines that change state or put it back, where Python itself shields from no Ctrl-C."""
     found = list[Any]()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -103,7 +103,7 @@ class Interrupting:
         return False
 
 
-RUNS: dict[str, Callable[[nn.Module], object]] = {
+RUNS = {
     "optimize": lambda model: optimizer.optimize(model, ROWS, level=0, check=None),
     "capture": lambda model: optimizer.capture(model, ROWS),
     "check": lambda model: optimizer.check(model, model, ROWS),
@@ -112,7 +112,7 @@ RUNS: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of fx's
 @pytest.mark.parametrize("name", RUNS)
-def test_an_interrupt_at_any_line_leaves_the_process_as_it_was(name: str) -> None:
+def test_an_interrupt_at_any_line_leaves_the_process_as_it_was(name):
     run = partial(RUNS[name], Asking().eval())
     run()
     noting = Interrupting()
@@ -130,12 +130,10 @@ def test_an_interrupt_at_any_line_leaves_the_process_as_it_was(name: str) -> Non
 @pytest.mark.parametrize("draw", [
     lambda: torch.rand(()).item(), random.random, np.random.rand,
 ], ids=["torch", "random", "numpy"])  # fmt: skip
-def test_beside_a_model_that_draws_nothing_no_number_is_drawn_twice(
-    draw: Callable[[], float],
-) -> None:
+def test_beside_a_model_that_draws_nothing_no_number_is_drawn_twice(draw):
     model, drawn, done = Asking(), list[float](), threading.Event()
 
-    def draw_on() -> None:
+    def draw_on():
         while not done.wait(1e-4):
             drawn.extend(float(draw()) for _ in range(10))
 
@@ -154,7 +152,7 @@ def test_beside_a_model_that_draws_nothing_no_number_is_drawn_twice(
     assert len(set(drawn)) > 0.999 * len(drawn)  # of 2 ** 24 numbers, two may be the same
 
 
-def test_no_filters_are_swapped_while_a_model_is_optimized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_filters_are_swapped_while_a_model_is_optimized(monkeypatch):
     model, swapped = Asking().eval(), list[object]()
     optimizer.optimize(model, ROWS)
     monkeypatch.setattr(warnings.catch_warnings, "__enter__", swapped.append)
@@ -166,9 +164,7 @@ def test_no_filters_are_swapped_while_a_model_is_optimized(monkeypatch: pytest.M
     assert swapped == []
 
 
-def test_a_pass_that_spoils_a_model_that_draws_is_rolled_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pass_that_spoils_a_model_that_draws_is_rolled_back(monkeypatch):
     wrong = [
         replace(each, apply=lambda affine: affine.args[0]) if each.name == "fold_affine" else each
         for each in optimizer.all_passes()
@@ -193,7 +189,7 @@ DRAWS = """
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.2), (torch.bfloat16, 3.0)])
 @pytest.mark.parametrize("draw", texts(DRAWS))
-def test_a_wrong_factor_beside_a_draw_is_seen(draw: str, dtype: Any, factor: float) -> None:
+def test_a_wrong_factor_beside_a_draw_is_seen(draw, dtype, factor):
     x = torch.linspace(-2.0, 3.0, 400).reshape(100, 4).to(dtype)
     right, same, wrong = (
         Forward(f"y = {draw}; return x[: y.shape[0]] * {each} + 0.1 * y")
@@ -208,7 +204,7 @@ def test_a_wrong_factor_beside_a_draw_is_seen(draw: str, dtype: Any, factor: flo
         assert_equivalent(right, wrong, (x,))
 
 
-def test_the_generators_of_gpus_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_generators_of_gpus_are_put_back(monkeypatch):
     gpu, state = torch.Generator(), torch.tensor([3], dtype=torch.uint8)
     put = MagicMock()
     monkeypatch.setattr("torch.cuda.default_generators", (gpu,))

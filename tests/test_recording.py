@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import enum
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ GLOBAL = torch.ones(4)
 assert_close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
 
 
-def model_of(text: Any, **held: Any) -> Any:
+def model_of(text, **held):
     return Forward(text, **{"linear": nn.Linear(4, 4)} | held).eval()
 
 
@@ -49,7 +48,7 @@ class OptionalMask(nn.Module):
         return x if mask is None else x + mask
 
 
-def is_none(mask: Any) -> bool:
+def is_none(mask):
     return mask is None
 
 
@@ -65,7 +64,7 @@ INDEXED = ForwardOfTwo("x[z].movedim(0, -1).movedim(0, -1)")
 INDEX = torch.tensor([[0, 1], [2, 0]])
 BY_RANK = Forward("F.batch_norm(x, m.a, m.b)", a=torch.ones(4), b=torch.full((4,), 2.0))
 # A model, a call, one that would take another branch, and words of the error; with an example:
-BRANCHES: dict[str, tuple[Any, ...]] = {
+BRANCHES = {
     "None": (BY_HELPER, (ROWS, ROWS), (ROWS, None), "an argument z|a tensor z"),
     "None inside": (PAIRED, ((ROWS, ROWS),), ((ROWS, None),), "an argument x that holds no None"),
     "a default": (OptionalMask(), (ROWS, ROWS), (ROWS,), "mask"),
@@ -92,9 +91,7 @@ WITHOUT = {f"{name}, no example": (*BRANCHES[name], None) for name in ("None", "
 
 
 @rows("model given other words example", {k: (*v, v[1]) for k, v in BRANCHES.items()}, WITHOUT)
-def test_a_call_of_another_branch_is_an_error(
-    model: nn.Module, given: Any, other: Any, words: str, example: Any
-) -> None:
+def test_a_call_of_another_branch_is_an_error(model, given, other, words, example):
     fast = optimizer.optimize(model.eval(), example, check=None, level=1)
 
     assert_close(fast(*given), model(*given))
@@ -119,7 +116,7 @@ class NamedLast(nn.Module):
         ),
     },
 )
-def test_what_code_cannot_say_is_answered_as_in_eager(model: Any, given: Any, later: Any) -> None:
+def test_what_code_cannot_say_is_answered_as_in_eager(model, given, later):
     fast = optimizer.optimize(model.eval(), given, level=1, check=None)
 
     for call in (given, later):
@@ -137,7 +134,7 @@ TOGGLES = """
 
 @pytest.mark.parametrize("behind", [True, False], ids=["child", "model"])
 @pytest.mark.parametrize("text", texts(TOGGLES))
-def test_a_layer_that_is_changed_for_one_call_answers_as_in_eager(text: str, behind: bool) -> None:
+def test_a_layer_that_is_changed_for_one_call_answers_as_in_eager(text, behind):
     torch.manual_seed(0)
     layers = {"layer": nn.Conv2d(3, 4, 3), "norm": nn.BatchNorm2d(4)}
     toggled = Forward(text, w=nn.Parameter(torch.full((4,), 3.0)), **layers)
@@ -155,7 +152,7 @@ def test_a_layer_that_is_changed_for_one_call_answers_as_in_eager(text: str, beh
 
 
 @LEVELS
-def test_a_tensor_outside_the_module_is_part_of_the_snapshot(level: int) -> None:
+def test_a_tensor_outside_the_module_is_part_of_the_snapshot(level):
     model = model_of(lambda m, x: m.linear(x) * GLOBAL + x.relu() * GLOBAL)
     fast = optimizer.optimize(model, ROWS, level=level)
     before = model(ROWS)
@@ -167,7 +164,7 @@ def test_a_tensor_outside_the_module_is_part_of_the_snapshot(level: int) -> None
     assert_close(after, before.detach())
 
 
-MODES: dict[str, Any] = {
+MODES = {
     "entered": "\n with torch.no_grad(): y = m.linear(x) * 2\n return y + m.linear(x)",
     "a decorated forward": torch.no_grad()(lambda m, x: m.linear(x) * 2),
     "set and put back": (
@@ -178,7 +175,7 @@ MODES: dict[str, Any] = {
 }
 
 
-def gradients(model: nn.Module) -> list[Any]:
+def gradients(model):
     """The answer and the gradient of the input; none where the answer has none."""
     x = ROWS.clone().requires_grad_()
     y = model(x)
@@ -189,7 +186,7 @@ def gradients(model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_gradients_are_those_of_the_original(name: str) -> None:
+def test_gradients_are_those_of_the_original(name):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), model_of(MODES[name])).eval()
 
     fast = optimizer.optimize(model, ROWS, level=1)
@@ -208,7 +205,7 @@ AUTOCAST = torch.autocast("cpu", torch.bfloat16)
 
 @LEVELS
 @pytest.mark.parametrize("text", [LEFT_OFF, BY_AUTOCAST])
-def test_code_that_names_autocast_is_called_under_the_same(text: str, level: int) -> None:
+def test_code_that_names_autocast_is_called_under_the_same(text, level):
     model = model_of(text)
     fast = optimizer.optimize(model, ROWS, level=level)
     with AUTOCAST:
@@ -224,17 +221,17 @@ def test_code_that_names_autocast_is_called_under_the_same(text: str, level: int
             under_it(ROWS)
 
 
-def by_name(forward: Callable[..., Any]) -> Callable[..., Any]:
+def by_name(forward):
     """Answers a call by name in another way."""
 
     @functools.wraps(forward)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self, *args, **kwargs):
         return forward(self, *args, **kwargs) * (100 if "x" in kwargs else 1) + len(args)
 
     return wrapper
 
 
-CALLS: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
+CALLS = (
     ((ROWS,), {}), ((), {"x": ROWS}), ((ROWS, None), {}), ((), {"mask": OTHER, "x": ROWS}),
     ((ROWS,), {"mask": OTHER}), ((), {"x": ROWS, "scale": 2.0}),
 )  # fmt: skip
@@ -252,7 +249,7 @@ class Decorated(nn.Module):
 
 
 @torch.no_grad()
-def test_a_decorated_forward_is_right_however_it_is_called() -> None:
+def test_a_decorated_forward_is_right_however_it_is_called():
     model = Decorated().eval()
     fast: Any = optimizer.optimize(model, (ROWS,), level=1)
     unknown: Any = optimizer.optimize(model, level=1)
@@ -267,7 +264,7 @@ def test_a_decorated_forward_is_right_however_it_is_called() -> None:
 
 @pytest.mark.parametrize("opaque", [False, True])
 @pytest.mark.parametrize("call", ["m.child(x, None, scale=2.0)", "m.child(mask=x, x=x)"])
-def test_a_child_is_called_as_its_parent_calls_it(call: str, opaque: bool) -> None:
+def test_a_child_is_called_as_its_parent_calls_it(call, opaque):
     model: Any = Forward(call, child=Decorated()).eval()
     if opaque:
         model.child.register_forward_hook(lambda module, given, result: result + 1)
@@ -291,7 +288,7 @@ RETURNED = """
 
 @LEVELS
 @pytest.mark.parametrize("text", texts(RETURNED))
-def test_who_writes_what_is_returned_sees_what_the_model_would_show(text: str, level: int) -> None:
+def test_who_writes_what_is_returned_sees_what_the_model_would_show(text, level):
     """The original and the result are called in turn, and all they return is written."""
     held = {"norm": nn.BatchNorm1d(4), "buffer": torch.randn(4, 4)}
     model = model_of(text, weight=nn.Parameter(torch.randn(4, 4)), **held)
@@ -309,7 +306,7 @@ def test_who_writes_what_is_returned_sees_what_the_model_would_show(text: str, l
                 each.add_(1.5)
 
 
-def sharing(*tensors: Tensor) -> list[int]:
+def sharing(*tensors):
     """For each tensor, the first that shares its memory."""
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     return [memory.index(each) for each in memory]
@@ -317,7 +314,7 @@ def sharing(*tensors: Tensor) -> list[int]:
 
 @LEVELS
 @torch.no_grad()
-def test_what_a_model_asks_of_its_weights_is_asked_after_a_cast_too(level: int) -> None:
+def test_what_a_model_asks_of_its_weights_is_asked_after_a_cast_too(level):
     first = "next(m.parameters())"
     model = model_of(f"m.linear(x.to({first}.dtype)) + x.new_ones(4).to({first})")
     fast = optimizer.optimize(model, ROWS, level=level).double()
@@ -327,7 +324,7 @@ def test_what_a_model_asks_of_its_weights_is_asked_after_a_cast_too(level: int) 
 
 
 @torch.no_grad()
-def test_a_view_of_a_parameter_by_which_the_forward_writes_it_stays_its_view() -> None:
+def test_a_view_of_a_parameter_by_which_the_forward_writes_it_stays_its_view():
     weights = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
     text = "y = (x + m.weight) * 2; m.view.add_(1); return y"
     model, other = (Forward(text, weight=each, view=each.data).eval() for each in weights)

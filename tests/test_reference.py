@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from tests.single_pass import Forward, function_of, rows, texts
 X = torch.linspace(-2, 2, 12).view(3, 4)
 
 
-def randomize(model: nn.Module) -> nn.Module:
+def randomize(model):
     with torch.no_grad():
         for place, tensor in enumerate((*model.parameters(), *model.buffers())):
             if tensor.is_floating_point():
@@ -42,12 +41,12 @@ class Block(nn.Module):
         return self.drop(self.norm(self.layer(x))) * self.times
 
 
-def copied_as(copied: Callable[[Any], nn.Module]) -> nn.Module:
+def copied_as(copied):
     """A block that a function copies."""
     return type("Copied", (Block,), {"__deepcopy__": lambda block, memo: copied(block)})(2.0)  # type: ignore[no-any-return]
 
 
-def loaded(copied: nn.Module, block: nn.Module) -> nn.Module:
+def loaded(copied, block):
     copied.load_state_dict(block.state_dict())
     return copied
 
@@ -65,13 +64,13 @@ class HoldsSettings(Block):
         return super().forward(x) * self.settings.factor
 
 
-def hooked_graph() -> nn.Module:
+def hooked_graph():
     module = fx.symbolic_trace(Block(2.0).eval())
     module.register_forward_hook(lambda module, inputs, output: output + 1)
     return module
 
 
-BAD_COPIES: dict[str, Callable[[], nn.Module]] = {
+BAD_COPIES = {
     "forgets the mode": lambda: copied_as(lambda block: loaded(type(block)(block.times), block)),
     "forgets an attribute": lambda: copied_as(lambda block: loaded(type(block)(), block).eval()),
     "has other weights": lambda: copied_as(lambda block: type(block)(block.times).eval()),
@@ -84,7 +83,7 @@ BAD_COPIES: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("level", [0, 2])
 @pytest.mark.parametrize("name", BAD_COPIES)
-def test_a_model_whose_copy_is_another_model_keeps_its_answer(name: str, level: int) -> None:
+def test_a_model_whose_copy_is_another_model_keeps_its_answer(name, level):
     model = randomize(BAD_COPIES[name]())
     expected = model(X)
 
@@ -95,13 +94,11 @@ def test_a_model_whose_copy_is_another_model_keeps_its_answer(name: str, level: 
     assert "copy" in str(fast.report) or name == "forgets the mode"
 
 
-def test_the_snapshot_counts_where_the_weights_change_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_snapshot_counts_where_the_weights_change_meanwhile(monkeypatch):
     model = randomize(Block())
     before, snapshot = model(X), vars(optimizer._optimize)["snapshot"]
 
-    def trained(given: nn.Module) -> Any:
+    def trained(given):
         found = snapshot(given)
         given.layer.weight.data.mul_(3.0)  # by another thread
         return found
@@ -113,14 +110,14 @@ def test_the_snapshot_counts_where_the_weights_change_meanwhile(
     assert fast.report.counts()["fold_affine"] > 0
 
 
-def test_a_model_without_a_state_dict_cannot_be_refitted_and_says_so() -> None:
+def test_a_model_without_a_state_dict_cannot_be_refitted_and_says_so():
     no_state = type("NoState", (Block,), {"state_dict": lambda *_, **__: [].pop()})
 
     with pytest.raises(InputError, match="optimize"):
         optimizer.optimize(no_state().eval(), X).refit({})
 
 
-def folded_then(text: str) -> nn.Module:
+def folded_then(text):
     """A convolution and a norm, which fold, and what follows."""
     layers = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
     return randomize(Then(function_of("y", text), nn.Sequential(*layers)))
@@ -136,9 +133,7 @@ OUTPUTS = """
 @pytest.mark.filterwarnings("ignore:.*(beta|prototype|deprecated)")
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("text", texts(OUTPUTS))
-def test_outputs_that_are_no_float_tensors_are_compared(
-    text: str, level: int, right_is_enough: None
-) -> None:
+def test_outputs_that_are_no_float_tensors_are_compared(text, level, right_is_enough):
     model, image = folded_then(text), torch.linspace(-1, 1, 216).view(2, 3, 6, 6)
 
     fast = optimizer.optimize(model, image, level=level, engines=())
@@ -150,7 +145,7 @@ def test_outputs_that_are_no_float_tensors_are_compared(
         optimizer.check(model, fast, image)
 
 
-def rows_then(make: Callable[[Tensor], Any]) -> nn.Module:
+def rows_then(make):
     """What its forward makes is of another kind than tensors."""
     return randomize(Then(make, nn.Linear(4, 4)))
 
@@ -164,7 +159,7 @@ OVERFLOWS = "torch.stack([y, y * 1e3 * 1e3])"
 @pytest.mark.filterwarnings("ignore:.*prototype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("text", [HALVED, NORMAL, OVERFLOWS, "2**62 + y.long()"])
-def test_all_that_is_in_an_output_is_compared(text: str, dtype: torch.dtype) -> None:
+def test_all_that_is_in_an_output_is_compared(text, dtype):
     model, other = (rows_then(function_of("y", text)).to(dtype) for _ in range(2))
     other.layer.bias.data[0] += 1
 
@@ -173,7 +168,7 @@ def test_all_that_is_in_an_output_is_compared(text: str, dtype: torch.dtype) -> 
         optimizer.check(other, model, X.to(dtype))
 
 
-def test_what_cannot_be_compared_is_left_with_a_remark() -> None:
+def test_what_cannot_be_compared_is_left_with_a_remark():
     model = rows_then(lambda y: lambda: y)
     fast = optimizer.optimize(model, X)
 
@@ -189,7 +184,7 @@ CHOICES = """
 
 
 @pytest.mark.parametrize("text", texts(CHOICES))
-def test_what_rounding_chooses_is_no_difference_and_another_choice_is(text: str) -> None:
+def test_what_rounding_chooses_is_no_difference_and_another_choice_is(text):
     pixels = torch.randn(4, 3, 512, 512, generator=torch.Generator().manual_seed(0))
     model, other = (folded_then(text) for _ in range(2))
     other.layer[1].weight.data[0] *= 1.01
@@ -206,10 +201,10 @@ NEGATED = Forward("torch.neg(x)").eval()
 ZEROS = torch.tensor([0.0, -0.0, 1.0])
 
 
-def respelled(name: str, spelling: Any, function: Any, *more: Any, phase: Any = "simplify") -> Any:
+def respelled(name, spelling, function, *more, phase="simplify"):
     """A pass that puts one function in the place of another."""
 
-    def replace(negation: fx.Node) -> fx.Node:
+    def replace(negation):
         """Call another function."""
         return insert_function(negation, function, (negation.args[0], *more))
 
@@ -232,7 +227,7 @@ def respelled(name: str, spelling: Any, function: Any, *more: Any, phase: Any = 
         ),
     },
 )  # fmt: skip
-def test_a_faulty_pass_is_rolled_back(passes: list[Any], words: str) -> None:
+def test_a_faulty_pass_is_rolled_back(passes, words):
     with pytest.warns(OptimizerWarning, match=words):
         fast = optimizer.optimize(NEGATED, ZEROS, level=0, only=passes)
 
@@ -240,11 +235,11 @@ def test_a_faulty_pass_is_rolled_back(passes: list[Any], words: str) -> None:
     assert "rolled back" in str(fast.report)
 
 
-def test_the_finished_module_is_compared_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_finished_module_is_compared_once_more(monkeypatch):
     """A fault behind the passes, of which none is to blame: the model is left as it is."""
     made = optimizer.OptimizedModule.of.__func__
 
-    def faulty(kind: Any, module: fx.GraphModule, *rest: Any) -> Any:
+    def faulty(kind, module, *rest):
         for node in module.graph.find_nodes(op="call_function", target=torch.neg):
             node.target = torch.abs
         return made(kind, module, *rest)
@@ -256,11 +251,11 @@ def test_the_finished_module_is_compared_once_more(monkeypatch: pytest.MonkeyPat
     assert "the optimized model gives another answer" in str(fast.report)
 
 
-SEEN: list[Any] = []
+SEEN = []
 
 
 @functools.wraps(torch.relu)
-def remember(x: Tensor) -> Tensor:
+def remember(x):
     SEEN.append(x.shape)
     return torch.relu(x)
 
@@ -269,7 +264,7 @@ fx.wrap("remember")
 
 
 @pytest.mark.parametrize("level", [0, 2])
-def test_a_function_that_calls_itself_one_of_torchs_is_the_users(level: int) -> None:
+def test_a_function_that_calls_itself_one_of_torchs_is_the_users(level):
     fast = optimizer.optimize(Forward(lambda m, x: (remember(x), x * 2)[1]).eval(), X, level=level)
     SEEN.clear()
     fast(X)
@@ -289,13 +284,13 @@ OVERLOADS = """
 """
 
 
-def holding(forward: str) -> nn.Module:
+def holding(forward):
     held: Any = {"row": torch.rand(4), "matrix": torch.randn(4, 4), "weight": nn.Parameter(X[0])}
     return Forward(forward, kernel=torch.randn(4, 2, 3), linear=nn.Linear(4, 4), **held).eval()
 
 
 @pytest.mark.parametrize("text", texts(OVERLOADS))
-def test_an_overload_has_the_same_answer(text: str) -> None:
+def test_an_overload_has_the_same_answer(text):
     model = holding(text)
     fast = optimizer.optimize(model, X, level=1)
 
@@ -307,12 +302,12 @@ def test_an_overload_has_the_same_answer(text: str) -> None:
     ("reason", "forward"),
     [("iterates over", "sum(row for row in x)"), ("for its keys", "dict(**x)")],
 )
-def test_what_cannot_be_recorded_is_told(reason: str, forward: str) -> None:
+def test_what_cannot_be_recorded_is_told(reason, forward):
     with pytest.raises(CaptureError, match=reason):
         optimizer.capture(Forward(forward))
 
 
-def test_a_pattern_may_read_a_parameter_and_what_stands_instead_brings_its_own() -> None:
+def test_a_pattern_may_read_a_parameter_and_what_stands_instead_brings_its_own():
     relu, shifted = (
         holding("torch.relu(x * m.weight[0])"),
         holding("m.linear(x) * m.weight + m.row"),
@@ -325,7 +320,7 @@ def test_a_pattern_may_read_a_parameter_and_what_stands_instead_brings_its_own()
     torch.testing.assert_close(replace_pattern(module, relu, shifted)(X), expected)
 
 
-def test_a_graph_of_torchvision_whose_copies_train() -> None:
+def test_a_graph_of_torchvision_whose_copies_train():
     """Source: torchvision issue 8634, pytorch issue 82598."""
     import_torchvision()
     from torchvision.models import resnet18
@@ -339,7 +334,7 @@ def test_a_graph_of_torchvision_whose_copies_train() -> None:
     torch.testing.assert_close(fast(image)["y"], model(image)["y"])
 
 
-def test_a_model_that_does_not_repeat_its_bits_is_no_judge_of_them() -> None:
+def test_a_model_that_does_not_repeat_its_bits_is_no_judge_of_them():
     calls: list[None] = []
     noisy = Forward(lambda m, x: (calls.append(None), x + 1e-6 * len(calls))[1]).eval()
     fast = optimizer.optimize(noisy, X, level=0)

@@ -11,7 +11,6 @@ import io
 import pickle
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -56,19 +55,19 @@ class Branching(Net):
         return super().forward(x) * (2 if x.sum() > 100 else 1)
 
 
-def call(model: nn.Module, inputs: Any = X) -> Any:
+def call(model, inputs=X):
     with torch.no_grad():
         return model(inputs)
 
 
-def step(model: nn.Module) -> None:
+def step(model):
     model(X).square().mean().backward()
     torch.optim.AdamW(model.parameters(), lr=0.5, fused=True).step()
 
 
-def write_all(write: Callable[[Tensor], object]) -> Callable[[Any], object]:
+def write_all(write):
     @torch.no_grad()
-    def all_written(model: nn.Module) -> None:
+    def all_written(model):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
                 write(tensor)
@@ -76,7 +75,7 @@ def write_all(write: Callable[[Tensor], object]) -> Callable[[Any], object]:
     return all_written
 
 
-WRITES: dict[str, Callable[[Any], object]] = {
+WRITES = {
     "a step": step,
     "numpy": write_all(lambda each: each.numpy().fill(3)),
     "a checkpoint": lambda model: model.load_state_dict(Net(1).state_dict()),
@@ -88,7 +87,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
 }
 
 
-def saved_and_loaded(value: Any) -> Any:
+def saved_and_loaded(value):
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -97,7 +96,7 @@ def saved_and_loaded(value: Any) -> Any:
 
 at_level = partial(partial, optimizer.optimize, example_inputs=X, tune_seconds=0)
 # Memory of the weights, a model, and what takes the snapshot.
-PLACES: dict[str, tuple[Callable[[Tensor], Tensor], type[Net], Callable[..., Any]]] = {
+PLACES = {
     "its own": (Tensor.clone, Net, at_level(level=1)),
     "level 2": (Tensor.clone, Net, at_level(level=2)),
     "as it is": (Tensor.clone, Branching, at_level(level=0)),
@@ -114,7 +113,7 @@ PLACES: dict[str, tuple[Callable[[Tensor], Tensor], type[Net], Callable[..., Any
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("place", PLACES)
-def test_no_later_write_is_seen_nor_reaches_the_model(place: str) -> None:
+def test_no_later_write_is_seen_nor_reaches_the_model(place):
     memory, kind, take = PLACES[place]
     for name in WRITES if kind is Net else ("a step", "a cast", "swapped"):
         model = kind()
@@ -133,7 +132,7 @@ def test_no_later_write_is_seen_nor_reaches_the_model(place: str) -> None:
     assert torch.equal(call(model), before)
 
 
-def test_what_is_held_elsewhere_is_copied_at_once() -> None:
+def test_what_is_held_elsewhere_is_copied_at_once():
     """Else a numpy array would write into the snapshot, and the model would part from it."""
     model = nn.Linear(4, 4)
     array = model.weight.detach().numpy()
@@ -147,7 +146,7 @@ def test_what_is_held_elsewhere_is_copied_at_once() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_snapshot_takes_no_memory_on_any_default_device(device: str) -> None:
+def test_a_snapshot_takes_no_memory_on_any_default_device(device):
     model = Net()
     with torch.device(device):
         taken = snapshot(model)
@@ -156,7 +155,7 @@ def test_a_snapshot_takes_no_memory_on_any_default_device(device: str) -> None:
     assert address(taken.first) == address(taken.shift)
 
 
-def test_weights_of_an_rnn_are_copied_at_once() -> None:
+def test_weights_of_an_rnn_are_copied_at_once():
     """Its kernel asks to write them: threads that call it would end the process."""
     model = nn.LSTM(4, 4)
     taken = snapshot(model)
@@ -166,11 +165,11 @@ def test_weights_of_an_rnn_are_copied_at_once() -> None:
         assert not torch._C._is_cow_tensor(theirs)
 
 
-def test_threads_may_take_snapshots_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_may_take_snapshots_of_one_model(monkeypatch):
     """Torch does not lock: two at once would spoil the storage."""
     at_once, entered, counted = list[bool](), threading.Lock(), torch._C._storage_Use_Count
 
-    def slowly(storage: int) -> int:
+    def slowly(storage):
         at_once.append(not entered.acquire(blocking=False))
         time.sleep(0.01)
         entered.release()
@@ -183,7 +182,7 @@ def test_threads_may_take_snapshots_of_one_model(monkeypatch: pytest.MonkeyPatch
     assert (len(kept), at_once) == (4, [False] * 8)
 
 
-def test_a_copy_is_new_in_all_but_its_weights_and_shares_what_the_model_shares() -> None:
+def test_a_copy_is_new_in_all_but_its_weights_and_shares_what_the_model_shares():
     original: Any = Net()
     original.names, original.loose = {"a": [1]}, (1, [original.conv])
     original.same, original.history = original.names, {0: original.scale * original.conv.bias}
@@ -204,13 +203,13 @@ def test_a_copy_is_new_in_all_but_its_weights_and_shares_what_the_model_shares()
     assert not any((each == 7).any() for each in (original.shift, original.history[0]))
 
 
-def noted(self: nn.Module, *memo: Any) -> Any:
+def noted(self, *memo):
     copied = type(self)()
     copied.note = "copied its own way"
     return copied
 
 
-OWN_WAYS: dict[str, Callable[..., Any]] = {
+OWN_WAYS = {
     "__deepcopy__": noted,
     "__reduce__": lambda self: (type(self), (), vars(noted(self))),
     "__setstate__": lambda self, state: vars(self).update(vars(noted(self))),
@@ -219,13 +218,13 @@ OWN_WAYS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("way", OWN_WAYS)
-def test_a_class_that_says_how_it_is_copied_is_obeyed(way: str) -> None:
+def test_a_class_that_says_how_it_is_copied_is_obeyed(way):
     kind = type("Own", (nn.Module,), {way: OWN_WAYS[way]})
 
     assert structural_copy(nn.Sequential(kind()))[0].note == "copied its own way"
 
 
-def doubled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+def doubled(module, inputs, output):
     return output * 2
 
 
@@ -234,7 +233,7 @@ COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "save and load": saved_a
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("way", COPIES)
-def test_a_copy_keeps_the_answer_and_the_report(way: str, level: int) -> None:
+def test_a_copy_keeps_the_answer_and_the_report(way, level):
     """And all that was put on the result; what a deep copy is given later is its own."""
     model = Net()
     if level == 1:  # at level 2 the bits of Dynamo's graph depend on where the weights lie
@@ -261,7 +260,7 @@ def test_a_copy_keeps_the_answer_and_the_report(way: str, level: int) -> None:
         assert torch.equal(call(fast), before)
 
 
-KINDS: dict[str, Callable[[int], nn.Module]] = {
+KINDS = {
     "ties and views": Net,
     "an unrecordable one": Branching,
     "a recurrent net": lambda seed: nn.Sequential(nn.Flatten(0, 2), nn.Linear(8, 5), nn.LSTM(5, 4)),
@@ -269,7 +268,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-def of_two(kind: Callable[[int], nn.Module], **options: Any) -> Any:
+def of_two(kind, **options):
     """A model, the same optimized, and another of its kind."""
     old, new = (kind(seed).eval() for seed in (0, 1))
     return old, optimizer.optimize(old, X, level=1, **options), new
@@ -280,7 +279,7 @@ AGAIN = {"itself": lambda fast: fast, **COPIES, "optimized twice": at_level(engi
 
 @pytest.mark.parametrize("way", AGAIN)
 @pytest.mark.parametrize("kind", KINDS)
-def test_refit_gives_the_answers_of_the_new_checkpoint(kind: str, way: str) -> None:
+def test_refit_gives_the_answers_of_the_new_checkpoint(kind, way):
     old, first, new = of_two(KINDS[kind])
     before = copy.deepcopy(old.state_dict())
     fast = AGAIN[way](first)
@@ -291,7 +290,7 @@ def test_refit_gives_the_answers_of_the_new_checkpoint(kind: str, way: str) -> N
     assert all(torch.equal(tensor, before[name]) for name, tensor in old.state_dict().items())
 
 
-def test_a_refitted_model_is_as_if_optimized_from_the_start_also_by_a_pass_from_elsewhere() -> None:
+def test_a_refitted_model_is_as_if_optimized_from_the_start_also_by_a_pass_from_elsewhere():
     [fold] = [each for each in optimizer.all_passes() if each.name == "fold_affine"]
     for options in ({}, {"only": [dataclasses.replace(fold, name="mine")]}):
         _, fast, new = of_two(Net, **options)
@@ -306,7 +305,7 @@ def test_a_refitted_model_is_as_if_optimized_from_the_start_also_by_a_pass_from_
             assert torch.equal(fast.state_dict()[name], tensor)
 
 
-def test_what_is_kept_for_refit_holds_no_weights() -> None:
+def test_what_is_kept_for_refit_holds_no_weights():
     model = nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512)).eval()
     fast = optimizer.optimize(model, torch.randn(2, 512), level=1)
 
@@ -314,7 +313,7 @@ def test_what_is_kept_for_refit_holds_no_weights() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ties and views", "an unrecordable one"])
-def test_load_state_dict_refuses_a_checkpoint_of_the_original(kind: str) -> None:
+def test_load_state_dict_refuses_a_checkpoint_of_the_original(kind):
     """It takes its own; `refit` refuses those of another model."""
     _, fast, new = of_two(KINDS[kind])
     before = call(fast)
@@ -332,7 +331,7 @@ def test_load_state_dict_refuses_a_checkpoint_of_the_original(kind: str) -> None
     assert torch.equal(call(fast), call(own))
 
 
-def test_a_loaded_model_without_the_originals_code_says_what_to_do() -> None:
+def test_a_loaded_model_without_the_originals_code_says_what_to_do():
     class Local(nn.Sequential):
         """Cannot be pickled."""
 
@@ -345,7 +344,7 @@ def test_a_loaded_model_without_the_originals_code_says_what_to_do() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the model is in training mode")
-def test_a_function_that_holds_the_model_itself_leads_no_call_back_to_it() -> None:
+def test_a_function_that_holds_the_model_itself_leads_no_call_back_to_it():
     model = Net().train()
     forward = model.forward
     model.forward = lambda x: forward(x) * 2  # type: ignore[method-assign]

@@ -69,6 +69,18 @@ class Broken(Block):
         return {"first": first * scale, "second": [super().forward(first), x]}
 
 
+class Counting(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) * self.count
+
+
+class Casting(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not self.training):
+            return super().forward(x)
+
+
 def compiled(model, **options):
     return torch.compile(model, backend=backend, options=options or None)
 
@@ -87,15 +99,38 @@ def test_the_entry_point_names_the_backend():
     assert backends == {"optimizer": f"{backend.__module__}:{backend.__name__}"}
 
 
-def test_a_graph_break_between_optional_and_nested_arguments(folds):
-    model = Broken()
-    fast = compiled(model)
+def of(size, **more):
+    return {"x": {"image": IMAGES[..., :size]}, **more}
 
-    for size in (8, 6):
-        image, y = {"image": IMAGES[..., :size]}, torch.ones(2, 3, 8, size)
-        assert_same(model(image), fast(image))
-        assert_same(model(image, y=y, scale=2.0), fast(image, y=y, scale=2.0))
-    assert sum(folds()) >= 2
+
+NESTED = of(8), of(8, y=torch.ones(2, 3, 8, 8), scale=2.0), of(6), of(6, y=torch.ones(2, 3, 8, 6))
+BATCHES = [{"x": torch.randn(size, 3, 8, 8)} for size in (2, 1, 5)]
+
+
+@rows(
+    "model options calls folded",
+    {
+        "a graph break and nested arguments": (Broken(), {}, NESTED, {1, 2}),
+        "any batch": (Block(), {}, BATCHES, {1}),
+        "any batch, exactly": (Block(), {"level": 0}, BATCHES, {0}),
+        "a buffer that counts": (Counting(), {}, BATCHES, {1}),
+        "in training": (Counting().train(), {}, BATCHES, {0}),
+        "autocast inside, without a check": (Casting(), {"check": None}, BATCHES, {0}),
+    },
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_answers_are_those_of_eager(model, options, calls, folded, mode, folds):
+    model, eager = copy.deepcopy(model), copy.deepcopy(model)
+    fast = compiled(model, **options)
+
+    with mode():
+        for call in calls:
+            expected, actual = eager(**call), fast(**call)
+            assert_same(expected, actual)
+            assert options != {"level": 0} or torch.equal(actual, expected)
+    assert_same(eager.state_dict(), model.state_dict())
+    assert folded.issuperset(folds()), folds()
+    assert folds()
 
 
 def by_a_fused_step(model):
@@ -193,34 +228,6 @@ def test_modules_that_share_one_graph_have_their_own_weights(folds):
     assert folds() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_buffers_are_written_as_in_eager(training):
-    class Counting(Block):
-        def forward(self, x):
-            self.count += 1
-            return super().forward(x) * self.count
-
-    model = Counting().train(training)
-    eager, fast = copy.deepcopy(model), compiled(model)
-
-    for _ in range(3):
-        assert_same(eager(IMAGES), fast(IMAGES))
-    assert_same(eager.state_dict(), model.state_dict())
-
-
-@pytest.mark.parametrize("level", [0, 1])
-@torch.inference_mode()
-def test_any_batch(level, folds):
-    model = Block()
-    fast = compiled(model, level=level)
-
-    for size in (2, 1, 5):
-        x = torch.randn(size, 3, 8, 8)
-        assert_same(model(x), fast(x))
-        assert level or torch.equal(model(x), fast(x))
-    assert set(folds()) == {level}
-
-
 def test_gradients_are_not_lost(folds):
     model = Block()
     fast = compiled(model)
@@ -230,17 +237,3 @@ def test_gradients_are_not_lost(folds):
 
     assert model.conv.weight.grad is not None
     assert folds() == []
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_autocast_inside_is_kept_without_a_check_too(folds, enabled):
-    class Casting(Block):
-        def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                return super().forward(x)
-
-    model = Casting()
-    actual = compiled(model, check=None)(IMAGES)
-
-    torch.testing.assert_close(actual, model(IMAGES))
-    assert sum(folds()) == (not enabled)

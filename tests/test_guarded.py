@@ -313,26 +313,3 @@ def weights_held():
     """How many parameters there are in the process, but for those that hold no memory."""
     gc.collect()
     return sum(type(each) is nn.Parameter for each in gc.get_objects())
-
-
-CONTAINERS = {
-    "a = x['x'].tanh(); x['x'] = x['x'].clamp(-1, 1); return m.norm(m.linear(a + x['x']))": dict,
-    "x.append(m.norm(m.linear(x[0]))); return x[-1] * len(x)": list,
-}
-
-
-@pytest.mark.parametrize("level", [0, 2])
-@pytest.mark.parametrize("text", CONTAINERS)
-def test_a_container_that_is_given_is_changed_as_in_eager(text, level):
-    def container(x):
-        return {"x": x} if CONTAINERS[text] is dict else [x]
-
-    eager, example = running(text, Model), container(ROWS / 4)
-
-    fast = optimizer.optimize(running(text, Model), (example,), level=level, **FAST)
-
-    assert_same(container(ROWS / 4), example)
-    for x in (ROWS, ROWS * 5, ROWS[:2]):
-        one, other = container(x), container(x)
-        assert_same(eager(one), fast(other))
-        assert_same(one, other)

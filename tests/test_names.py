@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer import InputError
-from tests.single_pass import Forward, ForwardOfTwo, function_of, texts
+from tests.single_pass import Forward, ForwardOfTwo, function_of, rows, texts
 from tests.test_snapshot import saved_and_loaded
 
 ROWS = torch.linspace(-2, 2, 32).reshape(1, 2, 4, 4)
@@ -128,6 +128,11 @@ LITERALS = (
 WITHOUT_LITERAL = (
     *(F.relu, np.float32(0.1), np.ones(4), {1}, {Color.RED: 1.0}, complex(-0.0, 0.0)),
 )
+RETURNED = """
+    {("a", Color.RED): y}; {"a": torch.ops.aten.relu.default, "y": y};
+    [y, complex(-0.0, 0.0), complex(0.0, -0.0)]; {"a": slice(1, 2), "y": y, "nan": float("nan")};
+    (y, {"a": np.int64(2)}); [y * np.longdouble(0.5)]
+"""
 
 
 def named(value):
@@ -136,19 +141,21 @@ def named(value):
 
 
 @LEVELS
-@pytest.mark.parametrize("default", [*LITERALS, *WITHOUT_LITERAL], ids=named)
+@rows(
+    "text default",
+    {named(each): ("y.relu(), given", each) for each in (*LITERALS, *WITHOUT_LITERAL)},
+    {text: (text, None) for text in texts(RETURNED)},
+)
 @torch.no_grad()
-def test_a_default_is_returned_as_in_eager(default, level):
-    model = then("y.relu(), given", default)
+def test_a_default_and_what_is_returned_is_written_down_or_left(text, default, level):
+    model, written = then(text, default), any(default is each for each in LITERALS)
 
-    fast = optimized(model, ROWS, level=level, check=None)
+    fast = optimized(model, ROWS, level=level, check="final" if level else None)
 
-    written = any(default is each for each in LITERALS)
+    assert isinstance(fast, optimizer.OptimizedModule) or not written
+    assert "np." not in text or "code cannot name" in str(fast.report)
     for each in (fast, copy.deepcopy(fast)) if written else (fast,):
-        assert isinstance(each, optimizer.OptimizedModule) or not written
-        torch.testing.assert_close(each(ROWS)[0], model(ROWS)[0])
-        assert type(each(ROWS)[1]) is type(default)
-        assert repr(each(ROWS)[1]) == repr(default)
+        assert repr(each(ROWS)) == repr(model(ROWS))
 
 
 @LEVELS
@@ -171,56 +178,27 @@ def test_a_default_without_a_literal_is_bound(text, default, other, level):
     torch.testing.assert_close(again(ROWS, other), model(ROWS, other))
 
 
-RETURNED = """
-    {("a", Color.RED): y}; {"a": torch.ops.aten.relu.default, "y": y};
-    [y, complex(-0.0, 0.0), complex(0.0, -0.0)]; {"a": slice(1, 2), "y": y, "nan": float("nan")};
-    (y, {"a": np.int64(2)}); [y * np.longdouble(0.5)]
-"""
-
-
-@LEVELS
-@pytest.mark.parametrize("text", texts(RETURNED))
-@torch.no_grad()
-def test_what_is_returned_is_written_down_or_left(text, level):
-    model = then(text)
-
-    fast = optimized(model, ROWS, level=level, check="final" if level else None)
-
-    assert "np." not in text or "code cannot name" in str(fast.report)
-    assert repr(fast(ROWS)) == repr(model(ROWS))
-
-
 CALLS = """
     y * np.float32(0.5) + np.float64(2); np.int64(2) * y - np.uint8(1); y * np.bool_(True);
     y.sum(dim=(np.int64(0), np.int64(1))); y[np.int64(0) : np.int64(4), ...];
     torch.clamp(y, np.float32(-1), np.float64(math.inf)); F.gelu(y, approximate=np.str_("tanh"));
     y.reshape(Choice.TWO, -1) * Choice.TWO; y.expand(torch.Size([1, 2, 4, 4])).double()
 """
+LAYERS = nn.Sequential(
+    nn.Conv2d(2, 3, 3, stride=(np.int64(1), np.int64(2)), padding=np.int64(1)),
+    nn.BatchNorm2d(3, eps=np.float64(1e-3), momentum=np.float32(0.1)),
+    *(nn.LeakyReLU(np.float64(0.1)), nn.GELU(np.str_("tanh")), nn.AvgPool2d(np.int64(2))),
+)
 
 
-@pytest.mark.parametrize("text", texts(CALLS))
-def test_numbers_of_numpy_are_recorded_as_numbers(text):
-    model = then(text)
+@rows("model", {text: (then(text),) for text in texts(CALLS)}, {"layers": (LAYERS.eval(),)})
+def test_numbers_of_numpy_are_recorded_as_numbers(model):
     fast = optimizer.optimize(model, ROWS)
 
     assert isinstance(fast, fx.GraphModule), fast.report.remarks
     assert "numpy" not in fast.code
-    torch.testing.assert_close(fast(ROWS), model(ROWS), equal_nan=True)
-
-
-def test_layers_with_settings_of_numpy():
-    layers = [
-        nn.Conv2d(3, 3, 3, stride=(np.int64(1), np.int64(2)), padding=np.int64(1)),
-        nn.BatchNorm2d(3, eps=np.float64(1e-3), momentum=np.float32(0.1)),
-        *(nn.LeakyReLU(np.float64(0.1)), nn.GELU(np.str_("tanh")), nn.AvgPool2d(np.int64(2))),
-    ]
-    model, x = nn.Sequential(*layers).eval(), torch.randn(1, 3, 8, 8)
-
-    fast = optimized(model, x)
-
-    assert isinstance(fast, fx.GraphModule)
     assert not any("raised" in remark for remark in fast.report.remarks)
-    torch.testing.assert_close(fast(x), model(x))
+    torch.testing.assert_close(fast(ROWS), model(ROWS), equal_nan=True)
 
 
 NUMBERS = (0.0, -0.0, 0, False, 1.0, 1, True, math.nan, math.inf)

@@ -125,6 +125,8 @@ a child with a hook that counts [it sets the attribute] | class Shift(nn.Module)
     box.n, held = 0, {"child": Shift()}
     held["child"].register_forward_hook(hook)
     def forward(m, x): return m.child(m.linear(x))
+a layer that trains for one call [it uses 'train'] |
+    m.norm.train(); y = m.norm(m.linear(x)); m.norm.eval(); return y
 # dynamo
 a child that counts [it changes what its code finds] | class Counter(nn.Module):
         def forward(self, x): listed[0] += 1; return x * listed[0]
@@ -134,6 +136,11 @@ a child with a hook that changes what its parent read [a hook or parametrization
     held = {"child": nn.ReLU()}
     held["child"].register_forward_hook(lambda m, given, y: history.append(1))
     def forward(m, x): n = len(history); return m.child(m.linear(x)) * (n + 1)
+a setting for one call [it sets the attribute] | m.norm.eps = 0.5; y = m.norm(m.linear(x))
+    m.norm.eps = 1e-5; return y
+a weight for one call [it uses '_parameters'] |
+    p = m.norm._parameters; q = {**p}; p["weight"] = m.scale; y = m.norm(m.linear(x)); p |= q
+    return y
 # symbolic
 a new tensor of zeros that is written | total = torch.zeros(4); total.add_(x[0]); return total
 random numbers | x + torch.rand(4) + torch.randn(x.shape[0], 1) + torch.ops.aten.rand([4])
@@ -279,8 +286,13 @@ results | {"x": Pair(x, x * 2), "l": [m.linear(x), None, 3], "o": collections.Or
 a parameter that is assigned | m.scale = nn.Parameter(m.scale + 1); return x * m.scale
 inference mode | @torch.inference_mode()
     def forward(m, x): return m.norm(m.linear(x)).relu()
+a dict that is given and changed | model = Model
+    calls = [{"x": ROWS / 4}, {"x": ROWS * 5}, {"x": ROWS[:2]}]
+    def forward(m, x): x["x"] = x["x"].clamp(-1, 1); return m.norm(m.linear(x["x"]))
 # eager: left as it is
 dropout | F.dropout(x, 0.5) + torch.rand(4)
+a list that is given and grows | model, calls = Model, [[ROWS / 4], [ROWS], [ROWS[:2]]]
+    def forward(m, x): x.append(m.norm(m.linear(x[0]))); return x[-1] * len(x)
 """
 
 

@@ -155,6 +155,9 @@ a weak reference to the model | class Child(nn.Module):
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4)); self.child = Child(self)
         def forward(self, x): return self.child(x)
+a view by which a weight is written | w = nn.Parameter(torch.zeros(4))
+    held = {"w": w, "view": w.data}
+    def forward(m, x): y = (x + m.w) * 2; m.view.add_(1); return y
 a weight that is written |
     held = {"weight": nn.Parameter(torch.full((4,), 2.0), requires_grad=False)}
     def forward(m, x): return x * m.weight.mul_(2)
@@ -286,6 +289,8 @@ results | {"x": Pair(x, x * 2), "l": [m.linear(x), None, 3], "o": collections.Or
 a parameter that is assigned | m.scale = nn.Parameter(m.scale + 1); return x * m.scale
 inference mode | @torch.inference_mode()
     def forward(m, x): return m.norm(m.linear(x)).relu()
+what cannot be put back after a trial | model, held = Model, {"numbers": itertools.count(1)}
+    def forward(m, x): y = m.norm(m.linear(x)); return y * next(m.numbers)
 a dict that is given and changed | model = Model
     calls = [{"x": ROWS / 4}, {"x": ROWS * 5}, {"x": ROWS[:2]}]
     def forward(m, x): x["x"] = x["x"].clamp(-1, 1); return m.norm(m.linear(x["x"]))

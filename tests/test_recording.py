@@ -284,15 +284,3 @@ def test_what_a_model_asks_of_its_weights_is_asked_after_a_cast_too(level):
 
     assert_close(fast(ROWS), model.double()(ROWS))
     assert fast.to("meta")(ROWS.to("meta")).is_meta
-
-
-@torch.no_grad()
-def test_a_view_of_a_parameter_by_which_the_forward_writes_it_stays_its_view():
-    weights = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
-    text = "y = (x + m.weight) * 2; m.view.add_(1); return y"
-    model, other = (Forward(text, weight=each, view=each.data).eval() for each in weights)
-    fast = optimizer.optimize(model, torch.ones(4), level=0)
-
-    for _ in range(3):
-        assert torch.equal(fast(torch.ones(4)), other(torch.ones(4)))
-    assert not weights[0].any()

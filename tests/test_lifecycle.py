@@ -401,8 +401,8 @@ def test_a_call_with_a_sparse_tensor_runs_the_portable_code(
 ) -> None:
     """One in rows has no strides to tell calls apart by."""
     parts = {"weight": torch.ones(6, 4), "layer": nn.Linear(4, 4)}
-    model: Any = Forward("m.layer(torch.mm(x, m.weight))", **parts).eval()
-    fast: Any = optimizer.optimize(model, torch.ones(5, 6))
+    model = Forward("m.layer(torch.mm(x, m.weight))", **parts).eval()
+    fast = optimizer.optimize(model, torch.ones(5, 6))
     x = torch.ones(5, 6).to_sparse(layout=layout)
 
     assert fast.meta["lowered"]

@@ -69,6 +69,13 @@ def test_a_lowered_call_gives_the_models_answer_and_layout_and_overwrites_nothin
     assert all(map(torch.equal, inputs, kept))
 
 
+def test_an_example_that_the_forward_writes_is_timed_on_a_copy():
+    x = image()
+    kept = x.clone()
+    optimizer.optimize(of_two("x.mul_(-1) + y * z"), (x, image()), tune_seconds=0.05)
+    assert torch.equal(x, kept)
+
+
 def test_calls_of_other_sizes_and_layouts_run_the_portable_code_until_they_are_lowered():
     model, other = net(), image(1, 3, 9, 9)
     fast = lowered(model, image())

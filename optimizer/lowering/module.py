@@ -77,11 +77,11 @@ class LoweredModule(Prepared, OptimizedModule):
         `judge` says what is wrong with its answer.
         """
         plans = self._prepared_plans  # of the weights that it packs: others may be loaded meanwhile
-        if (signature := signature_of(*call, self.training)) is None:
-            raise InputError("such a call is not lowered: pass plain tensors, without autocast.")
-        key, tensors = signature
         try:
             require(not obstacle, obstacle)
+            signature: Any = signature_of(*call, self.training)
+            require(signature is not None, "pass plain tensors, without autocast")
+            key, tensors = signature
             require_one_device([*tensors, *tensors_of(self)])
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 line = straight_line(self.run_portable, tensors_of(self), call)

@@ -99,7 +99,7 @@ a weight on a GPU [its control flow depends] | x * 2 if next(m.parameters()).is_
 a note on a weight [for its attribute 'note'] | weight = nn.Parameter(torch.ones(4))
     weight.note, held = 3.0, {"weight": weight}
     def forward(m, x): return x * m.weight.note
-tensors in a list [Cannot access storage of Sparse] |
+tensors in a list [cannot be recorded: Cannot access] |
     held = {"kept": [torch.eye(4).to_sparse(), torch.ones(4, requires_grad=True)]}
     def forward(m, x): return x @ m.kept[0] * (1 + m.kept[1].requires_grad)
 a type [it asks for the type of a value] | x * 2 if type(x) == nn.Parameter else x

@@ -138,6 +138,7 @@ LAYERS: dict[str, Word] = {
     "linear_F_nobias": layer("nn.Linear({last}, 4)", "F.linear({v}, self.{m}.weight)"),
     "linear_matmul": linear("{v} @ self.{m}.weight.t() + self.{m}.bias"),
     "linear_addmm": linear(ADDMM % "", ranks=(2,)),
+    "linear_cast": linear("self.{m}({v}.to(self.{m}.weight.dtype))"),
     "linear_subclass": layer("Doubled({last}, {last})"),
     "linear_opaque": layer("Branching({last}, {last})"),
     "scale": layer("Constant({channels})"),

@@ -170,7 +170,7 @@ def _function(node: fx.Node) -> None:
     function = callee(node)
     if function in ("relu_", torch.relu_):
         _call(node, F.relu, *node.args, *node.kwargs.values(), True)
-    elif function in _FUNCTIONS:
+    elif function in _FUNCTIONS and not (function == "addmm" and len(node.args) > 3):  # beta first
         node.op, node.target = "call_function", _FUNCTIONS[function]
     elif function is getattr and node.args[1] == "mT":
         _call(node, torch.transpose, node.args[0], -2, -1)

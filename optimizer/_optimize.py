@@ -331,9 +331,8 @@ class Run:
 
 def _weights(model: nn.Module) -> Answer:
     """Return parameters by every name, since a copy may untie some, and all other tensors."""
-    tensors = (tensor for each in model.modules() for tensor in held_tensors(each))
     weights = dict(model.named_parameters(remove_duplicate=False))
-    return Answer(weights | {str(place): each for place, each in enumerate(tensors)}, ())
+    return Answer((weights, held_tensors(model)), ())
 
 
 def _remarks(model: nn.Module, call: Call | None) -> Iterator[str]:

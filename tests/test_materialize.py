@@ -49,6 +49,7 @@ def test_it_is_computed_once_and_the_batchnorm_folded(kind: str, level: int) -> 
     assert not any("parametrizations" in name for name, _ in fast.named_parameters())
     torch.testing.assert_close(pickle.loads(pickle.dumps(fast))(IMAGE), expected)
     for each in (copy.deepcopy(fast), fast):
+        each.load_state_dict(fast.state_dict())
         torch.testing.assert_close(each(IMAGE), expected)
         torch.testing.assert_close(each.refit(other.state_dict())(IMAGE), other(IMAGE))
     assert [type(each) for each in model] == classes

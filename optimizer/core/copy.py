@@ -158,10 +158,10 @@ def _count_hooks(module: nn.Module) -> int:
     return sum(str(hook.__module__).partition(".")[0] != "torch" for hook in hooks)
 
 
-def held_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors of a module besides its parameters: buffers and plain attributes."""
-    values = (*module._buffers.values(), *vars(module).values())
-    return [value for value in values if isinstance(value, torch.Tensor)]
+def held_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors of a model besides its parameters: buffers and plain attributes."""
+    tables = (table for each in model.modules() for table in (each._buffers, vars(each)))
+    return [each for table in tables for each in table.values() if isinstance(each, torch.Tensor)]
 
 
 class _Snapshot:
@@ -179,14 +179,12 @@ class _Snapshot:
     def __init__(self, model: nn.Module, storages: Storages) -> None:
         self.storages = storages
         self.parameters: dict[int, torch.Tensor] = {}
-        others: dict[int, torch.Tensor] = {}
         of_rnns: set[int] = set()
         for module in model.modules():
             weights = {id(each): each for each in module._parameters.values() if each is not None}
             self.parameters |= weights
-            others |= {id(each): each for each in held_tensors(module)}
             of_rnns |= weights.keys() if isinstance(module, nn.RNNBase) else set()
-        self.tensors = self.parameters | others
+        self.tensors = self.parameters | {id(each): each for each in held_tensors(model)}
         ordinary = {key: each for key, each in self.tensors.items() if is_ordinary(each)}
         self.places = {key: each.untyped_storage()._cdata for key, each in ordinary.items()}
         self.holders = Counter(self.places.values())

@@ -266,8 +266,7 @@ class GuardedModule(Prepared):
             InputError: `example_inputs` has no use.
         """
         call, count = as_call(example_inputs).copied(), len(self._reports)
-        others = (tensor for module in self.model.modules() for tensor in held_tensors(module))
-        tensors = (*self.model.parameters(), *others)
+        tensors = (*self.model.parameters(), *held_tensors(self.model))
         with restored(Outside(self.model), *tensors), forked_rng(), torch.no_grad():
             self(*call.args, **call.kwargs)
         return tuple(choice for report in self._reports[count:] for choice in report.choices)

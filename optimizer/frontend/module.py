@@ -86,8 +86,7 @@ def _copy_on(model: nn.Module, devices: Mapping[str, torch.device]) -> nn.Module
     """Return a copy, with new storages where a checkpoint brings all tensors that share one."""
     tensors = _checkpoint(model)
     loaded_ids = {id(tensor) for tensor in tensors.values()}
-    others = (tensor for module in model.modules() for tensor in held_tensors(module))
-    shared = storages_in([tensor for tensor in others if id(tensor) not in loaded_ids])
+    shared = storages_in([each for each in held_tensors(model) if id(each) not in loaded_ids])
     onto: Storages = {
         storage: _storage_like(tensor, devices[name])
         for name, tensor in tensors.items()

@@ -220,9 +220,7 @@ def _gradients(module: nn.Module, inputs: Inputs, named: list[str]) -> dict[str,
 def weights_written(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: bool) -> None:
     """The model's tensors are written in many ways: the candidate answers as it did before."""
     original = copy.deepcopy(model)
-    tensors = [
-        t for each in model.modules() for t in (*each.parameters(False), *held_tensors(each))
-    ]
+    tensors = [*model.parameters(), *held_tensors(model)]
     before, kept = observe(original, inputs), [tensor.clone() for tensor in tensors]
     try:
         for tensor in tensors:

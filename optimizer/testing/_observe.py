@@ -113,7 +113,7 @@ def _sharing(values: dict[str, Any], module: nn.Module) -> list[list[str]]:
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.numel():
             owners.setdefault(value.untyped_storage().data_ptr(), []).append(name)
-    held = (*module.parameters(), *(t for each in module.modules() for t in held_tensors(each)))
+    held = (*module.parameters(), *held_tensors(module))
     for storage in owners.keys() & {tensor.untyped_storage().data_ptr() for tensor in held}:
         owners[storage].append("the module itself")
     return [names for names in owners.values() if len(names) > 1]

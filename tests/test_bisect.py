@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
-from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import pytest
 import torch
@@ -29,14 +26,14 @@ def tower() -> nn.Module:
 
 
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def faulty(monkeypatch):
     """Let `fold_affine` do something else at one node: `wrong`, of the node and what it gives."""
 
-    def install(at: str, wrong: Callable[..., Any]) -> None:
+    def install(at, wrong):
         passes = optimizer.all_passes()
         [fold] = [each for each in passes if each.name == "fold_affine"]
 
-        def apply(affine: Any) -> Any:
+        def apply(affine):
             return wrong(affine, fold.apply) if affine.name == at else fold.apply(affine)
 
         changed = dataclasses.replace(fold, apply=apply)
@@ -46,21 +43,21 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return install
 
 
-def forget_the_norm(norm: Any, fold: Any) -> Any:
+def forget_the_norm(norm, fold):
     return norm.args[0]
 
 
-def read_too_early(norm: Any, fold: Any) -> Any:
+def read_too_early(norm, fold):
     layer = norm.args[0]
     layer.args = (norm,)
     return layer
 
 
-def raise_an_error(norm: Any, fold: Any) -> Any:
+def raise_an_error(norm, fold):
     raise ValueError("a bug")
 
 
-def shift_the_bias(norm: Any, fold: Any) -> Any:
+def shift_the_bias(norm, fold):
     folded = fold(norm)
     if folded is not None:
         folded.graph.owning_module.get_submodule(folded.target).bias.data.add_(1)
@@ -68,7 +65,7 @@ def shift_the_bias(norm: Any, fold: Any) -> Any:
 
 
 @pytest.mark.parametrize("at", ["_1", "_10", "_16"])
-def test_the_rewrite_at_fault_is_found(at: str, faulty: Callable[..., None]) -> None:
+def test_the_rewrite_at_fault_is_found(at: str, faulty) -> None:
     faulty(at, forget_the_norm)
     with untouched(model := tower()):
         found = optimizer.bisect(model, X)
@@ -82,9 +79,7 @@ def test_the_rewrite_at_fault_is_found(at: str, faulty: Callable[..., None]) -> 
 
 
 @pytest.mark.parametrize("wrong", [raise_an_error, read_too_early])
-def test_a_rewrite_that_raises_or_breaks_the_graph_is_found(
-    wrong: Callable[..., Any], faulty: Callable[..., None]
-) -> None:
+def test_a_rewrite_that_raises_or_breaks_the_graph_is_found(wrong, faulty):
     faulty("_10", wrong)
 
     found = optimizer.bisect(tower(), X)
@@ -94,7 +89,7 @@ def test_a_rewrite_that_raises_or_breaks_the_graph_is_found(
     assert "raised" in found.reason
 
 
-def test_where_nothing_is_found_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_is_found_it_says_why() -> None:
     branching = Forward("x + 1 if x.sum() > 0 else x - 1").eval()
 
     right, unknown = optimizer.bisect(tower(), X), optimizer.bisect(branching, X)
@@ -105,23 +100,16 @@ def test_where_nothing_is_found_it_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     assert str(unknown).startswith("it cannot be told, for nothing is rewritten: ")
     with pytest.raises(InputError, match="rejects these example inputs"):
         optimizer.bisect(tower(), torch.zeros(3, 2))
-    tanh = optimizer.capture(nn.Sequential(nn.Tanh()), X)
-    monkeypatch.setattr("optimizer.verify.check.capture_call", lambda *_: copy.deepcopy(tanh))
-    recorded = optimizer.bisect(nn.ReLU().eval(), X)
-    assert (recorded.number, recorded.rewrites) == (0, ())
-    assert str(recorded).startswith("recording the model changes the answer, before any rewrite; ")
 
 
-def test_the_command_prints_json_without_infinity(
-    capsys: pytest.CaptureFixture[str], faulty: Callable[..., None]
-) -> None:
+def test_the_command_prints_json_without_infinity(capsys, faulty):
     faulty("bn", raise_an_error)
 
     main(["bisect", "toy_model", "--json"])
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["after"] == "Infinity"
 
 
-def test_a_wrong_fold_is_named_at_its_node_in_the_report(faulty: Callable[..., None]) -> None:
+def test_a_wrong_fold_is_named_at_its_node_in_the_report(faulty) -> None:
     faulty("batchnorm1", shift_the_bias)
 
     with pytest.raises(Counterexample) as caught:

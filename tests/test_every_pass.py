@@ -88,19 +88,16 @@ def test_it_is_explained_with_equation_and_argument_and_its_level_follows(name: 
     assert levels == [PASSES[name].numerics == "exact", True]
 
 
-@rows(
-    "numerics phase summary reason",
-    {
-        "no argument for its safety": ("exact", "simplify", None, "idle has no docstring"),
-        "misspelled": ("exakt", "simplify", "It.", "pass idle: 'exakt' does not exist"),
-        "no numerics": (None, "simplify", "It.", "pass idle: None does not exist"),
-        "no such phase": ("exact", "Fold", "It.", "pass idle: 'Fold' does not exist"),
-    },
-)
-def test_a_pass_that_is_unsafe_or_would_never_run_cannot_be_declared(
-    numerics: Any, phase: Any, summary: str | None, reason: str
-) -> None:
-    def idle(graph: object) -> list[Any]:
+UNSAFE = {
+    "no argument for its safety": ("exact", "simplify", None, "idle has no docstring"),
+    "misspelled": ("exakt", "simplify", "It.", "pass idle: 'exakt' does not exist"),
+    "no such phase": ("exact", "Fold", "It.", "pass idle: 'Fold' does not exist"),
+}
+
+
+@rows("numerics phase summary reason", UNSAFE)
+def test_what_is_unsafe_or_would_never_run_cannot_be_declared(numerics, phase, summary, reason):
+    def idle(graph):
         return []
 
     idle.__doc__ = summary

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import Tensor, fx, nn
 
 import optimizer
 from optimizer.core.inputs import opened, storages_in
 from optimizer.core.ops import MAY_COPY
 from optimizer.facts.facts import Facts
+from optimizer.passes.fuse import LinearReLU
+from optimizer.rewrite.affine import layer_like
 from optimizer.testing import assert_equivalent
-from tests.single_pass import Forward, ForwardOfTwo, rows
+from tests.single_pass import Forward, ForwardOfTwo, rows, texts
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
 SINGLE, SEVERAL, IMAGE = torch.randn(1, 4, 4), torch.randn(3, 4, 4), torch.randn(2, 3, 5, 5)
@@ -76,25 +77,25 @@ def hooked(layer, hook):
     return layer
 
 
+def doubles(layer, *_):
+    layer.weight.mul_(2.0)
+
+
 def written_by_a_child():
     model = layers("m.child(x); return m.image_norm(m.conv(x))").requires_grad_(False)
     model.child = Opaque(lambda m, x: m.held[0].weight.mul_(2.0), model.conv)
     return model
 
 
-def doubled(layer, *_):
-    layer.weight.mul_(2.0)
-
-
 def written_by_a_hook():
     model = layers("return m.child(x) + m.image_norm(m.conv(x))").requires_grad_(False)
-    model.child = hooked(nn.Conv2d(3, 4, 3), doubled)
+    model.child = hooked(nn.Conv2d(3, 4, 3), doubles)
     model.child.weight = model.conv.weight
     return model
 
 
 def alone(m, given, y):
-    return y[0] if y.shape[0] == 1 else y
+    return first_if_alone(y)
 
 
 NORMED = "m.norm(m.linear({}))"
@@ -156,14 +157,6 @@ def optimized(model, *inputs) -> Any:
     return optimizer.optimize(model, inputs or None, check=None, level=1)
 
 
-@pytest.mark.parametrize("draw", ["torch.dropout(x, 0.5, {})", "F.dropout(x, training={})"])
-def test_what_draws_nothing_in_the_example_may_be_told_to_draw_later(draw):
-    text = draw.format("x.size(0) > 1")
-    fast = optimized(Forward(f"{text} - {text}").eval(), ROWS[:1])
-
-    assert fast(torch.ones(9, 99)).any()
-
-
 @rows("build calls refusal", CASES)
 @pytest.mark.parametrize("example", [True, False])
 @torch.no_grad()
@@ -190,15 +183,8 @@ def test_a_layer_whose_weight_is_written_by_a_view_stays(example):
     assert refused.reason == "the forward writes their tensors"
 
 
-def parametrized():
-    linear = nn.Linear(4, 4)
-    parametrize.register_parametrization(linear, "weight", Log())
-    return linear
-
-
 DEAD = {
     "a function": (lambda m, x: noted(x), None),
-    "a parametrization": (lambda m, x: m.child(x), parametrized()),
     "a child that keeps a list": (lambda m, x: m.child(x), Log()),
 }
 
@@ -226,28 +212,18 @@ def test_a_hook_inside_a_layer_of_torch_meets_data_and_is_not_dead():
     assert seen == ["cpu"]
 
 
-def test_facts_tell_a_tensor_from_a_later_one_in_its_place():
-    facts = Facts()
-
-    for size in range(20):
-        assert facts.to_meta(torch.empty(size)).shape == (size,)
-
-
-def test_facts_tell_a_tensor_from_a_later_one_in_the_storage_that_it_left():
+def test_facts_tell_a_tensor_from_a_later_one_in_its_place_or_in_the_storage_that_it_left():
     facts = Facts()
 
     for size in range(1, 20):
         moved = torch.empty(size)
         known = facts.to_meta(moved)
+        assert known.shape == (size,)
         moved.data = torch.empty(size)
         assert storages_in(facts.to_meta(torch.empty(size))).isdisjoint(storages_in(known))
 
 
-def reshaped(m, x):
-    return x.reshape(-1)
-
-
-@rows("flat", {"a layer": (nn.Flatten(0),), "a child": (Opaque(reshaped),)})
+@rows("flat", {"a layer": (nn.Flatten(0),), "a child": (Opaque(lambda m, x: x.reshape(-1)),)})
 def test_what_is_copied_in_the_example_may_be_a_view_in_another_call(flat):
     text = """
         before, flat = torch.relu(x), m.inner(x); flat.add_(1.0)
@@ -270,18 +246,25 @@ def test_rows_that_are_copied_by_number_may_be_one_that_is_viewed_in_another_cal
     assert_equivalent(model, fast, (x, torch.tensor(1)))
 
 
-ATTENTION = "F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)"
+EMPTY, FULL = (torch.ones(size, 2, 8, 8) for size in (0, 3))
+# What draws, and an example of which it draws nothing.
+DRAWS = {
+    "a layer that trains": ("m.drop(x)", EMPTY),
+    "a function": ("F.dropout(x, 0.5, True)", EMPTY),
+    "attention": ("F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)", EMPTY),
+    "as it is told": ("F.dropout(x, training=x.size(0) > 1)", FULL[:1]),
+    "as it is told by place": ("torch.dropout(x, 0.5, x.size(0) > 1)", FULL[:1]),
+}
 
 
-@pytest.mark.parametrize("draw", ["m.{}(x)", "F.dropout(x, 0.5, True)", ATTENTION])
-def test_what_draws_nothing_of_an_empty_example_may_draw_later(draw):
-    model = Forward(f"{draw} - {draw}".format("first", "second")).eval()
-    model.first, model.second = nn.Dropout(), nn.Dropout()  # which train
-    fast = optimized(model, torch.ones(0, 2, 8, 8))
+@rows("draw example", DRAWS)
+def test_what_draws_nothing_in_the_example_may_draw_later(draw, example):
+    model = Forward(f"{draw} - {draw}", drop=nn.Dropout()).eval()
+    model.drop.train()
 
-    torch.manual_seed(0)
-    assert fast.report.counts().get("eliminate_common_subexpressions", 0) == 0
-    assert fast(torch.ones(1, 2, 8, 8)).any()
+    fast = optimized(model, example)
+
+    assert fast(FULL).any()
 
 
 def shares(function, x):
@@ -314,3 +297,124 @@ def test_a_copy_of_what_may_be_the_input_stays(text):
 
     for later in (torch.ones(3), torch.ones(3, dtype=torch.uint8)):
         assert torch.equal(fast(later.clone()), model(later.clone()))
+
+
+# What is remembered of a run on meta tensors is what such a run gives, for any layer of a form.
+LAYERS = """
+    nn.ReLU(); nn.ReLU(inplace=True); nn.GELU(); nn.Hardsigmoid(); nn.Tanh(); nn.Identity();
+    nn.LayerNorm(4); nn.LayerNorm((3, 4)); nn.LayerNorm(4).double(); nn.Dropout(); nn.Flatten(0);
+    nn.Linear(4, 5); nn.Linear(4, 5).double(); linear_relu(); nn.Conv1d(3, 5, 2);
+    nn.Conv2d(3, 6, (3, 1), stride=2, padding=(1, 0), dilation=(1, 2), groups=3);
+    nn.Conv2d(3, 6, 3); nn.Conv2d(3, 6, 3, stride=2); nn.Conv2d(3, 6, 3, dilation=2);
+    nn.Conv2d(3, 6, 3, groups=3); nn.Conv2d(3, 6, 3, padding="same"); nn.Conv2d(3, 6, 3).double();
+    nn.Conv2d(3, 6, 3).to(memory_format=torch.channels_last); nn.Conv2d(3, 6, 5, bias=False);
+    nn.Conv2d(3, 6, 3, padding=1, padding_mode="circular"); nn.Conv2d(1, 1, 1);
+    holding(nn.Conv2d(3, 6, 3), bias=torch.ones(6).double());
+    holding(nn.Conv2d(3, 6, 3), bias=torch.ones(7)); holding(nn.Conv2d(3, 6, 3), dilation=(0, 1));
+    holding(nn.Conv2d(9, 6, 3), weight=torch.ones(6, 3, 1, 1)); nn.Conv3d(3, 5, 2, padding=1);
+    reflecting(1); reflecting(2); with_plain_weight(5); with_plain_weight(7); Rows(1); Rows(2);
+    nn.BatchNorm1d(3).eval(); nn.BatchNorm2d(3).eval(); nn.BatchNorm2d(1).eval(); nn.BatchNorm1d(3);
+    nn.BatchNorm2d(3); nn.BatchNorm1d(3, track_running_stats=False).eval();
+    holding(nn.BatchNorm2d(3).eval(), running_mean=torch.zeros(3).double())"""
+INPUTS = """
+    torch.randn(2, 4); torch.randn(2, 3, 4); torch.randn(2, 3, 5, 4); torch.tensor(1.0);
+    torch.randn(0, 3, 4); torch.randn(4, 3, 2).transpose(0, 2); torch.randn(2, 3, 1, 1);
+    torch.randn(2, 3, 5, 4).to(memory_format=torch.channels_last); torch.randn(2, 1, 5, 4);
+    torch.randn(2, 3, 5, 4).double(); torch.ones(2, 3, 5, 4).long(); torch.randn(2, 3, 5, 4, 3);
+    torch.randn(1, 3, 4).expand(2, 3, 4); torch.randn(2, 3, 4).bfloat16()"""
+
+
+def linear_relu() -> nn.Module:
+    return layer_like(nn.Linear(4, 5), LinearReLU)
+
+
+def holding(layer: nn.Module, **changed: Any) -> nn.Module:
+    """A layer that somebody gave another weight, bias or number than its constructor would."""
+    for name, value in changed.items():
+        setattr(layer, name, nn.Parameter(value) if name in layer._parameters else value)
+    return layer
+
+
+def with_plain_weight(size: int) -> nn.Module:
+    layer = nn.Linear(4, 5, bias=False)
+    del layer.weight
+    return holding(layer, weight=torch.ones(size, 4))
+
+
+def reflecting(by: int) -> nn.Module:
+    layer = nn.Conv2d(3, 6, 3, padding=1, padding_mode="reflect")
+    return holding(layer, _reversed_padding_repeated_twice=(by, by, 1, 1))
+
+
+class Rows(nn.ReLU):
+    """A layer of a user's, which does as one of torch's and more."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[: self.rows] * 1
+
+
+class Counting(Facts):
+    runs = 0
+
+    def run(self, *call: Any) -> Any:
+        self.runs += 1
+        return super().run(*call)
+
+
+def told(called: Any, *values: Tensor) -> tuple[tuple[Any, ...], int]:
+    """All that the facts tell of a call, and how often it was run for that."""
+    facts, root = Counting(), nn.Module()
+    graph = fx.Graph(owning_module=root)  # type: ignore[arg-type]
+    given = tuple(graph.placeholder("x") for _ in values)
+    for each, value in zip(given, values, strict=True):
+        facts.input(each, value)
+    if isinstance(called, nn.Module):
+        root.layer = called
+    is_layer = isinstance(called, nn.Module)
+    node = graph.call_module("layer", given) if is_layer else graph.call_function(called, given)
+    facts.evaluate(node)
+    fact = node.meta["fact"]
+    layout = None if fact.error else (fact.value.shape, fact.value.stride(), fact.value.dtype)
+    shared = [fact.storages >= each.meta["fact"].storages for each in given]
+    return (layout, shared, bool(fact.writes), fact.random), facts.runs
+
+
+def test_what_is_remembered_is_what_a_run_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [eval(text) for text in texts(INPUTS)]
+    calls = [(eval(text), each) for text in texts(LAYERS) for each in inputs]
+    calls += [(torch.add, one, other) for one in inputs for other in inputs]
+    memory: dict[Any, Any] = {}
+    alone = []
+    for called in calls:
+        monkeypatch.setattr("optimizer.facts.facts._layouts", single := dict[Any, Any]())
+        alone.append(told(*called)[0])
+        memory = single | memory
+
+    monkeypatch.setattr("optimizer.facts.facts._layouts", memory)
+    together = [told(*called) for called in calls]
+
+    assert [each for each, _ in together] == alone
+    assert sum(not runs for _, runs in together) > 150
+
+
+FEATURES = torch.rand(2, 4, 5, 6)
+LAST = FEATURES.contiguous(memory_format=torch.channels_last)
+
+
+LAID = {
+    "relu": (nn.ReLU(), FEATURES),
+    "relu, channels last": (nn.ReLU(), LAST),
+    "a norm, channels last": (nn.BatchNorm2d(4).eval(), LAST),
+    "a norm of one channel, channels last": (nn.BatchNorm2d(1).eval(), LAST[:, :1].clone()),
+}
+
+
+@rows("layer image", LAID)
+def test_a_result_lies_as_the_layer_lays_it(layer: nn.Module, image: Tensor) -> None:
+    for _ in range(2):
+        (layout, *_), _ = told(layer, image)
+        assert layout[1] == layer(image).stride()

@@ -70,9 +70,8 @@ def test_every_candidate_of_a_region_is_accounted_for() -> None:
 
 
 def test_a_new_node_says_which_pass_made_it_of_what(report: optimizer.Report) -> None:
-    before, after = (
-        [line.name for line in each] for each in (report.graph_before, report.graph_after)
-    )
+    graphs = (report.graph_before, report.graph_after)
+    before, after = ([line.name for line in each] for each in graphs)
     [line] = [each for each in report.graph_after if each.made_by]
 
     assert (line.made_by, line.text) == ("fuse_linear_relu", "LinearReLU(x)")
@@ -141,23 +140,19 @@ def test_figures_are_in_every_form_of_the_report() -> None:
 
 NUMBER, NO_NUMBER = torch.tensor([1.0, math.nan]), torch.tensor([math.nan])
 NOT, CHECKED = "answer not checked", "answer checked"
+SAME = "nothing to check: the model is unchanged"
+CHECKS = {
+    "NaN everywhere": (NAN, X, NOT, "output"),
+    "NaN beside what is checked": (f"({NAN}, x + 1)", X, CHECKED, "output[0]"),
+    "complex": ("x", NO_NUMBER.to(torch.complex64), NOT, "output"),
+    "a number beside NaN": ("x", NUMBER, CHECKED, ""),
+    "nothing": ("x", X[:0], CHECKED, ""),
+    "what is left as it is": ("x + 1 if x.sum() > 0 else x - 1", X, SAME, ""),
+}
 
 
-@rows(
-    "forward x told where",
-    {
-        "NaN everywhere": (NAN, X, NOT, "output"),
-        "NaN beside what is checked": (f"({NAN}, x + 1)", X, CHECKED, "output[0]"),
-        "complex": ("x", NO_NUMBER.to(torch.complex64), NOT, "output"),
-        "a number beside NaN": ("x", NUMBER, CHECKED, ""),
-        "nothing": ("x", X[:0], CHECKED, ""),
-        "what is left as it is":
-            ("x + 1 if x.sum() > 0 else x - 1", X, "nothing to check: the model is unchanged", ""),
-    },
-)  # fmt: skip
-def test_an_answer_that_is_nan_everywhere_was_not_checked(
-    forward: str, x: Tensor, told: str, where: str
-) -> None:
+@rows("forward x told where", CHECKS)
+def test_an_answer_that_is_nan_everywhere_was_not_checked(forward, x, told, where):
     for level in (1, 2):
         report = optimized(forward, x, level=level).report
         assert told in report.summary()

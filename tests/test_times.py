@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from optimizer.core.device import Device
-from optimizer.core.inputs import Call
 from optimizer.lowering import choose as _choose
-from optimizer.lowering.candidates import AS_IT_IS
-from optimizer.lowering.choose import ByRegion, Chooser, Times, Tuning
-from optimizer.lowering.trace import straight_line
+from optimizer.lowering.choose import Times
 from tests.single_pass import rows
-
-Clock: TypeAlias = Callable[..., dict[str, Callable[..., Any]]]
 
 
 @pytest.fixture
-def slept(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def slept(monkeypatch):
     """Programs by name, whose calls take so many seconds in turn; only they move the clock."""
     now = [0.0]
     monkeypatch.setattr(_choose.time, "perf_counter", lambda: now[0])
 
-    def program(seconds: tuple[float, ...]) -> Callable[..., Any]:
+    def program(seconds):
         each = itertools.cycle(seconds)
 
-        def run(*inputs: Any) -> None:
+        def run(*inputs):
             now[0] += next(each)
 
         return run
@@ -50,9 +43,7 @@ RACES: dict[str, tuple[Any, ...]] = {
 
 
 @rows("one other deadline race options rounds", RACES)
-def test_a_race_goes_on_while_it_is_close_and_there_is_time(
-    slept: Clock, one: Any, other: Any, deadline: int, race: Any, options: Any, rounds: int
-) -> None:
+def test_a_race_goes_on_while_it_is_close(slept, one, other, deadline, race, options, rounds):
     times, programs = Times((), **options), slept(one=one, other=other)
     found = times.race(programs, deadline, **race)
     assert [len(times.seconds[name]) for name in programs] == [rounds] * 2
@@ -60,7 +51,7 @@ def test_a_race_goes_on_while_it_is_close_and_there_is_time(
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_launches_do_not_count_beside_graphs(slept: Clock, graphs: bool) -> None:
+def test_launches_do_not_count_beside_graphs(slept, graphs):
     times = Times((), graphs=graphs)
     times.call("one", slept(one=(0.1,))["one"], ())
     assert (not times.seconds) is graphs
@@ -76,37 +67,14 @@ PLANS: dict[str, tuple[Any, ...]] = {
 
 
 @rows("plan deadline why", PLANS)
-def test_a_plan_is_worth_it_if_it_is_faster_and_surely_so(
-    slept: Clock, plan: tuple[float, ...], deadline: int, why: str
-) -> None:
+def test_a_plan_is_worth_it_if_it_is_faster_and_surely_so(slept, plan, deadline, why):
     assert Times(()).slower(slept(plan=plan, portable=(1.0,)), deadline) == why
 
 
-def test_a_race_ends_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Waited(Device):
-        def synchronize(self) -> None:
-            events.append("wait")
-
-    events: list[str] = []
-    monkeypatch.setattr(_choose, "device_of", lambda tensors: Waited())
+def test_a_race_ends_when_the_device_is_done(monkeypatch):
+    events = []
+    device = SimpleNamespace(synchronize=lambda: events.append("wait"))
+    monkeypatch.setattr(_choose, "device_of", lambda tensors: device)
     Times((torch.ones(1),)).race({"one": lambda x: events.append("run")}, 0, fewest=1)
 
     assert events[:3] == ["wait", "run", "wait"]
-
-
-def test_a_region_answers_once_for_all_candidates_that_are_verified(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[str] = []
-
-    def call(self: Times, name: str, program: Any, inputs: Any, fill: bool = False) -> Any:
-        calls.append(name)
-        self.seconds[name].append(1.0)
-        return program(*inputs)
-
-    monkeypatch.setattr(Times, "call", call)
-    layer, x = nn.Conv2d(4, 4, 1, groups=2), torch.randn(2, 4, 4, 4)
-    line = straight_line(layer, [*layer.parameters()], Call((x,), {})).module
-    ByRegion(line, Chooser(Tuning(engines=()))).run(x)
-    first, second = "packed weights, channels_last", "packed Linear, channels_last"
-    assert calls[:6] == [AS_IT_IS] * 2 + [first] * 2 + [second] * 2

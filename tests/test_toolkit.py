@@ -80,12 +80,10 @@ REPLACED = {
     "an identity": ("m.drop(x) + 1", "replace_op(g, nn.Dropout, nn.Identity)", "x + 1"),
     "a view": (
         "y = m.conv(x); F.relu(y[0], inplace=True); return y", "replace_op(g, nn.ReLU, nn.GELU)",
-        "y = m.conv(x); y[0].copy_(F.gelu(y[0])); return y",
-    ),
+        "y = m.conv(x); y[0].copy_(F.gelu(y[0])); return y"),
     "a view of a result of a layer": (
         "y = m.conv(x); v = y.view(-1); F.relu(y, inplace=True); return v * 1",
-        "replace_op(g, F.relu, nn.ReLU)", "y = m.conv(x); return F.relu(y).view(-1) * 1",
-    ),
+        "replace_op(g, F.relu, nn.ReLU)", "y = m.conv(x); return F.relu(y).view(-1) * 1"),
     "an input": ("m.inplace(x)", "replace_op(g, nn.ReLU, torch.neg)", "x.copy_(-x)"),
 }  # fmt: skip
 DECOMPOSED = {
@@ -93,31 +91,28 @@ DECOMPOSED = {
         "F.hardtanh(x) + x.relu()",
         "decompose(g, {F.hardtanh: lambda x: 1 - torch.relu(2 - F.relu(x + 1)),"
         "nn.ReLU: lambda x: torch.where(x > 0, x, torch.zeros(()))})",
-        "x.clamp(-1, 1) + x.clamp(min=0)",
-    ),
+        "x.clamp(-1, 1) + x.clamp(min=0)"),
     "a layer": (
         "m.linear(-x)", "decompose(g, {nn.Linear: lambda a, x: x @ a.weight.t() + a.bias})",
-        "m.linear(-x)",
-    ),
+        "m.linear(-x)"),
     "its settings, in place": (
         "y = x * 2; F.elu(y, 0.5, inplace=True); return y",
         "decompose(g, {F.elu: lambda x, alpha: torch.where(x > 0, x, alpha * x.expm1())})",
-        "F.elu(2 * x, 0.5)",
-    ),
+        "F.elu(2 * x, 0.5)"),
     "to its own input":
         ("m.drop(x) + 1", "decompose(g, {nn.Dropout: lambda x, **settings: x})", "x + 1"),
 }  # fmt: skip
 
 
-def fused(conv: nn.Conv2d, bn: nn.BatchNorm2d) -> nn.Module:
+def fused(conv, bn):
     return fuse_conv_bn_eval(conv, bn)
 
 
-def relu_of_next(a: Tensor) -> Tensor:
+def relu_of_next(a):
     return torch.relu(a + 1)
 
 
-def two_values(x: Tensor) -> tuple[Tensor, Tensor]:
+def two_values(x):
     return x, -x
 
 
@@ -136,55 +131,43 @@ PATTERNS = {
     "layers with weights": (BLOCKS, "replace_pattern(g, PAIR, fused)", BLOCKS),
     "modules of one name are the ones that were matched": (
         BLOCKS, "replace_pattern(g, RELU_OF_PAIR, HALF_OF_PAIR)",
-        "m.bn2(m.conv2(m.bn(m.conv(x)) * 0.5))",
-    ),
+        "m.bn2(m.conv2(m.bn(m.conv(x)) * 0.5))"),
     "a layer of the replacement that is called as one of the model": (
-        "m.pool(F.relu(x))", "replace_pattern(g, F.relu, LEAKY)", "m.pool(F.leaky_relu(x, 0.5))",
-    ),
+        "m.pool(F.relu(x))", "replace_pattern(g, F.relu, LEAKY)", "m.pool(F.leaky_relu(x, 0.5))"),
     "a function may leave a match alone": (
         BLOCKS, "replace_pattern(g, PAIR, lambda bn: nn.Identity() if bn.eps == 0.5 else None)",
-        "m.bn(m.conv(x)).relu()",
-    ),
+        "m.bn(m.conv(x)).relu()"),
     "one input twice": (
         "(x * x) + (x * (x + 1))", "replace_pattern(g, lambda a: a * a, torch.square)",
-        "x.square() + x * (x + 1)",
-    ),
+        "x.square() + x * (x + 1)"),
     "a pattern inside its own replacement": (
         "torch.exp(torch.exp(x))", "replace_pattern(g, torch.exp, lambda a: torch.exp(a * 0.5))",
-        "torch.exp(torch.exp(x * 0.5) * 0.5)",
-    ),
+        "torch.exp(torch.exp(x * 0.5) * 0.5)"),
     "settings agree": (
         "m.pool3(m.drop(x)) + m.pool(m.drop(x)).sum()", "replace_pattern(g, POOL, nn.Identity())",
-        "m.pool3(x) + x.sum()",
-    ),
+        "m.pool3(x) + x.sum()"),
     "one layer is one layer": (
         "m.conv2(m.conv2(m.conv(x))) + m.conv2(m.conv3(m.conv(x)))",
-        "replace_pattern(g, TWO, HALF)", "m.conv2(m.conv(x)) * 0.5 + m.conv2(m.conv3(m.conv(x)))",
-    ),
+        "replace_pattern(g, TWO, HALF)", "m.conv2(m.conv(x)) * 0.5 + m.conv2(m.conv3(m.conv(x)))"),
     "slices and lists": (
         "torch.cat([x[:, 1:], x[:, :1]], 1) + x[:, 2:]",
         "replace_pattern(g, lambda a: torch.cat([a[:, 1:], a[:, :1]], 1), lambda a: a.roll(-1, 1))",
-        "x.roll(-1, 1) + x[:, 2:]",
-    ),
+        "x.roll(-1, 1) + x[:, 2:]"),
     "another constant": ("(x + 2).relu() + (x + 1).relu()", OF_NEXT, "(x + 2).relu() - x"),
     "the inside is read elsewhere": ("(y := x + 1).relu() + y", OF_NEXT, "(x + 1).relu() + x + 1"),
     "an input is written meanwhile": (
         "y = x * 2; z = y + 1; y.mul_(3); return z.relu() + y",
         "replace_pattern(g, relu_of_next, lambda a: torch.relu(a) + 1)",
-        "(x * 2 + 1).relu() + x * 6",
-    ),
+        "(x * 2 + 1).relu() + x * 6"),
     "the inside writes an input": (
         "y = x * 2; z = torch.exp(y.relu_()); return y + z",
         "replace_pattern(g, lambda a: torch.exp(F.relu(a, inplace=True)), torch.exp)",
-        "(y := (x * 2).relu()).exp() + y",
-    ),
+        "(y := (x * 2).relu()).exp() + y"),
 }  # fmt: skip
 
 
 @rows("forward verb to", REPLACED, DECOMPOSED, PATTERNS)
-def test_edits_where_that_is_right_and_leaves_the_graph_itself_alone(
-    forward: str, verb: str, to: str
-) -> None:
+def test_edits_where_that_is_right_and_leaves_the_graph_itself_alone(forward, verb, to):
     module = captured(forward)
     code = module.code
 
@@ -247,7 +230,7 @@ CALLED = {"statistics": (lambda m, x: m.bn(x),), "unknown code": (lambda m, x: o
 
 
 @rows("call", CALLED)
-def test_what_may_write_meanwhile_leaves_a_match_alone(call: Any) -> None:
+def test_what_may_write_meanwhile_leaves_a_match_alone(call):
     model = Forward(lambda m, x: (y := x + m.bn.running_mean, call(m, x), y.relu() + x)[2])
     model.bn = nn.BatchNorm1d(3)
     module, again = (optimizer.capture(copy.deepcopy(model)) for _ in range(2))

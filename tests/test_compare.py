@@ -17,9 +17,7 @@ import pytest
 
 from benchmarks.compare import command
 from benchmarks.compare.cells import Cell
-from benchmarks.compare.journal import Journal
 from benchmarks.compare.rounds import AGAIN, BASE, NEW, Series
-from benchmarks.compare.trees import ComparisonError
 from benchmarks.compare.verdicts import Change, Looks, flagged, verdict
 from tests.quality.verdicts import Setting, simulate
 from tests.quality.verdicts import rounds as drawn
@@ -231,30 +229,3 @@ def test_the_interval_and_the_smallest_visible_change_hold_as_often_as_they_say(
     assert 367 <= sum(change.low <= 1.04 <= change.high for change in found) <= 391
     assert 0.02 < visible < 0.04
     assert 12 <= simulate(Setting(visible), runs=20).said["regressed"] <= 19
-
-
-def test_the_more_cells_there_are_the_stricter_are_both_rounds():
-    """At one in a hundred for each, ten of a thousand would be measured again for nothing."""
-    draw, first, again = random.Random(9), timed(14, 0.2), timed(15, 0.03)
-    assert len(flagged([timed(draw, spread=0.05) for _ in range(1000)])) <= 2
-    chance = Change.of(again.rounds).chance
-    said = [verdict(first, again, Looks(1, many)).verdict for many in (1, int(0.06 / chance))]
-    assert said == ["regressed", "inconclusive"]
-    assert not simulate(Setting(noise=0.005, noisier=3), runs=17).false
-
-
-def test_what_the_journal_keeps_is_taken_up_again_on_the_same_machine(tmp_path):
-    journal = Journal(tmp_path / "new" / "rounds.jsonl", {"machine": "here"})
-    journal.begin()
-    failing = series(name="failing", exact=True, missing={NEW: "it broke"}, failed={NEW})
-    journal.keep(failing, again=False)
-    for again in (False, True):
-        journal.keep(series([MORE]), again)
-    with journal.path.open("a") as file:
-        file.write('{"cell": "a", "aga')  # which was not finished
-    cells = [failing.cell, series().cell]
-
-    assert journal.resume(cells) == ([failing, series([MORE])], [series([MORE])])
-    journal.path.write_text('{"machine": "elsewhere"}\n')
-    with pytest.raises(ComparisonError, match="leave --resume out"):
-        journal.resume([])

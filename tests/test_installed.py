@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import models
-from optimizer import workloads
+from tests.repository import table
 
 pytestmark = pytest.mark.integration
 
@@ -37,14 +36,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ran(*arguments: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment, command = os.environ | {"PYTHONPATH": str(path)}, [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 def test_only_one_name_is_taken(installed: Path) -> None:
@@ -54,13 +47,14 @@ def test_only_one_name_is_taken(installed: Path) -> None:
     assert [path.name for path in (installed / "bin").iterdir()] == ["optimizer"]
 
 
-@pytest.mark.parametrize("file", MODELS_OF_THE_USER)
-def test_the_workloads_are_found_where_the_user_has_models(
-    file: str, installed: Path, tmp_path: Path
-) -> None:
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text(MODELS_OF_THE_USER[file])
+def placed(file, folder):
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_text(MODELS_OF_THE_USER[file])
 
+
+@pytest.mark.parametrize("file", MODELS_OF_THE_USER)
+def test_the_workloads_are_found_where_the_user_has_models(file, installed, tmp_path):
+    placed(file, tmp_path)
     for path in (installed, ROOT):
         ended = ran("-m", "optimizer", "optimize", "toy_model", cwd=tmp_path, path=path)
 
@@ -68,25 +62,10 @@ def test_the_workloads_are_found_where_the_user_has_models(
         assert ended.stdout.startswith("ToyModel, level 2")
 
 
-@pytest.mark.parametrize(
-    ("file", "name"), [("models.py", "models"), ("models/net.py", "models.net")]
-)
-def test_models_of_the_user_are_the_users(
-    file: str, name: str, installed: Path, tmp_path: Path
-) -> None:
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text(MODELS_OF_THE_USER[file])
-
+@table("file name", ("models.py", "models"), ("models/net.py", "models.net"))
+def test_models_of_the_user_are_the_users(file, name, installed, tmp_path):
+    placed(file, tmp_path)
     ended = ran("-m", "optimizer", "optimize", f"{name}:build", cwd=tmp_path, path=installed)
 
     assert ended.stderr == ""
     assert ended.stdout.startswith("ReLU, level 2")
-
-
-def test_the_workloads_are_those_of_the_checkout() -> None:
-    ours, theirs = workloads.load("toy_model"), models.load("toy_model")
-
-    assert workloads.__all__ == models.__all__
-    assert workloads.names() == models.names()
-    for name, tensor in theirs.module.state_dict().items():
-        assert ours.module.state_dict()[name].equal(tensor)

@@ -138,15 +138,6 @@ def _measures_ratios(parent):
     return False
 
 
-def test_results_that_cannot_be_read_are_left_as_they_are(project):
-    (file,) = (project / "results" / "here").glob("*-*.json")
-    file.write_text(before := file.read_text()[:200])
-    status, output = said(project, "--bench", "^graph")
-    assert status == 1
-    assert "cannot be read" in output
-    assert file.read_text() == before
-
-
 HISTORY = ("history", "--models", "resnet18", "--commits")
 PARTS = "graph counts, Paired of resnet18"
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +25,7 @@ SEEDS, TORCHVISION, SYNTHETIC = map(models.names, ("seeds", "torchvision", "synt
 LIGHT = (*SEEDS, *SYNTHETIC, "shufflenet_v2_x1_0", "swin_v2_t")
 
 
-def outputs(
-    workload: models.Workload,
-    inputs: tuple[Tensor, ...] | None = None,
-    state: dict[str, Tensor] | None = None,
-) -> list[Tensor]:
+def outputs(workload, inputs=None, state=None):
     """The output tensors of one call, with other inputs or tensors than the workload's own."""
     call = workload.example_inputs if inputs is None else inputs
     with torch.no_grad():
@@ -60,15 +55,6 @@ def digest(names: tuple[str, ...]) -> str:
         for tensor in tensors(models.load(name)):
             state.update(tensor.numpy().tobytes())
     return state.hexdigest()
-
-
-def python(code: str, **environment: str) -> str:
-    """What `code` prints in a fresh interpreter."""
-    command = [sys.executable, "-W", "error", "-c", code]
-    own = os.environ | environment
-    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def test_every_family_is_complete() -> None:
@@ -114,7 +100,9 @@ def test_the_bits_do_not_depend_on_the_callers_random_state_and_device_which_sta
 @pytest.mark.integration
 def test_another_process_with_another_hash_seed_builds_the_same_bits() -> None:
     code = f"import runpy; print(runpy.run_path({__file__!r})['digest']({LIGHT!r}))"
-    assert python(code, PYTHONHASHSEED="1") == digest(LIGHT)
+    command, environment = [sys.executable, "-W", "error", "-c", code], {"PYTHONHASHSEED": "1"}
+    found = subprocess.check_output(command, cwd=ROOT, env=os.environ | environment, text=True)
+    assert found.strip() == digest(LIGHT)
 
 
 def test_what_is_loaded_twice_shares_nothing_and_goes_where_it_is_asked_for() -> None:
@@ -136,17 +124,8 @@ UNKNOWN, UNAVAILABLE = models.UnknownWorkloadError, models.UnavailableDeviceErro
     (lambda: models.load("vit_base"), "transformers", ImportError,
      TO_INSTALL.format("transformers") + " in the clone"),
 )  # fmt: skip
-def test_what_cannot_be_loaded_is_told_with_what_to_do(
-    ask: Any, lacks: str, error: Any, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_loaded_is_told_with_what_to_do(ask, lacks, error, said, monkeypatch):
     if lacks:
         monkeypatch.setitem(sys.modules, lacks, None)
     with pytest.raises(error, match=said):
         ask()
-
-
-@pytest.mark.integration
-def test_torchvision_is_imported_without_a_warning_also_where_it_failed_before() -> None:
-    code = "import contextlib\nwith contextlib.suppress(RuntimeError):\n    import torchvision\n"
-    code += "import models; print(models.load('shufflenet_v2_x1_0').family)"
-    assert python(code) == "torchvision"

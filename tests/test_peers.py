@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import re
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.peers import __main__ as command
-from benchmarks.peers import _worker
 from benchmarks.peers._process import PeerError, Worker, worker
 from benchmarks.peers._rounds import Plan, measured
 from benchmarks.peers._table import tables
@@ -70,8 +67,8 @@ def test_peers_are_asked_once_a_round_in_orders_that_differ_for_blocks_that_fill
     assert dict(asked) == blocks
     assert [sorted(each) for each in rounds] == [sorted(blocks)] * PLAN.rounds
     assert len(set(rounds)) > 2
-    assert cell["seconds"] == pytest.approx([0.002 * factor for factor in growing])
-    assert cell["eager_seconds"] == pytest.approx([0.004 * factor for factor in growing])
+    for key, seconds in (("seconds", 0.002), ("eager_seconds", 0.004)):
+        assert cell[key] == pytest.approx([seconds * factor for factor in growing])
     assert (cell["peak_memory"], cell["difference"]) == (6, 1e-7)
     # What is compiled in the first call; later calls of the slower took longer, which is none.
     assert cell["prepared"] == pytest.approx(1 + 0.5 + 3 * 0.002 - 3 * 0.002 * 1.25)
@@ -194,16 +191,6 @@ def test_real_peers_answer_as_eager_does_on_models_of_the_commit_under_test(tmp_
     raised = pytest.raises(PeerError, match="LookupError: tiny_convnet of it")
     with worker({**TASK, "peer": "eager"}, 120) as running, raised:
         running.answer()
-
-
-FAR, ONE_ROW = torch.tensor([3.0, 4.0]), torch.tensor([1.0])
-
-
-def test_the_difference_is_of_the_output_that_is_furthest():
-    assert _worker._difference([FAR, ONE_ROW * 1.25], [FAR, ONE_ROW]) == 0.25
-    for found, said in ([FAR, ONE_ROW * math.nan], "not finite"), ([FAR], "longer"):
-        with pytest.raises(ValueError, match=said):
-            _worker._difference(found, [FAR, ONE_ROW])
 
 
 def test_the_readme_has_the_figures_that_are_kept():

@@ -8,9 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,9 +16,8 @@ from tests.repository import committed, stored, table
 
 pytest.importorskip("asv")
 
-from benchmarks import measuring, summary
+from benchmarks import summary
 from benchmarks.history import spread
-from benchmarks.progress import Part, Progress
 from benchmarks.stored import UnreadableError, older_suites, read, runs
 from benchmarks.verdict import lines
 
@@ -79,26 +76,6 @@ def test_what_cannot_be_read_is_a_sentence_that_says_what_to_do(tmp_path, text):
 
 def test_commits_are_spread_evenly_with_the_newest_and_the_oldest():
     assert [spread(range(11), count) for count in (1, 3, 99)] == [[0], [0, 5, 10], [*range(11)]]
-
-
-def test_a_line_comes_while_asv_is_silent(capsys):
-    part = Part("memory", ("Memory",), 60.0, cells=11)
-    with Progress([part, part], silence=0.03) as progress:
-        progress.begin(part)
-        progress.told.write_text("cpu.Memory('one')\ncpu.Memory('two')\n")
-        time.sleep(0.15)
-    told = capsys.readouterr().out.splitlines()
-
-    assert told[0].startswith("-- memory: 0 of 22, 22 minutes left, to ")
-    assert told[-1].startswith("-- memory, cpu.Memory('two'): 2 of 22, ")
-
-
-def test_a_disk_that_is_nearly_full_stops_it_before_a_part(monkeypatch, capsys):
-    place = measuring.Place("12345678", "there", "here")
-    monkeypatch.setattr(measuring.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
-    monkeypatch.setattr(measuring, "run_part", lambda *_, **__: 0)
-    assert measuring._parts(place, [Part("memory", ("Memory",), 60.0, cells=11)], []) == 1
-    assert "the disk has 1 MB left" in capsys.readouterr().err
 
 
 @pytest.fixture

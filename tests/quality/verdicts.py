@@ -12,19 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from benchmarks.compare import verdicts as _said
 from benchmarks.compare.cells import Cell
 from benchmarks.compare.rounds import AGAIN, BASE, NEW, Series
-from benchmarks.compare.verdicts import (
-    FEWEST_ROUNDS,
-    IMPROVED,
-    INCONCLUSIVE,
-    REGRESSED,
-    SAME,
-    Looks,
-    flagged,
-    is_settled,
-    verdict,
-)
+from benchmarks.compare.verdicts import FEWEST_ROUNDS, Looks, flagged, is_settled, verdict
 
 _ROUNDS = 8
 _DRIFT = 0.03  # of the machine from round to round, which all processes of one share
@@ -53,29 +44,19 @@ class Setting:
     def __str__(self) -> str:
         told = [f"{100 * self.change:.0f} %" if self.change else "none", f"{self.cells} cells"]
         told.append(f"noise {100 * self.noise:g} %")
-        told += (
-            [f"{100 * self.spiked:g} % of processes {100 * self.spike:g} % longer"]
-            if self.spiked
-            else []
-        )
-        told += [f"the new {self.noisier:g} times as noisy"] if self.noisier != 1 else []
+        if self.spiked:
+            told.append(f"{100 * self.spiked:g} % of processes {100 * self.spike:g} % longer")
+        if self.noisier != 1:
+            told.append(f"the new {self.noisier:g} times as noisy")
         return ", ".join(told)
 
 
 SETTINGS = (
-    Setting(0.03),
-    Setting(0.05),
-    Setting(0.05, cells=100),
-    Setting(0.05, cells=300),
-    Setting(0.03, spiked=0.1),
-    Setting(0.05, spiked=0.1),
-    Setting(0.05, spiked=0.1, spike=0.3),
-    Setting(),
-    Setting(noise=0.03),
-    Setting(spiked=0.1),
-    Setting(noise=0.005, noisier=3),
+    Setting(0.03), Setting(0.05), Setting(0.05, cells=100), Setting(0.05, cells=300),
+    Setting(0.03, spiked=0.1), Setting(0.05, spiked=0.1), Setting(0.05, spiked=0.1, spike=0.3),
+    Setting(), Setting(noise=0.03), Setting(spiked=0.1), Setting(noise=0.005, noisier=3),
     Setting(noise=0.005, noisier=6),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,8 +92,8 @@ def _round(draw: random.Random, setting: Setting) -> dict[str, float]:
 
 def simulate(setting: Setting, runs: int) -> Tally:
     """Compare in so many runs, each with a seed of its own."""
-    said, false, told = Counter[str](), 0, {REGRESSED, IMPROVED}
-    right = {REGRESSED} if setting.change else set[str]()
+    said, false, told = Counter[str](), 0, {_said.REGRESSED, _said.IMPROVED}
+    right = {_said.REGRESSED} if setting.change else set[str]()
     for seed in range(runs):
         first, *others = _run(random.Random(seed), setting)
         said[first] += 1
@@ -147,8 +128,11 @@ def table(settings: Iterable[Setting], runs: int) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for setting in settings:
         found = simulate(setting, runs)
-        told = (found.said[REGRESSED] + found.said[IMPROVED], found.said[INCONCLUSIVE])
-        shares = [f"{100 * each / runs:.1f} %" for each in (*told, found.said[SAME])]
+        told = (
+            found.said[_said.REGRESSED] + found.said[_said.IMPROVED],
+            found.said[_said.INCONCLUSIVE],
+        )
+        shares = [f"{100 * each / runs:.1f} %" for each in (*told, found.said[_said.SAME])]
         yield f"| {setting} | {' | '.join(shares)} | {found.false} |"
 
 

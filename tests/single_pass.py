@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import pytest
@@ -69,14 +68,6 @@ def rows(cells: str, *tables: dict[str, Any]) -> pytest.MarkDecorator:
     """Run a test on each row of some tables by name; `cells` are the arguments that it holds."""
     found = [pytest.param(*row, id=name) for table in tables for name, row in table.items()]
     return pytest.mark.parametrize(cells.split(), found)
-
-
-def every_other(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Half of all combinations, where each pair of values is enough.
-
-    Where all but the first have an odd number of values, each of them meets the others by turns.
-    """
-    return [*itertools.product(*values)][::2]
 
 
 def texts(joined: str) -> dict[str, str]:

@@ -68,8 +68,7 @@ SUNK = {
     conv(bias=False), nn.AvgPool2d(3, padding=1, ceil_mode=True);
     conv(bias=False), nn.AvgPool2d(2, divisor_override=3); conv(groups=2), nn.AvgPool2d(2);
     F.avg_pool2d(y := m.conv(x), y.shape[2:]);
-    conv(padding="same"), nn.AvgPool2d(2); F.adaptive_avg_pool2d(m.conv(x), output_size=(1, 1))
-    """,
+    conv(padding="same"), nn.AvgPool2d(2); F.adaptive_avg_pool2d(m.conv(x), output_size=(1, 1))""",
     IMAGE[1:]: "conv(), nn.AvgPool2d(2)",
     (0, *IMAGE[1:]): "conv(), nn.AvgPool2d(2)",
     (2, 4, 9): "nn.Conv1d(4, 5, 1), nn.AdaptiveAvgPool1d(1)",
@@ -95,50 +94,40 @@ STAYS: dict[Any, str] = {
     (PADDING, 1): "m.conv(F.pad(x, (1, 1))) + m.conv(F.pad(x, (1, 1), value=2.0))",
     (PADDING, "it pads with something else than a constant number of zeros"): """
     nn.ConstantPad2d(1, -1.0), conv(3, 3); m.conv(F.pad(x, (1, 1, 1, 1), mode="reflect"));
-    m.conv(F.pad(x, (-1, -1))); m.conv(F.pad(x, (x.shape[2], 7)))
-    """,
+    m.conv(F.pad(x, (-1, -1))); m.conv(F.pad(x, (x.shape[2], 7)))""",
     (PADDING, "it pads the two sides of a dimension differently"): "m.conv(F.pad(x, (1, 0)))",
     (PADDING, "it pads the channels or the batch"): """
-    m.conv(F.pad(x[:, 1:3], (0, 0, 0, 0, 1, 1)))
-    """,
+    m.conv(F.pad(x[:, 1:3], (0, 0, 0, 0, 1, 1)))""",
     (PADDING, "the convolution pads in another way"): "nn.ZeroPad2d(1), conv(3, 3, padding='same')",
     (PADDING, "one number is the padding of all dimensions"): """
-    F.conv2d(F.pad(x, (1, 1, 1, 1)), m.conv.weight, None, (1,), (0,))
-    """,
+    F.conv2d(F.pad(x, (1, 1, 1, 1)), m.conv.weight, None, (1,), (0,))""",
     (PADDING, READ): "(m.conv(y := F.pad(x, (1, 1))), y)",
     (PADDING, "what is padded is written later"): """
-    y = F.pad(x, (1, 1)); x.mul_(2.0); return m.conv(y)
-    """,
+    y = F.pad(x, (1, 1)); x.mul_(2.0); return m.conv(y)""",
     (PADDING, "the layer has tensors that no cast of it reaches"): "m.plain(F.pad(x, (1, 1)))",
     (PADDING, "it is empty, which a convolution may not read"): """
-    m.conv(F.pad(x[..., :0], (2, 2)))
-    """,
+    m.conv(F.pad(x[..., :0], (2, 2)))""",
     (SINK, "the pool does not divide by the number of places"): """
-    conv(), nn.AvgPool2d(3, padding=1); F.avg_pool2d(m.conv(x), 2, divisor_override=3)
-    """,
+    conv(), nn.AvgPool2d(3, padding=1); F.avg_pool2d(m.conv(x), 2, divisor_override=3)""",
     (SINK, "it pools other dimensions than the convolution has"): "F.avg_pool1d(m.conv(x[0]), 2)",
     (SINK, "the convolution pads"): "conv(padding=1), nn.AvgPool2d(2)",
     (SINK, COSTS): "conv(2), nn.AvgPool2d(2); conv(4), nn.AvgPool2d(1)",
     (SINK, COSTS, (2, 256, 9, 7)): "nn.Conv2d(256, 128, 1, groups=64), nn.AvgPool2d(2)",
     (SINK, READ): "(F.avg_pool2d(y := m.conv(x), 2), y)",
     (SINK, "what is convolved is written before it is pooled"): """
-    y = m.conv(x); x.mul_(2.0); return F.avg_pool2d(y, 2)
-    """,
+    y = m.conv(x); x.mul_(2.0); return F.avg_pool2d(y, 2)""",
     (SINK, "the forward writes their tensors"): """
-    y = m.conv(torch.relu(x)); m.conv.weight.mul_(0.5); return F.avg_pool2d(y, 2)
-    """,
+    y = m.conv(torch.relu(x)); m.conv.weight.mul_(0.5); return F.avg_pool2d(y, 2)""",
     # of a single place
     (SINK, "its output may be laid out otherwise", (2, 9, 4)): """
     nn.Flatten(0, 0), Forward("x.mT"), nn.Conv1d(4, 6, 1), nn.AdaptiveAvgPool1d(1),
-    nn.Conv1d(6, 6, 1, padding=1)
-    """,
+    nn.Conv1d(6, 6, 1, padding=1)""",
     (SINK, 0): "conv(stride=2), nn.AvgPool2d(2); conv(), nn.AdaptiveAvgPool2d((None, 1))",
     # the result lies in memory as before
     (SINK, 1): f'nn.Identity(), Forward("{LAST}"), conv(), nn.AvgPool2d(2)',
     (SINK, 1, (2, 1, 9, 7)): f"""
     nn.Identity(), Forward("{LAST}"), nn.Conv2d(1, 6, 1).to(memory_format=torch.channels_last),
-    nn.AvgPool2d(2)
-    """,
+    nn.AvgPool2d(2)""",
 }
 
 

@@ -16,15 +16,7 @@ from optimizer.passes import fuse
 from optimizer.passes.fuse import LinearReLU
 from optimizer.testing import assert_equivalent, inputs_like, randomize
 from tests.conftest import address
-from tests.single_pass import (
-    Forward,
-    ForwardOfTwo,
-    layers_of,
-    optimized_by,
-    spelled,
-    texts,
-    tried,
-)
+from tests.single_pass import Forward, ForwardOfTwo, layers_of, optimized_by, spelled, texts, tried
 
 LINEAR, ACTIVATION, OPERAND = "fuse_linear_relu", "reuse_activations", "reuse_operands"
 X = inputs_like([(3, 4)], "random", 0)
@@ -62,8 +54,7 @@ def assert_same_gradients(model: nn.Module, fast: Any, x: Tensor) -> None:
 ALONE = {
     (LINEAR, (LinearReLU,)): """
     F.relu(inplace=False, input=m.linear(input=x)); torch.relu_(m.linear(x));
-    F.relu(F.linear(input=x, bias=m.b, weight=m.w))
-    """,
+    F.relu(F.linear(input=x, bias=m.b, weight=m.w))""",
     (LINEAR, 2): "(m.linear(x).relu(), F.relu(m.linear(-x)))",
     (LINEAR, 0): "F.relu6(m.linear(x)); m.negative(m.linear(x)).relu()",
     (LINEAR, "the layer's output is read elsewhere"): "(y := m.linear(x), m.inplace(y))[0] + y",
@@ -73,17 +64,14 @@ ALONE = {
     (ACTIVATION, "a gradient needs the signs, which would not be kept"): """
     m.negative(m.linear(x))
     F.leaky_relu(m.linear(x), 1 - x.shape[0])
-    result = F.leaky_relu(m.linear(x), 0.5); result[result > 0] = 0.0; return result
-    """,
+    result = F.leaky_relu(m.linear(x), 0.5); result[result > 0] = 0.0; return result""",
     (ACTIVATION, "its input is needed elsewhere"): """
-    F.silu(m.w) + x; F.silu(torch.sigmoid(x)); F.silu(torch.add(x, 1.0, out=x.clone()))
-    """,
+    F.silu(m.w) + x; F.silu(torch.sigmoid(x)); F.silu(torch.add(x, 1.0, out=x.clone()))""",
     (ACTIVATION, "its result may be laid out otherwise"): "F.silu(x[..., None, None] + 1)",
     (OPERAND, "its operands are needed elsewhere"): "x * m.w; (y := m.linear(x), x + y)",
     (OPERAND, "a gradient of a square needs its root"): "(y := m.linear(x)) * y",
     (OPERAND, "the operands differ in dtype, shape or layout"): """
-    m.linear(x) + m.norm(x)[:1]; m.linear(x) + x.float(); m.linear(x) + x.t().contiguous().t()
-    """,
+    m.linear(x) + m.norm(x)[:1]; m.linear(x) + x.float(); m.linear(x) + x.t().contiguous().t()""",
     (OPERAND, 0): "torch.add(m.linear(x), m.norm(x), alpha=2)",
 }
 
@@ -114,8 +102,7 @@ OVER = """
     nn.ReLU6(); nn.Hardtanh(-0.25, 0.5); nn.LeakyReLU(0.25); nn.SiLU(); nn.Mish(); nn.Hardswish();
     nn.Hardsigmoid(); nn.GELU("tanh"); Forward("F.hardtanh(x, -0.5, max_val=0.25)");
     Forward("F.leaky_relu(x, negative_slope=0.25)"); Forward("F.mish(x, inplace=False)");
-    Forward("torch.relu(x)")
-"""
+    Forward("torch.relu(x)")"""
 
 
 @pytest.mark.parametrize("activation", texts(OVER))
@@ -156,8 +143,7 @@ def test_overwrites_the_operand_that_is_not_needed(forward: str, outcome: Any) -
 # Of a larger or a smaller batch, another dtype or layout, expanded.
 OTHERS = """
     torch.randn(2, 3, 4); torch.randn(4); torch.randn(3, 4).double(); torch.randn(4, 3).t();
-    torch.randn(3, 1).expand(3, 4)
-"""
+    torch.randn(3, 1).expand(3, 4)"""
 
 
 @pytest.mark.parametrize("later", texts(OTHERS))

@@ -55,22 +55,18 @@ FIRES: dict[Any, str] = {
     y = x * 2; before = y.sum(); y[y > 0] = 0.0; return (before, y.sum(), y)
     y = x * 2; y[x > 0] = 1.0; n = y > 0.5; z = y[n]; y.mul_(2.0); y[n] = z; return y
     a = x * 2; y = a.clone(); mask = a > 0; a.add_(5.0); y[mask] = 0.0; return (y, a)
-    y, mask = (x.clone(), x > 0); y[0] = 5.0; y[mask] = 0.0; return (y, mask)
-    """,
+    y, mask = (x.clone(), x > 0); y[0] = 5.0; y[mask] = 0.0; return (y, mask)""",
     (ASSIGNMENT, 2): """
-    y.index_put_((x > 0,), x.sum()); return torch.index_put_(y, [x < 0], x.sum().exp())
-    """,
+    y.index_put_((x > 0,), x.sum()); return torch.index_put_(y, [x < 0], x.sum().exp())""",
     (ASSIGNMENT, 1, torch.bfloat16): "y[x > 0] = 0.1",
     (ASSIGNMENT, 1, torch.int64): "y[x > 0] = True; y[x > 0] = -1.7",
     (ASSIGNMENT, 1, torch.uint8): "y[x > 0] = 255; y[x > 0] = -1",
     (ASSIGNMENT, 1, torch.bool): "y[x > 0] = 3; y[x > 0] = torch.nan",
     (UPDATE, 1): """
-    y[m] = v[m]; y[m] /= 7; y[m] = v[m] * 0.1 + 3; y[m] = v.t().contiguous().t()[m]
-    """,
+    y[m] = v[m]; y[m] /= 7; y[m] = v[m] * 0.1 + 3; y[m] = v.t().contiguous().t()[m]""",
     (UPDATE, 1, torch.float64): """
     z = y[0].sum(); y[m] *= -3.0; return y + z
-    y[m] += 1.0; w = y[0]; w.mul_(2.0); return y
-    """,
+    y[m] += 1.0; w = y[0]; w.mul_(2.0); return y""",
     (UPDATE, 2): "y[m] = v[m]; y[y > 1] += 1.0; return y * 2",
     (UPDATE, 1, torch.int8): "y[m] *= 77",
     (UPDATE, 1, torch.bfloat16): "y[m] = v[m] * 0.1",
@@ -90,35 +86,29 @@ def test_what_is_written_is_chosen(text: str, case: Any) -> None:
 STAYS: dict[Any, str] = {
     (ASSIGNMENT, 0): """
     y.index_put_((x > 0,), x.sum(), accumulate=True); y.index_put_((x > 0,), x.sum(), True);
-    y[x[:, 1].argsort()] = 0.0; y[1:2, :] = 2.0
-    """,
+    y[x[:, 1].argsort()] = 0.0; y[1:2, :] = 2.0""",
     (ASSIGNMENT, "the assigned value may have an element for each True"): "y[x > 0] = x[x > 0]",
     (ASSIGNMENT, "the assigned value has another dtype"): "y[x > 0] = x.sum().float()",
     (ASSIGNMENT, "it is filled in place and saves no copy"): """
-    return (x * 2).masked_fill_(x > 0, 1.0)
-    """,
+    return (x * 2).masked_fill_(x > 0, 1.0)""",
     (ASSIGNMENT, SEEN): """
     x[x > 0] = 0.0; return x
     own.seen[x > 0] = 0.0; return own.seen + x
     y = x * 2; view = y[0]; y[y > 0] = 0.0; return view + 1
-    y = x * 2; view = y.t(); view[view > 0] = 0.0; return y
-    """,
+    y = x * 2; view = y.t(); view[view > 0] = 0.0; return y""",
     (ASSIGNMENT, "it is no real number", torch.complex128): "y[x.real > 0] = 2.0",
     (ASSIGNMENT, "the dtype cannot hold the number", torch.float16): "y[x > 0] = 1e5",
     (ASSIGNMENT, DEVICES): f"y[x > 0] = 0.0; return y.exp().{ON_META}",
     (UPDATE, 0): """
-    y[m[:, 0]] = v[m[:, 0]]; y[m] = v[m] + v[m]; y[m] = v[m].exp()
-    """,
+    y[m[:, 0]] = v[m[:, 0]]; y[m] = v[m] + v[m]; y[m] = v[m].exp()""",
     (UPDATE, "a mask of rows touches fewer of them"): "r = m[:, 0]; y[r] += 1.0; return y",
     (UPDATE, "it is indexed by numbers"): "r = m[:, 0].nonzero()[:, 0]; y[r] += 1.0; return y",
     (UPDATE, "what the value is chosen from or by is written in between"): """
     g = v[m]; v.add_(1.0); y[m] = g; return y
-    m = m.clone(); g = v[m]; m.logical_and_(m); y[m] = g; return y
-    """,
+    m = m.clone(); g = v[m]; m.logical_and_(m); y[m] = g; return y""",
     (UPDATE, SEEN): "x[m] += 1.0; return x * 1.5",
     (UPDATE, "the value overlaps what is written"): """
-    y = x[:3] * 2; n = m[:3]; y[n] = y.t()[n]; return y
-    """,
+    y = x[:3] * 2; n = m[:3]; y[n] = y.t()[n]; return y""",
 }
 
 
@@ -137,20 +127,11 @@ def test_without_example_inputs_nothing_is_known(name: str, text: str) -> None:
     tried(name, model_of(name, text), (), unknown, given(3, 3))
 
 
-# What eager rejects, and why it stays
-ERRORS: dict[str, tuple[str, Any]] = {
-    "y[m] = (v + 1j)[m]": (UPDATE, "the value has another dtype"),
-    "y[m] = v[m].flip(0)[:2]": (UPDATE, 0),
-}
+def test_an_error_of_eager_is_one_here() -> None:
+    model, inputs = model_of(UPDATE, "y[m] = (v + 1j)[m]"), given(4, 3)
+    fast = optimized_by(UPDATE, model, *inputs)
 
-
-@pytest.mark.parametrize("text", ERRORS)
-def test_an_error_of_eager_is_one_here(text: str) -> None:
-    name, outcome = ERRORS[text]
-    model, inputs = model_of(name, text), given(4, 3)
-    fast = optimized_by(name, model, *inputs)
-
-    assert_outcome(name, fast, outcome)
+    assert_outcome(UPDATE, fast, "the value has another dtype")
     for each in (model, fast):
         with pytest.raises((RuntimeError, IndexError)):
             each(*inputs)

@@ -41,34 +41,28 @@ ACTIVATIONS: dict[Any, str] = {
     x * (m.relu6(x + 3.0) / 6.0)
     F.hardsigmoid(x) * x
     x * (x + 3).clamp(min=0, max=6) * (1 / 6)
-    y = x + 3; y = y.clamp_(0, 6); y /= 6; return y.mul_(x)
-    """,
+    y = x + 3; y = y.clamp_(0, 6); y /= 6; return y.mul_(x)""",
     (F.hardsigmoid,): """
     torch.clamp(max=6, min=0, input=x.add(3.0)).div(6); m.hardtanh(x + 3) / 6;
-    F.relu6(x + 4 - 1) / 6
-    """,
+    F.relu6(x + 4 - 1) / 6""",
     (F.gelu,): """
-    0.5 * x * (1 + m.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-    """,
+    0.5 * x * (1 + m.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))""",
     ELSEWHERE: """
     gate = torch.sigmoid(x); return (x * gate, gate)
     moved = x + 3; clamped = moved.clamp_(0, 6); return x * clamped / 6 + moved
     y = x * 1; gate = y.sigmoid_(); return y * gate
     y = x * 0.5; z = y.mul_(-1.0); return y * 2 * torch.sigmoid(z * -2)
-    return x.add_(3).clamp_(0, 6).div_(6)
-    """,
+    return x.add_(3).clamp_(0, 6).div_(6)""",
     WRITTEN: "y = x * 2; gate = torch.sigmoid(y); y.add_(1.0); return y * gate",
     "the result would differ in layout": """
-    (y := x.as_strided((1, 3, 4), (1, 2, 0))) * F.hardsigmoid(y)
-    """,
+    (y := x.as_strided((1, 3, 4), (1, 2, 0))) * F.hardsigmoid(y)""",
     "its input is not floating point": "y = x.long(); return y * torch.sigmoid(y)",
     # What only looks alike, and a spelling of more than twelve calls
     0: f"""
     x * torch.sigmoid(1.702 * x); x * x.flip(0).sigmoid(); x * F.relu6(x + 3) / 5;
     x * (x + 3).clamp(0, 6) // 6; torch.add(x, 3, alpha=2).clamp(0, 6) / 6; F.hardtanh(x + 3) / 6;
     0.5 * x * (1 + torch.erf(x / math.sqrt(2.0))); x * F.relu6(x + 3) * 0.1666667;
-    x * torch.sigmoid(x.clamp(min=-100)); x / 0; x * torch.sigmoid(x{" * 1" * 11})
-    """,
+    x * torch.sigmoid(x.clamp(min=-100)); x / 0; x * torch.sigmoid(x{" * 1" * 11})""",
 }
 
 
@@ -114,24 +108,20 @@ ATTENTIONS: dict[Any, str] = {
     (1,): f"""
     {PLAIN}; {SCALED}; m.softmax(2.0 * (q * 0.3 @ (k.mT / 4) * -3)) @ v;
     torch.matmul(torch.softmax(input=torch.div(torch.matmul(q, k.mT), 4.0), dim=-1), v);
-    q.matmul(k.mT).mul(0.3).softmax(-1).matmul(v); (q @ k.mT).softmax(-1) @ v + q * k.mean() - v
-    """,
+    q.matmul(k.mT).mul(0.3).softmax(-1).matmul(v); (q @ k.mT).softmax(-1) @ v + q * k.mean() - v""",
     (1, HALF, *[(1, 4, 64, 8)] * 3): PLAIN,
     (1, torch.float32, *[(1, 4, 65, 8)] * 3): PLAIN,
     (0,): """
     torch.relu(q).softmax(-1) @ v.mT; (q @ k.mT * m.bias).softmax(-1) @ v;
     (2.0 / (q @ k.mT)).softmax(-1) @ v; (q @ k.mT / 0).softmax(-1) @ v;
     v.mT @ (q @ k.mT).softmax(-1); torch.matmul(torch.softmax(q @ k.mT, -1), other=v);
-    torch.softmax(torch.matmul(q, other=k.mT), -1) @ v
-    """,
+    torch.softmax(torch.matmul(q, other=k.mT), -1) @ v""",
     ("a mask may hide all keys from a query",): "(q @ k.mT + m.bias).softmax(-1) @ v",
     ("its softmax is over another axis or dtype",): """
-    (q @ k.mT).softmax(-2) @ v; (q @ k.mT).softmax(-1, dtype=torch.float64) @ v
-    """,
+    (q @ k.mT).softmax(-2) @ v; (q @ k.mT).softmax(-1, dtype=torch.float64) @ v""",
     (ELSEWHERE,): """
     weights = (q @ k.mT).softmax(-1); return (weights @ v, weights)
-    scores = q @ k.mT; scores.tanh_(); return scores.softmax(-1) @ v
-    """,
+    scores = q @ k.mT; scores.tanh_(); return scores.softmax(-1) @ v""",
     (WRITTEN,): "weights = (q @ k.mT).softmax(-1); q.mul_(2.0); return weights @ v",
     ("its result is written",): "((q @ k.mT).softmax(-1) @ v).mul_(2.0)",
     (FOUR, torch.float64, *[SHAPE[1:]] * 3): "(q @ k.mT).softmax(2) @ v",
@@ -214,26 +204,20 @@ def test_a_number_that_is_an_argument_may_be_a_tensor_in_a_later_call() -> None:
 # Linears of matrices, and of any rank
 PRODUCTS: dict[Any, str] = {
     (nn.Linear,): """
-    m.bias.addmm(x, m.weight.T); x.mm(m.weight.t()); torch.addmm(m.bias, x, m.untransposed)
-    """,
+    m.bias.addmm(x, m.weight.T); x.mm(m.weight.t()); torch.addmm(m.bias, x, m.untransposed)""",
     (nn.Linear, "any rank"): """
     x @ m.weight.transpose(0, 1); x @ m.untransposed; torch.matmul(x, m.weight.permute(-1, 0));
-    x @ m.square; x @ m.square.transpose(1, 1)
-    """,
+    x @ m.square; x @ m.square.transpose(1, 1)""",
     0: """
     x @ x.mT; m.weight @ x.mT; x @ (m.weight * 2.0).t(); x @ m.weight.transpose(0, x.dim() - 1);
-    torch.addmm(m.bias * 2.0, x, m.weight.t())
-    """,
+    torch.addmm(m.bias * 2.0, x, m.weight.t())""",
     "its terms are scaled, or the result is written elsewhere": """
-    torch.addmm(m.bias, x, m.weight.t(), beta=2.0)
-    """,
+    torch.addmm(m.bias, x, m.weight.t(), beta=2.0)""",
     "the model's tensor is no matrix": "x @ m.vector",
     "what is added is no bias, one number for each output": """
-    torch.addmm(m.square, x, m.square.t())
-    """,
+    torch.addmm(m.square, x, m.square.t())""",
     "the forward may write the matrix": """
-    y = x @ m.untransposed; m.untransposed.mul_(2.0); return y + m.untransposed.sum()
-    """,
+    y = x @ m.untransposed; m.untransposed.mul_(2.0); return y + m.untransposed.sum()""",
 }
 
 

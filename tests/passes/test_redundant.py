@@ -48,69 +48,56 @@ def model_of(forward: str) -> nn.Module:
 ALONE: dict[Any, str] = {
     (CSE, 1): """
     x.sum(dim=1, keepdim=True) * x.sum(dim=1, keepdim=True); x[:, 1:3] * x[:, 1:3];
-    m.linear(x) * m.linear(x).exp(); (x.exp(), x.exp() + 1); x * (m.steps * 3) + m.steps * 3
-    """,
+    m.linear(x) * m.linear(x).exp(); (x.exp(), x.exp() + 1); x * (m.steps * 3) + m.steps * 3""",
     (CSE, 2): "x.chunk(2)[0] * x.chunk(2)[0]",
     (CSE, 0): """
     x.new_tensor([0.0, 1.0, 2.0]) / x.new_tensor([-0.0, 1.0, 2.0]); x[[0, 1]].sum() + x[0, 1];
     x[1:, 0:4:2] + x[1:, 0:4:3]; x[:, None] + x[None]; m.linear(x) + m.other(x);
     (x.sum(dtype=torch.int64), x.sum(dtype=torch.float32)); x.clamp(min=0.5) + x.clamp(max=0.5);
-    m.draws(x) + m.draws(x); m.learns(x) + m.learns(x); torch.rand_like(x) + torch.rand_like(x)
-    """,
+    m.draws(x) + m.draws(x); m.learns(x) + m.learns(x); torch.rand_like(x) + torch.rand_like(x)""",
     (CSE, "what it reads may be written in between"): """
     before = x.exp(); x.add_(1.0); return before + x.exp()
     before = x * m.steps; m.steps.add_(1.0); return before + x * m.steps
-    y = m.linear(x.double()); m.linear.weight.mul_(2.0); return y + m.linear(x.double())
-    """,
+    y = m.linear(x.double()); m.linear.weight.mul_(2.0); return y + m.linear(x.double())""",
     (CSE, "a result is written, which the other must not see"): """
     first, again = (x.exp(), x.exp()); first.add_(1.0); return first * again
-    first, again = (x.exp(), x.exp()); again[0] = 1.0; return first * again
-    """,
+    first, again = (x.exp(), x.exp()); again[0] = 1.0; return first * again""",
     (CSE, "both are returned"): "[x.exp().t(), {'y': x.exp()[0]}]",
     (CLONES, 1): """
     y = torch.tanh(x); saved = y.clone(); z = torch.relu(y); z += saved; return z
-    y = torch.tanh(x); y.mul_(2.0); return torch.relu(torch.clone(y))
-    """,
+    y = torch.tanh(x); y.mul_(2.0); return torch.relu(torch.clone(y))""",
     (CLONES, 0): "torch.relu(torch.tanh(x[None, None]).clone(memory_format=torch.channels_last))",
     (CLONES, "what is copied was not made here, and may lie anyhow in memory"): """
-    torch.relu(x.clone()); torch.relu(torch.tanh(x).t().clone())
-    """,
+    torch.relu(x.clone()); torch.relu(torch.tanh(x).t().clone())""",
     (CLONES, "the copy or a view of it is seen"): """
-    torch.tanh(x).clone().view(-1).exp(); torch.tanh(x).clone()
-    """,
+    torch.tanh(x).clone().view(-1).exp(); torch.tanh(x).clone()""",
     (CLONES, "the copy is written"): """
-    y = torch.tanh(x); z = y.clone(); z[0] = 2.0; return y + z.exp()
-    """,
+    y = torch.tanh(x); z = y.clone(); z[0] = 2.0; return y + z.exp()""",
     (CLONES, "what is copied is written later"): """
-    y = torch.tanh(x); z = y.clone(); y[0].mul_(2.0); return z + y
-    """,
+    y = torch.tanh(x); z = y.clone(); y[0].mul_(2.0); return z + y""",
     (IDENTITIES, 1): """
-    m.same(input=x).exp(); m.alpha(x); m.drop1(x[0]); m.drop2(x); m.drop3(x); m.features(x);
-    F.dropout(training=m.training, input=x); F.alpha_dropout(x); F.dropout1d(x[0], training=False);
-    F.dropout2d(x, training=False); F.dropout3d(x, training=False); m.drop(x).mul_(2.0) + x;
-    F.feature_alpha_dropout(x, 0.5, False); torch.dropout(x, p=0.5, train=m.training)
-    """,
+    m.same(input=x).exp(); m.alpha(x); m.drop1(x[0]); m.drop2(x); m.drop3(x);
+    m.features(x); F.dropout(training=m.training, input=x); F.alpha_dropout(x);
+    F.dropout1d(x[0], training=False); F.dropout2d(x, training=False);
+    F.dropout3d(x, training=False); m.drop(x).mul_(2.0) + x;
+    F.feature_alpha_dropout(x, 0.5, False); torch.dropout(x, p=0.5, train=m.training)""",
     (IDENTITIES, 0): "m.tripled(x)",
     (IDENTITIES, "it is in training mode and drops values"): """
-    m.draws(x).exp(); torch.dropout(x, 0.5, True); F.dropout(x, 0.5, x.dim() == 9)
-    """,
+    m.draws(x).exp(); torch.dropout(x, 0.5, True); F.dropout(x, 0.5, x.dim() == 9)""",
     (IDENTITIES, "its input is a constant"): "x * m.same(2.0)",
     (CONSTANTS, 1): """
     x.exp() + 2.0 ** m.weight; x.exp() + m.table[m.index].sum(0);
     x.exp() + torch.sum(input=m.matrix, dim=0); x[0, 0] + m.weight[:1].repeat(1 << 17);
     x.exp() + m.linear(m.table).t()[None][0, :, 1]; x.exp() + m.norm(m.table)[2];
     torch.where(m.weight > 0, x.exp(), 0.0); x.exp()[:, (m.index - 1) % 3];
-    x.exp() + torch.outer(m.large, m.large).mean()
-    """,
+    x.exp() + torch.outer(m.large, m.large).mean()""",
     (CONSTANTS, 2): "x.exp() + (m.linear(m.table).relu() + 1).chunk(5)[2] * 2",
     (CONSTANTS, (operator.mul, operator.add)): "y = torch.sigmoid(m.weight); return x * y + y",
     (CONSTANTS, (operator.getitem, "expand", operator.add)): """
-    x[0] + m.linear(m.table).mean(0).expand(70000, 3)
-    """,
+    x[0] + m.linear(m.table).mean(0).expand(70000, 3)""",
     (CONSTANTS, 0): """
     x + torch.rand(3, dtype=x.dtype) * 2; x + F.dropout(m.weight, 0.5, True); x @ m.matrix.t();
-    x * m.matrix.shape[0]; x.new_ones(3) * 2 + x; x + m.encoder(m.table[None])[0, 0]
-    """,
+    x * m.matrix.shape[0]; x.new_ones(3) * 2 + x; x + m.encoder(m.table[None])[0, 0]""",
 }  # fmt: skip
 
 
@@ -157,8 +144,7 @@ def test_a_list_that_may_be_filled_is_not_shared() -> None:
 IN_VAIN = {
     ("exp",): """
     m.linear(x).sin().t().sum() + 1; x.size(1) * 2; m.norm(x); ((y := x.sin()) + 1, y * 2);
-    torch.zeros(3, dtype=x.dtype) + torch.arange(3); F.dropout(x, training=False)
-    """,
+    torch.zeros(3, dtype=x.dtype) + torch.arange(3); F.dropout(x, training=False)""",
     # What writes, draws, asserts or runs a hook is no dead code.
     0: """
     x.t()[0].zero_(); m.clamped(x * 2); m.steps.copy_(x.sum()); torch.rand_like(x); m.hooked(x);
@@ -223,23 +209,18 @@ def test_a_folded_constant_is_a_buffer_that_is_saved_and_does_not_learn() -> Non
 
 CAST = """
     x + m.index / 3; (x + torch.complex(m.weight, m.weight)).abs();
-    x + (m.weight * 2).to(torch.float32)
-"""
+    x + (m.weight * 2).to(torch.float32)"""
 VARIABLE = {
     "the forward writes it, or what it is made of": """
     m.steps[0] += 1.0; return x + m.steps.exp()
     m.norm.running_mean.add_(1.0); return x + m.norm(m.table)[0]
-    y = (m.weight * 2).type_as(x.float()); y[:2].add_(1.0); return x * y
-    """,
+    y = (m.weight * 2).type_as(x.float()); y[:2].add_(1.0); return x * y""",
     "it is returned, and so has to be new in each call": """
-    {"x": x, "y": [(m.matrix * 2).t()[0]]}; (m.weight * 2).to(x.dtype)
-    """,
+    {"x": x, "y": [(m.matrix * 2).t()[0]]}; (m.weight * 2).to(x.dtype)""",
     "it is larger than what it is made of": """
-    x[0, 0] + m.weight[:1].repeat((1 << 17) + 1); x[0] + m.weight.repeat(70000, 1)[0]
-    """,
+    x[0, 0] + m.weight[:1].repeat((1 << 17) + 1); x[0] + m.weight.repeat(70000, 1)[0]""",
     "it would not be cast or moved with the model": f"""
-    {CAST}; x + m.index.new_ones(3, device='cpu')
-    """,
+    {CAST}; x + m.index.new_ones(3, device='cpu')""",
 }
 
 

@@ -37,8 +37,7 @@ SWAPS = """
     x.transpose(-1, -2); x.mT; torch.transpose(input=x, dim0=1, dim1=2);
     x.swapaxes(axis0=1, axis1=-1); torch.swapdims(x, 1, 2); x.permute([0, 2, 1]);
     torch.permute(input=x, dims=(0, -1, 1)); x.movedim((1, 2), (2, 1));
-    x.moveaxis(source=1, destination=2)
-"""
+    x.moveaxis(source=1, destination=2)"""
 
 
 @pytest.mark.parametrize("outer", texts(SWAPS))
@@ -69,12 +68,10 @@ COMPOSED: dict[Any, str] = {
     ((2, 3, 4), 1): "y = x.clone().transpose(1, 2); y.add_(1.0); return y.transpose(1, 2)",
     ((2, 3, 4), "its rank depends on sizes"): """
     x.squeeze().transpose(1, 2).mT; x.flatten(0, x.shape[0] - 2).transpose(1, 2).mT;
-    x.view(x.shape[:x.shape[0] + 1]).transpose(1, 2).mT
-    """,
+    x.view(x.shape[:x.shape[0] + 1]).transpose(1, 2).mT""",
     ((2, 3, 4), "its axes are computed"): "x.permute(0, x.dim() - 1, 1).permute(0, 2, 1)",
     ((2, 3, 4), "'getattr_1' has no known shape"): """
-    x.masked_select(x > 0).reshape(-1, 1, 1).transpose(1, 2).mT
-    """,
+    x.masked_select(x > 0).reshape(-1, 1, 1).transpose(1, 2).mT""",
     (None, ()): "x.permute(0, 2, 1).transpose(1, 2)",
     (None, "the graph was captured without example inputs"): "x.transpose(1, 2).mT",
 }
@@ -83,14 +80,9 @@ COMPOSED: dict[Any, str] = {
 @spelled(COMPOSED, cells="forward case")
 def test_transposes_are_composed(forward: str, case: Any) -> None:
     shape, outcome = case
+    calls = [(tensor(*shape),)] if shape else [(), (CUBE,)]
 
-    tried(
-        COMPOSE,
-        model_of(forward),
-        (tensor(*shape),) if shape else (),
-        outcome,
-        () if shape else (CUBE,),
-    )
+    tried(COMPOSE, model_of(forward), calls[0], outcome, *calls[1:])
 
 
 def sunk(text: str, outcome: Any, *inputs: Tensor, later: Any = ()) -> Any:
@@ -108,15 +100,12 @@ def sunk(text: str, outcome: Any, *inputs: Tensor, later: Any = ()) -> Any:
 
 OPERATIONS = """
     m.leaky(x); m.sigmoid(x); x.tanh(); F.silu(x); torch.add(x, 1.0, alpha=2); 1 / (x + 4.0);
-    (-torch.relu(x) + 1.0).exp(); x * torch.sigmoid(x)
-"""
+    (-torch.relu(x) + 1.0).exp(); x * torch.sigmoid(x)"""
 
 
 @pytest.mark.parametrize("operation", texts(OPERATIONS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_pair_around_an_operation_vanishes_and_keeps_every_bit(
-    operation: str, dtype: torch.dtype
-) -> None:
+def test_a_pair_around_an_operation_vanishes_and_keeps_every_bit(operation, dtype):
     text = f"x = x.permute(0, 2, 3, 1); y = {operation}; return y.permute(0, 3, 1, 2)"
     x, *others = (
         tensor(*shape).to(dtype) for shape in ((2, 3, 4, 5), (7, 17, 9, 3), (1, 2, 33, 1))
@@ -132,22 +121,18 @@ SUNK: dict[Any, Any] = {
     return (x.mT + torch.relu(x * 2.0).mT).mT
     return torch.relu(torch.tanh({CYCLE}).permute(1, 2, 0)).permute(1, 2, 0)
     y = torch.relu(x.mT).mT; y.mul_(2.0); return (y, x)
-    y = x.clone(); z = y.mT; y.mul_(2.0); w = torch.tanh(z).mT; y.add_(1.0); return w + y
-    """,
+    y = x.clone(); z = y.mT; y.mul_(2.0); w = torch.tanh(z).mT; y.add_(1.0); return w + y""",
     ((2, 3, 4), 1): f"torch.tanh({CYCLE}).permute(1, 2, 0)",
     ((2, 3, 4), ()): """
     m.hooked(x.mT).mT; m.slopes(x.mT).mT; torch.relu(x.mT); (x.mT + x.new_ones(4, 3)).mT;
     F.gelu(x.mT).mT; torch.relu_(x.exp().mT).mT; x.mT.cumsum(-1).mT;
-    torch.relu(x.permute(0, x.dim() - 1, 1)).mT; torch.relu(x.mT).permute(0, x.dim() - 1, 1)
-    """,
+    torch.relu(x.permute(0, x.dim() - 1, 1)).mT; torch.relu(x.mT).permute(0, x.dim() - 1, 1)""",
     ((2, 3, 4), "a value between the transposes is read elsewhere"): """
-    y = torch.relu(x.mT); return (y.mT, y)
-    """,
+    y = torch.relu(x.mT); return (y.mT, y)""",
     ((3, 3, 3), "the operands are transposed differently"): f"({CYCLE} + {BACK}).permute(1, 0, 2)",
     ((1, 4), SHAPE): "(x[:1].mT + x[:, :1].mT).mT",
     ((2, 3, 4), "what is transposed may be repeated in memory"): """
-    torch.relu(x[:1, :, None].expand(2, 3, 5, 4).permute(2, 3, 0, 1)).mT
-    """,
+    torch.relu(x[:1, :, None].expand(2, 3, 5, 4).permute(2, 3, 0, 1)).mT""",
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +46,6 @@ BAD = {
     "optimizer.check(a_model(), a_model(), WIDE)": REJECTS,
     "optimize(X, UNUSED, level=7)": "level 7 does not exist: use 0",
     "optimize(X, UNUSED, check='always')": "check='always' does not exist: use 'final'",
-    "optimize(None, check='always')": "check='always' does not exist",
     "optimize(X, UNUSED, only=3)": "only is 3: pass a list",
     "optimizer.bisect(UNUSED, X, disable=None)": "disable is None: pass a list",
     "optimize(X, UNUSED, level=2, cuda_graph='no')": "cuda_graph is 'no': pass True or False",
@@ -64,7 +62,6 @@ BAD = {
     "optimize(X, UNUSED, only=['fold_batchnrm'])": "no pass named 'fold_batchnrm'",
     "optimize(X, UNUSED, disable=[3])": "no pass named 3",
     "optimizer.explain('compose_transpose')": "compose_transposes or",
-    "optimizer.explain('zzz')": "fold_affine",
 }
 
 
@@ -108,9 +105,7 @@ ARGUMENTS = [
 
 @pytest.mark.filterwarnings("ignore:the model is in training mode")
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
-def test_any_value_is_honoured_or_a_typed_error(
-    name: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_value_is_honoured_or_a_typed_error(name, argument, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # for values that name a file
     entry, others = ENTRIES[name]
     wrong = []

@@ -6,21 +6,16 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from optimizer.lowering.engines import ENGINES
 from optimizer.testing._subject import Optimize
-from tests.quality import generic as _generic
 from tests.quality import hunt as _hunt
 from tests.quality import score as _score
 from tests.quality import soak as _soak
-from tests.quality.mutants import Mutant, catalogue, sample
-
-_MUTANTS: dict[str, Callable[[], dict[str, Mutant]]] = {
-    "catalogue": catalogue,
-    "generic": _generic.mutants,
-}
+from tests.quality.mutants import catalogue, sample
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,21 +35,14 @@ def _parser() -> argparse.ArgumentParser:
 
     score = command("score", _run_score, "which mistakes are found, after how many examples")
     score.add_argument("mutants", nargs="*", help="their names; all if none are given")
-    score.add_argument("--of", choices=_MUTANTS, default="catalogue", help="written or generic")
-    score.add_argument(
-        "--by",
-        nargs="+",
-        choices=_score.FINDERS,
-        default=["models"],
-        help="who looks for each, the next where one finds nothing",
-    )
+    finders: dict[str, Any] = {"nargs": "+", "choices": _score.FINDERS}
+    in_turn = "who looks for each, the next where one finds nothing"
+    score.add_argument("--by", **finders, default=["models"], help=in_turn)
     score.add_argument("--sample", type=int, help="only so many of them")
     score.add_argument("--seed", type=int, default=0, help="other ones for another one")
     score.add_argument("--budget", type=int, default=_score.BUDGET, help="models for each")
     score.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    score.add_argument(
-        "--trust", nargs="+", choices=_score.FINDERS, default=[], help="who passed just before"
-    )
+    score.add_argument("--trust", **finders, default=[], help="who passed just before")
     hunt = command("hunt", _run_hunt, "the defects of other tools")
     hunt.add_argument("--target", choices=_hunt.targets(), help="one of them; all if not given")
     hunt.add_argument("--examples", type=int, help="so many; else as many as each target has")
@@ -68,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_score(options: argparse.Namespace) -> int:
-    known, equivalent = _MUTANTS[options.of](), _generic.equivalent()
+    known = catalogue()
     named = [known[name] for name in options.mutants] or known.values()
     chosen = sample(named, options.sample, options.seed)
     asked = (options.by, options.budget, options.processes, options.trust)
@@ -77,11 +65,11 @@ def _run_score(options: argparse.Namespace) -> int:
     def counted() -> Iterator[_score.Verdict]:
         nonlocal survive
         for each in _score.score(chosen, *asked):
-            survive += not each.killed and each.mutant.name not in equivalent
+            survive += not each.killed
             yield each
 
     try:
-        _print(_score.table(counted(), equivalent))
+        _print(_score.table(counted()))
     except _score.UnsoundError as error:
         print(error)
         return 1

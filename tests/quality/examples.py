@@ -41,8 +41,7 @@ _NEAR = {
     "capture": tuple(TOKENS),
     "lowering": (
         "linear out dup t01 out swap relu_F", "linear out relu_F", "linear iview_statement",
-        "linear chunk_swapped",
-    ),
+        "linear chunk_swapped"),
 }  # fmt: skip
 
 Counts: TypeAlias = Counter[str]

@@ -113,14 +113,8 @@ def concerned(mutant: Mutant) -> list[str]:
 @cache
 def homes() -> dict[str, str]:
     """The file of each pass, below the package and without its ending, by name."""
-    trees = {each.stem: ast.parse(each.read_text()) for each in (PACKAGE / "passes").glob("*.py")}
-    functions = {
-        node.name: f"passes/{stem}"
-        for stem, tree in trees.items()
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef)
-    }
-    return {name: functions[name] for name in MOTIFS}
+    modules = {each.name: each.apply.__module__ for each in optimizer.all_passes()}
+    return {name: modules[name].removeprefix("optimizer.").replace(".", "/") for name in MOTIFS}
 
 
 def of_capture() -> set[str]:

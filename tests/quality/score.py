@@ -225,23 +225,22 @@ def _require_sound(mutant: Mutant, sound: Sound) -> Sound:
     return sound
 
 
-def table(verdicts: Iterable[Verdict], equivalent: Mapping[str, str]) -> Iterator[str]:
-    """The lines of a Markdown table of all verdicts, and what they come to.
-
-    `equivalent` are those that no one can find, by name, and why.
-    """
-    yield from (
-        "| mutant | origin | examples to kill | seconds | why |",
-        "|---|---|---|---|---|",
-    )
+def table(verdicts: Iterable[Verdict]) -> Iterator[str]:
+    """The lines of a Markdown table of all verdicts, and what they come to."""
+    yield "| mutant | origin | examples to kill | seconds | why |"
+    yield "|---|---|---|---|---|"
     counted = []
     for each in verdicts:
-        name = each.mutant.name
-        told = each.evidence or equivalent.get(name, "")
         examples = f"{each.examples} {each.by}" if each.killed else "survives"
-        cells = (name, each.mutant.origin, examples, f"{each.seconds:.1f}", told)
+        cells = (
+            each.mutant.name,
+            each.mutant.origin,
+            examples,
+            f"{each.seconds:.1f}",
+            each.evidence,
+        )
         yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-        counted += [each] if each.killed or name not in equivalent else []
+        counted.append(each)
     yield from ("", _summary(counted))
 
 

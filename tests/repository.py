@@ -68,3 +68,10 @@ def stored(file, commit, rows, **about):
     about = {"commit_hash": commit, "env_name": "here", "result_columns": COLUMNS} | about
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(about | {"results": rows}))
+
+
+def commit_number():
+    """How many commits lead to this one; 0 outside a repository."""
+    command = ["git", "rev-list", "--count", "HEAD"]
+    counted = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return int(counted.stdout or 0)

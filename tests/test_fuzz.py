@@ -5,12 +5,8 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable
 from functools import cache
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,6 +25,7 @@ from optimizer.testing import (
     models,
 )
 from optimizer.testing._strategies import NOT_RECORDED
+from tests.repository import commit_number, table
 
 PASSES = {each.name: each for each in optimizer.all_passes()}
 # A @given test is one unit of work: shards let the workers share it.
@@ -43,9 +40,7 @@ PLACES = (
 )
 
 
-def fuzz(
-    property_: Callable[[Spec], object], *, count: int = 0, shard: int = 0, **choices: Any
-) -> None:
+def fuzz(property_, *, count=0, shard=0, **choices):
     """Try a property on so many models, or as the profile says; other ones in each shard."""
 
     @given(models(**choices))
@@ -61,9 +56,11 @@ def test_every_pass_has_motifs() -> None:
     assert set(MOTIFS) == set(PASSES)
 
 
-@pytest.mark.parametrize(
-    ("name", "program"), [(name, program) for name in MOTIFS for program in MOTIFS[name].fires]
-)
+FIRES = [(name, program) for name in MOTIFS for program in MOTIFS[name].fires]
+NEAR = [(name, program) for name in MOTIFS for program in MOTIFS[name].near]
+
+
+@table("name program", *FIRES)
 def test_every_pass_fires_on_its_motif(name: str, program: str) -> None:
     spec = Spec(tuple(program.split()), MOTIFS[name].shape)
     candidate = check_spec(spec, Optimize(only=(name,)))
@@ -71,9 +68,7 @@ def test_every_pass_fires_on_its_motif(name: str, program: str) -> None:
     assert name in candidate.report.counts()
 
 
-@pytest.mark.parametrize(
-    ("name", "program"), [(name, p) for name in MOTIFS for p in MOTIFS[name].near]
-)
+@table("name program", *NEAR)
 def test_a_near_miss_keeps_the_answer(name: str, program: str) -> None:
     turn = len(program)  # other places and another quarter of the calls for another program
     for place in (turn, turn + 2):
@@ -86,14 +81,6 @@ def test_a_near_miss_keeps_the_answer(name: str, program: str) -> None:
 @cache
 def is_quick() -> bool:
     return bool(settings.default and settings.default.derandomize)
-
-
-@cache
-def commit_number() -> int:
-    """How many commits lead to this one; 0 outside a repository."""
-    command, root = ["git", "rev-list", "--count", "HEAD"], Path(__file__).parent
-    counted = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    return int(counted.stdout or 0)
 
 
 # In other places generated models have them. A quick run takes a quarter, each commit another one.
@@ -117,10 +104,9 @@ def test_a_pass_alone_keeps_the_answer(name: str, shard: int) -> None:
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_level_0_keeps_the_bits(dtype: torch.dtype, shard: int) -> None:
-    fuzz(
-        lambda spec: assert_kept(spec, Optimize(level=0), exact=True, dtype=dtype),
-        shard=shard,
-    )
+    subject = Optimize(level=0)
+
+    fuzz(lambda spec: assert_kept(spec, subject, exact=True, dtype=dtype), shard=shard)
 
 
 @pytest.mark.parametrize("shard", range(4))

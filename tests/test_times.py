@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from optimizer.core.inputs import Call
 from optimizer.lowering import choose as _choose
-from optimizer.lowering.choose import Times
+from optimizer.lowering.candidates import AS_IT_IS
+from optimizer.lowering.choose import ByRegion, Chooser, Times, Tuning
+from optimizer.lowering.trace import straight_line
 from tests.single_pass import rows
 
 
@@ -78,3 +82,19 @@ def test_a_race_ends_when_the_device_is_done(monkeypatch):
     Times((torch.ones(1),)).race({"one": lambda x: events.append("run")}, 0, fewest=1)
 
     assert events[:3] == ["wait", "run", "wait"]
+
+
+def test_a_region_answers_once_for_all_candidates_that_are_verified(monkeypatch):
+    calls = []
+
+    def call(self, name, program, inputs, fill=False):
+        calls.append(name)
+        self.seconds[name].append(1.0)
+        return program(*inputs)
+
+    monkeypatch.setattr(Times, "call", call)
+    layer, x = nn.Conv2d(4, 4, 1, groups=2), torch.randn(2, 4, 4, 4)
+    line = straight_line(layer, [*layer.parameters()], Call((x,), {})).module
+    ByRegion(line, Chooser(Tuning(engines=()))).run(x)
+    first, second = "packed weights, channels_last", "packed Linear, channels_last"
+    assert calls[:6] == [AS_IT_IS] * 2 + [first] * 2 + [second] * 2

@@ -245,6 +245,7 @@ _TRAINS = Forward(
         "statistics later": (_TRAINS, (image(),), image(3, 3, 8, 8), "writes an attribute"),
         "gaps": (net(), (image(2, 3, 8, 16)[..., ::2],), None, "gaps"),
         "no time saved": (net(), (image(1, 3, 9, 9),), None, SLOW),
+        "float8": (Forward("-x.float()"), (image().to(torch.float8_e5m2),), None, "straight line"),
         "no region": (Forward("x.where(x > 0, -x)"), (image(),), None, "run as a straight line"),
     },
 )

@@ -96,9 +96,11 @@ def test_nothing_is_left_behind(module):
 
 
 def test_nothing_is_left_behind_where_the_model_rejects_its_inputs():
-    module = nn.Sequential(nn.BatchNorm1d(4), PICKY)
+    gradients, module = [], nn.Sequential(nn.BatchNorm1d(4), PICKY)
+    module.register_forward_pre_hook(lambda *call: gradients.append(torch.is_grad_enabled()))
     with untouched(module), pytest.raises(InputError):
         measure(module, torch.ones(8, 4))
+    assert gradients == [False]
 
 
 REJECTED = "the Forward rejects the example inputs (ValueError: invalid literal"

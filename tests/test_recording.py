@@ -70,6 +70,7 @@ HALF, INDEX, FOUR_D = ROWS.half(), torch.tensor([[0, 1], [2, 0]]), torch.ones(2,
 BRANCHES = {
     "None": (of_two(lambda m, x, z: x if not is_none(z) else x + 1), (ROWS, ROWS), (ROWS, None),
              "an argument z|a tensor z"),
+    "in a method": (of_two("z.exp() if z is not None else x"), (ROWS, ROWS), (ROWS, None), "z"),
     "None inside": (PAIRED, ((ROWS, ROWS),), ((ROWS, None),), "an argument x that holds no None"),
     "a default": (OptionalMask(), (ROWS, ROWS), (ROWS,), "mask"),
     "True and one": (BY_FLAG, (ROWS, True), (ROWS, 1), "optimized for z=True"),

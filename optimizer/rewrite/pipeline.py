@@ -11,8 +11,7 @@ from torch import fx
 
 from optimizer.core.errors import Refused
 from optimizer.core.guards import expect_given, expect_tensor
-from optimizer.core.node import arg, callee, source_of
-from optimizer.core.ops import MAKE_A_TENSOR
+from optimizer.core.node import callee, source_of
 from optimizer.core.report import Refusal, Rewrite
 from optimizer.facts.facts import Facts, facts_of, is_pure
 from optimizer.rewrite.contract import PHASES, Captured, Pass, Pattern, Phase
@@ -179,14 +178,7 @@ def _guard(graph: fx.Graph) -> None:
 def _guard_of(node: fx.Node) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
     facts = facts_of(node.graph)
     value = node.meta["fact"].value if facts else None
-    needed = any(
-        user.op == "call_method"
-        or (user.target is getattr and isinstance(value, torch.Tensor))
-        or (user.op == "call_module" and issubclass(callee(user) or object, MAKE_A_TENSOR))
-        for user in node.users
-        if arg(user, 0) is node
-    )
-    tested = bool(node.meta.get("tested")) and not needed
+    tested = bool(node.meta.get("tested"))
     if not facts or not isinstance(value, torch.Tensor):
         return (expect_given, (node, node.name)) if tested else None
     rank = value.dim() if ("rank", node) in facts.guards else None

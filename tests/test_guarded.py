@@ -172,6 +172,7 @@ def test_the_same_bits_are_those_of_weights_that_require_gradients():
 WATCHED = {
     "a cast": lambda module: module.double().train()(ROWS.double()),
     "autocast": lambda module: torch.autocast("cpu", torch.bfloat16)(module)(ROWS),
+    "meta": lambda module: module.to("meta")(ROWS.to("meta")).shape,
     "vmap": lambda module: torch.vmap(module)(ROWS[:, None]),
     "jit.trace": lambda module: torch.jit.trace(module, ROWS)(ROWS),
     "export": lambda module: torch.export.export(module, (ROWS,)).module()(ROWS),
@@ -181,9 +182,8 @@ WATCHED = {
 
 
 @pytest.mark.parametrize("name", WATCHED)
-@pytest.mark.filterwarnings("ignore:.*TracerWarning", "ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:the model is in training")
 @pytest.mark.filterwarnings("ignore:Converting a tensor:torch.jit.TracerWarning")
-@pytest.mark.filterwarnings("ignore:the model is in training mode")
 def test_what_looks_at_a_call_sees_the_model(name):
     assert_same(WATCHED[name](running()), WATCHED[name](guarded()))
 

@@ -231,10 +231,9 @@ class GuardedModule(Prepared):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the graphs that were recorded for such a call, or record them."""
-        differentiated = torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in tensors_in((args, kwargs))
-        )
-        if is_watched() or is_tracing() or differentiated:
+        tensors = tensors_in((args, kwargs))
+        differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        if is_watched() or is_tracing() or differentiated or any(each.is_meta for each in tensors):
             return self.model(*args, **kwargs)
         with torch.no_grad():
             return self._recorded(*args, **kwargs)

@@ -115,7 +115,7 @@ OF_OPENVINO = {
     text: (Then(text), image())
     for text in (
         "y.relu()[:, [2, 0, 3]].sigmoid()", _GROUPED, "torch.cat(y.chunk(3, 1)[::-1], 1)",
-        "F.adaptive_avg_pool2d(y.permute(0, 2, 3, 1).relu().permute(0, 3, 1, 2), 1)",
+        "F.adaptive_avg_pool2d(y.relu().permute(0, 3, 1, 2), 1)",
         "F.interpolate(y, scale_factor=2.0, mode='bilinear', align_corners=True).relu()",
         "F.interpolate(y, scale_factor=2.0).relu()",
         "F.batch_norm(y, y.new_zeros(4), y.new_ones(4))",

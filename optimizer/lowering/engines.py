@@ -27,7 +27,7 @@ from optimizer.core.errors import InputError
 from optimizer.core.inputs import map_tensors, tensors_in
 from optimizer.core.node import name_of_call
 from optimizer.lowering.partition import ENLARGED, ForModerate, as_function, makes_no_nan
-from optimizer.lowering.trace import Recorder, without_data
+from optimizer.lowering.trace import Recorder, layout_of, without_data
 
 Run: TypeAlias = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Engines: TypeAlias = str | Iterable[str]
@@ -115,6 +115,11 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
             with self:  # OpenVINO wants a key and a value for each
                 repeated = [each.repeat_interleave(heads, -3) for each in (key, value)]
             args, kwargs = (query, *repeated, *rest), {**kwargs, "enable_gqa": False}
+        if func is torch.ops.aten.as_strided_.default:  # as averages do
+            moved = torch.as_strided(*args)
+            same = moved.storage_offset() == args[0].storage_offset()
+            if same and layout_of(moved) == layout_of(args[0]):
+                return func(*args)
         if func._opname in _PRODUCTS and any(each in self.nodes for each in tensors_in(args)):
             on_meta = func(*map_tensors(without_data, args), **map_tensors(without_data, kwargs))
             room = map_tensors(lambda each: torch.empty_like(each, device=args[0].device), on_meta)

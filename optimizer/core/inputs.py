@@ -87,7 +87,7 @@ def _copy_of(leaf: Any) -> Any:
 class CopyOfTensors(TorchFunctionMode):
     """While it is entered, `copy.deepcopy` takes for a tensor what a function makes of it, if any.
 
-    It refuses one that was computed with gradients.
+    Alone, it refuses a tensor that was computed with gradients.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor | None]) -> None:

@@ -86,7 +86,7 @@ class DynamoGraph:
         return variant.run if fits else None
 
     def _prepared(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        if self.count == _MOST:
+        if self.count == _MOST or any(each.is_meta for each in tensors_in(args)):
             return self.module
         if not self.count:
             graph = _copied(self.module)
@@ -231,9 +231,10 @@ class GuardedModule(Prepared):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the graphs that were recorded for such a call, or record them."""
-        tensors = tensors_in((args, kwargs))
-        differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-        if is_watched() or is_tracing() or differentiated or any(each.is_meta for each in tensors):
+        differentiated = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in tensors_in((args, kwargs))
+        )
+        if is_watched() or is_tracing() or differentiated:
             return self.model(*args, **kwargs)
         with torch.no_grad():
             return self._recorded(*args, **kwargs)

@@ -47,7 +47,7 @@ def _of(name: str, module: nn.Module, holders: Counter[int]) -> Iterator[str]:
         return
     for hook in hooks:
         _REMOVED_BY[type(hook)](module, hook.name)
-        _take_older_checkpoints_no_more(module)
+        _drop_hooks_for_older_checkpoints(module)
         yield f"computed once: the {hook.name} of '{name}', by its {type(hook).__name__}"
     lists: Any = module.parametrizations if is_parametrized(module) else nn.ModuleDict()
     steps = [step for each in lists.values() for step in each]
@@ -65,13 +65,13 @@ def _without_parametrizations(module: nn.Module, lists: nn.ModuleDict) -> None:
     values = {name: getattr(module, name).detach().clone() for name in lists}
     del module._modules["parametrizations"]
     module.__class__ = type(module).__bases__[0]
-    _take_older_checkpoints_no_more(module)
+    _drop_hooks_for_older_checkpoints(module)
     for name, value in values.items():
         learned = any(each.requires_grad for each in lists[name].parameters())
         module.register_parameter(name, nn.Parameter(value, learned))
 
 
-def _take_older_checkpoints_no_more(module: nn.Module) -> None:
+def _drop_hooks_for_older_checkpoints(module: nn.Module) -> None:
     for key, hook in list(module._load_state_dict_pre_hooks.items()):
         if getattr(hook, "hook", hook).__module__ in (parametrizations.__name__, _SPECTRAL_NORM):
             del module._load_state_dict_pre_hooks[key]

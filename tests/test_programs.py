@@ -462,15 +462,15 @@ def test_without_example_inputs_the_answer_is_the_same(name: str) -> None:
 
 
 def test_a_size_is_returned_as_one_and_another_tuple_is_seen(right_is_enough: None) -> None:
-    sized, other = (Forward(f"m.layer(x).exp(), {each}", layer=nn.Linear(4, 4)).eval()
-                    for each in ("x.shape", "tuple(x.shape)"))  # fmt: skip
+    sized, other = (Forward(f"m.layer(x[0]).exp(), {each}", layer=nn.Linear(4, 4)).eval()
+                    for each in ("x[1]", "tuple(x[1])"))  # fmt: skip
     other.load_state_dict(sized.state_dict())
-    fast = optimizer.optimize(sized, ROWS, level=2, engines=())
+    fast = optimizer.optimize(sized, ((ROWS, ROWS.shape),), level=2, engines=())
 
     assert fast.report.choices
-    assert type(fast(ROWS)[1]) is torch.Size
+    assert type(fast((ROWS, ROWS.shape))[1]) is torch.Size
     with pytest.raises(optimizer.EquivalenceError):
-        optimizer.check(sized, other, ROWS)
+        optimizer.check(sized, other, ((ROWS, ROWS.shape),))
 
 
 class Cache(list[int]):

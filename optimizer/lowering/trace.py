@@ -34,9 +34,8 @@ from optimizer.verify.equivalence import Answer, Difference, compare_answers
 
 _WHOLE = KNOWN | {"gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
 _LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
-LITERALS = frozenset(
-    (bool, int, float, str, type(None), torch.Size)
-)  # leaves of a call but tensors
+# Leaves of a call but tensors.
+LITERALS = frozenset((bool, int, float, str, type(None), torch.Size))
 _SAME = frozenset(("alias", "detach", "lift_fresh"))  # as their argument
 
 

@@ -264,7 +264,7 @@ class Facts:
             return self._within_reach(node)
         name, others = name_of_call(node), (each.value for each in facts[1:] if each.inputs)
         numbers = {getattr(each, "dtype", torch.bool) for each in others} - {torch.bool}
-        shares = name in ops.MAY_COPY or (name == "getitem" and numbers)  # of no dimension: a view
+        shares = name in ops.MAY_COPY or "dropout" in name or (name == "getitem" and numbers)
         return facts[0].storages if facts and shares else frozenset()
 
     def _outcome(self, node: fx.Node) -> Outcome:

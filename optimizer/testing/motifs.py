@@ -171,10 +171,11 @@ MOTIFS: dict[str, Motif] = {
     "remove_identities": _motif(
         "identity relu; dropout relu; dropout_F relu; dropout_alpha relu",
         """
-        dropout_train; dropout; dropout_F_by_size; dropout_inplace; dropout idouble_statement;
-        identity mask residual; clone idouble_statement residual; contiguous mask residual;
-        times_one; identity hook; dropout pre_hook; conv dropout bn; clone idouble_statement; dup
-        clone idouble_statement add; dup contiguous idouble_statement add; identity_number
+        dropout_train; dropout; dropout_F_by_size mask residual; dropout_inplace; dropout
+        idouble_statement; identity mask residual; clone idouble_statement residual; contiguous
+        mask residual; times_one; identity hook; dropout pre_hook; conv dropout bn; clone
+        idouble_statement; dup clone idouble_statement add; dup contiguous idouble_statement add;
+        identity_number
         """,
     ),
     "reuse_activations": _motif(

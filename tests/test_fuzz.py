@@ -15,16 +15,8 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import optimizer
-from optimizer.testing import (
-    FAMILIES,
-    MOTIFS,
-    Optimize,
-    Spec,
-    assert_equivalent,
-    check_spec,
-    models,
-)
-from optimizer.testing._strategies import NOT_RECORDED
+from optimizer.testing import FAMILIES, MOTIFS, Optimize, Spec, assert_equivalent, check_spec
+from optimizer.testing._strategies import NOT_RECORDED, models
 from tests.repository import commit_number, table
 
 PASSES = {each.name: each for each in optimizer.all_passes()}
@@ -111,7 +103,7 @@ def test_level_0_keeps_the_bits(dtype: torch.dtype, shard: int) -> None:
 
 @pytest.mark.parametrize("shard", range(4))
 def test_level_1_keeps_the_answer(shard: int) -> None:
-    fuzz(lambda spec: assert_kept(spec, Optimize(), later=True), shard=shard)
+    fuzz(lambda s: assert_kept(s, Optimize(examples=s.seed % 4 != 3), later=True), shard=shard)
 
 
 @pytest.mark.parametrize("shard", SHARDS)

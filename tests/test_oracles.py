@@ -160,6 +160,7 @@ SPOILED: dict[str, tuple[Function, Function]] = {
     "strided": (by(1, 1), lambda x: x + float(x.is_contiguous())),
     "none for the last": (lambda x: X if x is None else x, lambda x: -X if x is None else x),
     "gradient": (by(2), lambda x: x + x.detach()),
+    "other options": (lambda x, flag=True: x * flag, lambda x, flag=True: x + 0),
     "weights written": (by(3), by(3)),
     "twice": (by(2), by(2)),
 }  # fmt: skip
@@ -172,6 +173,7 @@ INPUTS_OF |= {"one tensor for all": PAIR, "one row of the last": PAIR}
 @pytest.mark.parametrize("name", LATER_CALLS)
 def test_each_later_call_is_spoiled_and_seen(name: str, exact: bool) -> None:
     model, candidate = map(Of, SPOILED[name])
+    model.forward, candidate.forward = SPOILED[name]  # with their own signatures
     inputs = INPUTS_OF.get(name, (X,))
     if name == "weights written":
         model = nn.Linear(4, 2, dtype=torch.float64)

@@ -203,6 +203,10 @@ CONTROL: dict[str, Emit] = {
     "keyword_only": keyword_only,
     "flag": option("{v} * 2.0 if {o} else {v}", "True"),
     "number": option("{v} * {o}", "0.5"),
+    "option_alpha": option("{v}.add({v}, alpha={o})", "2"),
+    "option_dim": option("{v}.softmax({o})", "-2"),
+    "option_drop": option("F.dropout({v}, 0.5, {o})", "False"),
+    "option_slope": option("F.leaky_relu({v}, {o})", "0.1"),
     "arg_narrow_scaled": narrow_scaled,
     # What it says is said of the whole model: see `Spec`.
     "autocast": lambda machine: None,

@@ -21,7 +21,7 @@ from torch import nn
 
 from optimizer import InputError
 from optimizer.core.copy import held_tensors
-from optimizer.core.inputs import map_tensors, tensors_in
+from optimizer.core.inputs import tensors_in
 from optimizer.testing._assemble import Spec
 from optimizer.testing._data import HELD, LAYOUTS
 from optimizer.testing._observe import Outcome, Watch, observe, put_back
@@ -47,7 +47,7 @@ def among(change: Callable[[Inputs], Inputs]) -> LaterCall:
     return call
 
 
-def _compare(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: bool) -> None:
+def _compare(model: nn.Module, candidate: nn.Module, inputs: Any, *, exact: bool) -> None:
     try:
         reference = _answer(model, inputs)
     except AssertionError as assertion:
@@ -64,7 +64,7 @@ def _compare(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: b
         assert_answers(reference, model, candidate, inputs, exact=exact, layout=False)
 
 
-def _makes_single_elements(model: nn.Module, inputs: Inputs) -> bool:
+def _makes_single_elements(model: nn.Module, inputs: Any) -> bool:
     """Whether strides may be torch's own: of a single element, they are not the model's.
 
     The model is called once more for it: watched, max_pool1d for one lays its result out otherwise.
@@ -85,15 +85,15 @@ class _Seen(Watch):  # type: ignore[no-untyped-call]
         return result
 
 
-def _require_assertion(message: str, candidate: nn.Module, inputs: Inputs) -> None:
+def _require_assertion(message: str, candidate: nn.Module, inputs: Any) -> None:
     try:
-        copy.deepcopy(candidate)(*map_tensors(torch.clone, inputs))
+        observe(candidate, inputs)
     except (AssertionError, InputError):
         return
     raise AssertionError(f"the candidate no longer asserts: {message}")
 
 
-def _answer(model: nn.Module, inputs: Inputs) -> Outcome | None:
+def _answer(model: nn.Module, inputs: Any) -> Outcome | None:
     """What the model does, where it takes these inputs and torch says nothing against it."""
     try:
         # fx prints what a graph rejects.
@@ -217,6 +217,19 @@ def _gradients(module: nn.Module, inputs: Inputs, named: list[str]) -> dict[str,
     return {f"gradient {place}": each for place, each in enumerate(found)}
 
 
+def other_options(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: bool) -> None:
+    """What was left out is given, and is another value than by default."""
+    parameters = [*inspect.signature(model.forward).parameters.values()]
+    others = {each.name: _other(each.default) for each in parameters if each.default != each.empty}
+    if others:
+        names = (each.name for each in parameters)
+        _compare(model, candidate, dict(zip(names, inputs, strict=False)) | others, exact=exact)
+
+
+def _other(value: Any) -> Any:
+    return not value if isinstance(value, bool) else 2 if value is None else value + 1
+
+
 def weights_written(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: bool) -> None:
     """The model's tensors are written in many ways: the candidate answers as it did before."""
     original = copy.deepcopy(model)
@@ -270,6 +283,7 @@ LATER_CALLS: dict[str, LaterCall] = {
     "cast": cast(torch.float32),
     "cast to half": cast(torch.float16),
     "gradient": gradient,
+    "other options": other_options,
     "weights written": weights_written,
     "twice": twice,
 }

@@ -34,11 +34,13 @@ class Optimize:
         level: as for `optimize`.
         only: as for `optimize`, names or passes; None for every pass of the level.
         engines: as for `optimize`.
+        examples: whether it is given the inputs as examples.
     """
 
     level: int = 1
     only: tuple[str | Pass, ...] | None = None
     engines: str | tuple[str, ...] = "auto"
+    examples: bool = True
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         names = ("level", "only", "engines")
@@ -46,7 +48,8 @@ class Optimize:
         with warnings.catch_warnings(), _everything_pays():
             warnings.simplefilter("error")  # a pass that raises costs a user nothing but a warning
             nothing_said_of_the_model()
-            return optimizer.optimize(model, inputs, check=None, **options)
+            given = inputs if self.examples else None
+            return optimizer.optimize(model, given, check=None, **options)
 
     @property
     def preamble(self) -> str:

@@ -64,6 +64,13 @@ def test_it_gives_the_models_answer_and_keeps_nan(
     assert torch.equal(fast(x).isnan(), model(x).isnan())
 
 
+def test_attention_in_16_bits_is_one_region_of_inductors() -> None:
+    x = image(dtype=torch.float16)
+    model = level_2.Running(lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x))
+    fast = level_2.lowered(model.eval(), x, tune_seconds=0, engines=("inductor",))
+    assert chosen(fast)[0].startswith("Inductor "), fast.report
+
+
 def test_who_holds_an_output_keeps_it_and_weights_that_were_written_are_seen() -> None:
     fast, x = lowered(), image(seed=1)
     first = fast(x)
@@ -107,8 +114,7 @@ def test_it_can_be_captured_by_its_caller() -> None:
 
 def test_a_pickle_records_its_own_also_in_inference_mode() -> None:
     fast, x = pickled(lowered()), image()
-    with torch.inference_mode():
-        fast(x)
+    torch.inference_mode()(fast)(x)
 
     assert plan_of(fast, x) is not None
     optimizer.check(net(), fast, x)

@@ -161,12 +161,10 @@ SPOILED: dict[str, tuple[Function, Function]] = {
     "none for the last": (lambda x: X if x is None else x, lambda x: -X if x is None else x),
     "gradient": (by(2), lambda x: x + x.detach()),
     "other options": (lambda x, flag=True: x * flag, lambda x, flag=True: x + 0),
-    "weights written": (by(3), by(3)),
-    "twice": (by(2), by(2)),
+    **dict.fromkeys(("weights written", "twice"), (by(2), by(2))),
 }  # fmt: skip
-PAIR = (X, 2 * X)
-INPUTS_OF = {"channels last": (X.repeat(2, 1).reshape(2, 3, 2, 2),)}
-INPUTS_OF |= {"one tensor for all": PAIR, "one row of the last": PAIR}
+INPUTS_OF = dict.fromkeys(("one tensor for all", "one row of the last"), (X, 2 * X))
+INPUTS_OF["channels last"] = (X.repeat(2, 1).reshape(2, 3, 2, 2),)
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -83,7 +83,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """Return the basic operators that a region runs for such inputs, on weights to be kept."""
-    recorder = _Recorder(inputs, region.buffers(), ENLARGED | {"linear"})
+    attention = () if inputs[0].is_cpu else ("scaled_dot_product_attention",)  # Inductor's to split
+    recorder = _Recorder(inputs, region.buffers(), {*ENLARGED, "linear", *attention})
     with torch.inference_mode(), recorder:
         outputs = region(*inputs)
     module = recorder.finished(outputs)
@@ -103,8 +104,7 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
             tensor, size, dim = (*args, 0)[:3]
             cut, whole = torch.ops.aten.slice.Tensor, tensor.shape[dim]
             with self:  # OpenVINO does not take a last part that is smaller
-                starts = range(0, whole, size)
-                return [cut(tensor, dim, at, min(at + size, whole)) for at in starts]
+                return [cut(tensor, dim, at, min(at + size, whole)) for at in range(0, whole, size)]
         if func._opname in ENLARGED:  # OpenVINO wants the size alone
             corners = [each for each in args[2:3] if isinstance(each, bool)]
             args = (args[0], [*func(*args).shape[2:]], *corners, None)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import optimizer
 from optimizer.testing import randomize
@@ -44,9 +42,7 @@ ODD = [
 
 @pytest.mark.parametrize(("pair", "place", "name", "x", "by"), ODD)
 @pytest.mark.parametrize(("change", "times"), [(as_buffer, 2), (as_plain_tensor, 1)])
-def test_only_the_odd_layer_of_two_pairs_is_left_alone(
-    pair: str, place: int, name: str, x: Tensor, by: str, change: Any, times: int
-) -> None:
+def test_only_the_odd_layer_of_two_pairs_is_left_alone(pair, place, name, x, by, change, times):
     odd, usual = (nn.Sequential(*eval(pair)) for _ in range(2))
     model = Forward(lambda m, x: (m.odd(x), m.usual(x)), odd=odd, usual=usual)
     randomize(model.eval().double())
@@ -59,7 +55,5 @@ def test_only_the_odd_layer_of_two_pairs_is_left_alone(
     assert not fast.report.remarks
     assert len(fast.report.refused) == 2 - times
     torch.testing.assert_close(fast(x), model(x))
-    if change is as_buffer:
-        assert {each.dtype for each in fast.float().state_dict().values()} <= {
-            torch.float32, torch.int64
-        }  # fmt: skip
+    dtypes = {each.dtype for each in fast.float().state_dict().values()}
+    assert change is as_plain_tensor or dtypes <= {torch.float32, torch.int64}

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from tests.test_programs import ROWS, Model, Pair
+from tests.test_programs import ROWS, Bare, Model, Pair
 def step(): listed[0] += 1; return listed[0]
 class Settings: calls, scale = 0, 2.0
 count, listed, history, settings, box = 0, [0], [], Settings(), types.SimpleNamespace()
@@ -51,6 +51,8 @@ pair, proxy = Pair([], step), types.MappingProxyType({"step": step})
 outside = nn.Linear(4, 4); outside.calls = 0
 """
 Pair = namedtuple("Pair", "first second")
+Bare = type("Bare", (dict,), {})  # of which pytree knows no keys
+pytree.register_pytree_node(Bare, lambda b: ([*b.values()], [*b]), lambda v, k: Bare({k[0]: v[0]}))
 
 
 class Model(nn.Module):
@@ -231,6 +233,8 @@ many values [9999 values] | held = {"words": dict.fromkeys(range(9999), 0)}
 time | x * (time.time() * 0 + 1)
 environment | x * float(os.environ.get("SCALE", "1"))
 an object | x * settings.scale
+a mapping that cannot be read | lazy = type("Lazy", (dict,), {"values": None})(scale=2.0)
+    def forward(m, x): return x * lazy["scale"]
 a gradient mode | x * (1 + torch.is_grad_enabled())
 numpy's options [it asks the process] | (np.seterr(all="warn"), x)[1]
 # eager: it uses
@@ -287,6 +291,7 @@ DYNAMO = """
 a branch on data | x if x.sum() > 0 else -x
 a buffer that counts | m.flag += 1; return x * m.flag + m.plain
 results | {"x": Pair(x, x * 2), "l": [m.linear(x), None, 3], "o": collections.OrderedDict(a=x.t())}
+results of a class without keys | Bare(linear=m.linear(x)), x * 2
 a parameter that is assigned | m.scale = nn.Parameter(m.scale + 1); return x * m.scale
 inference mode | @torch.inference_mode()
     def forward(m, x): return m.norm(m.linear(x)).relu()
@@ -414,6 +419,13 @@ def test_what_records_a_program_and_why(name: str) -> None:
     assert isinstance(fast, KINDS[front_end])
     assert words in remark if words else remark == ""
     assert_follows(eager, fast, calls)
+
+
+def test_what_a_trial_imports_stays_as_torch_takes_nothing_twice() -> None:
+    imports = Forward(lambda m, x: (sys.modules.setdefault("planted", nn), m.layer(x))[1])
+    imports.layer = nn.Linear(4, 4)
+    assert optimizer.optimize(imports.eval(), ROWS).report.remarks
+    assert sys.modules.pop("planted")
 
 
 @pytest.mark.parametrize("name", OF_PROCESS)

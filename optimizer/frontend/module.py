@@ -56,9 +56,7 @@ class Recipe:
         if self.call is None:
             return None
         args, kwargs = pytree.tree_map_only(
-            lambda leaf: isinstance(leaf, partial) and leaf.func is _like,
-            lambda of: of(),
-            self.call,
+            lambda of: isinstance(of, partial) and of.func is _like, lambda of: of(), self.call
         )
         return kwargs or args
 
@@ -196,8 +194,7 @@ class OptimizedModule(_Result, fx.GraphModule):
     @property
     def report(self) -> Report:
         """What was rewritten, what was refused, and why."""
-        report: Report = self.meta["report"]
-        return report
+        return self.meta["report"]  # type: ignore[no-any-return]
 
     def refit(
         self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None

@@ -116,7 +116,8 @@ def _rewrite(tensor: torch.Tensor, old: torch.Tensor) -> bool:
 
 def _refill(container: Any, contents: Any) -> bool:
     old, new = map(items, (contents, container))
-    if len(old) == len(new) and all(map(operator.is_, old, new)):
+    same = len(old) == len(new) and all(map(operator.is_, old, new))
+    if same or container is sys.modules:  # torch does not take what it imported a second time
         return False
     container.clear()
     fill = container.update if isinstance(container, dict | set) else container.extend

@@ -297,7 +297,7 @@ class Code:
         self.objects.append(value)
         yield from self._visit_class(type(value))
         contents = value if isinstance(value, dict) else attributes(value)
-        for each in contents.values():
+        for each in dict.values(contents):  # its own may import what is not there
             yield from self._visit(each, name)
 
     def _visit_class(self, kind: type) -> Iterator[str]:

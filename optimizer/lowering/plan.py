@@ -41,7 +41,9 @@ def signature_of(
         leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
         spec = str(tree)
     tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
-    if not all(type(leaf) in LITERALS or _is_strided(leaf) for leaf in leaves):
+    literals = sum(type(leaf) in LITERALS for leaf in leaves)
+    strided = all(tensor.layout is torch.strided for tensor in tensors)
+    if not strided or len(tensors) + literals < len(leaves):
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
@@ -56,10 +58,6 @@ def _geometry(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype
     return key_of(leaf)  # type: ignore[no-any-return]
-
-
-def _is_strided(leaf: Any) -> bool:
-    return type(leaf) is torch.Tensor and leaf.layout is torch.strided
 
 
 _device = attrgetter("device")

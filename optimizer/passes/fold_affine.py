@@ -163,7 +163,7 @@ def _widened(reader: fx.Node, source: fx.Node, axis: int) -> fx.Node:
 
 def _keeps_shape(affine: fx.Node, source: fx.Node) -> bool:
     if affine.op == "call_module":
-        return True  # as every BatchNorm does
+        return not module_of(affine).training  # else its statistics are of what is not repeated
     return rank(source) == rank(affine) and tensor(source).shape == tensor(affine).shape
 
 

@@ -378,7 +378,12 @@ def _as_numbers(value: Any) -> torch.Tensor:
 
 def leaves_of(value: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
     """Return the leaves of a tree by their places, and its structure, with every object opened."""
-    leaves, structure = pytree.tree_flatten_with_path(_opened(value, ()))
+    opened = _opened(value, ())
+    try:
+        leaves, structure = pytree.tree_flatten_with_path(opened)
+    except ValueError:  # a class was registered without names for its parts
+        parts, structure = pytree.tree_flatten(opened)
+        leaves = [((pytree.SequenceKey(place),), part) for place, part in enumerate(parts)]
     return {pytree.keystr(path): leaf for path, leaf in leaves}, structure
 
 
@@ -395,9 +400,8 @@ def incomparable(value: Any) -> Iterator[str]:
 
 def says_nothing(leaf: Any) -> bool:
     """Return whether a leaf is equal to itself alone, and made anew in each call."""
-    equality: Any = type(leaf).__eq__
-    by_identity = equality is object.__eq__ and not isinstance(leaf, _ONE_OF_ITS_KIND)
-    return by_identity and not isinstance(leaf, torch.Tensor)
+    equality: Any = type(leaf).__eq__  # a tensor has one of its own
+    return equality is object.__eq__ and not isinstance(leaf, _ONE_OF_ITS_KIND)
 
 
 def _opened(value: Any, around: tuple[int, ...]) -> Any:

@@ -182,6 +182,9 @@ BEFORE: dict[Any, str] = {
     # a BatchNorm of no elements takes any channels
     ((0, 2, 3), 2, (0, 1, 3)): """
     Forward("m.c(m.bn(x) * m.s)", bn=norm(1, 2), c=nn.Conv1d(2, 2, 1), s=torch.rand(2, 1))""",
+    # what is repeated counts in the statistics of a BatchNorm that trains
+    ((2, 3, 3), 1, (2, 3, 1)): """
+    trained(nn.Sequential(nn.ReLU(), norm(1, 3), before("x + c", nn.Linear(3, 3), 3)).eval())""",
     # a layer fixes its channels, so that nothing expands them
     ((3, 4), (nn.Linear, nn.Linear)): """
     Forward("m.layer(m.layer(x) * m.c)", layer=nn.Linear(4, 4), c=torch.rand(4) + 0.5)""",

@@ -95,7 +95,7 @@ MOTIFS: dict[str, Motif] = {
         """
         pad conv; pad_ones conv; pad_even bn conv; pad_even conv again; pad_even dup conv add; dup
         pad_even swap idouble_statement drop conv; pad_even conv_t; pad_kw linear; pad_kw
-        conv_unbatched; pad_even conv_reflect; pad_kw conv_same
+        conv_unbatched; pad_even conv_reflect; pad_kw conv_same; offset pad_even conv
         """,
     ),
     "fuse_linear_relu": _motif(

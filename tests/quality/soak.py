@@ -89,14 +89,14 @@ def _pool() -> ProcessPoolExecutor:
 def tried(subject: Optimize, count: int, dtype: torch.dtype, start: int) -> Tally:
     """What comes of one batch, in this process."""
     torch.set_num_threads(1)
-    tally, began = Tally(), time.process_time()
+    tally, began, is_wide = Tally(), time.process_time(), dtype is torch.float64
 
     @on_each(models(), count, number=start)
     def holds(spec: Spec) -> None:
         tally.examples += 1
         try:
             fewer = replace(subject, examples=subject.level > 1 or spec.seed % 4 != 3)
-            candidate = check_spec(spec, fewer, dtype=dtype, later=subject.level < 2)
+            candidate = check_spec(spec, fewer, dtype=dtype, later=fewer.level < 2 or is_wide)
             if isinstance(candidate, LoweredModule) and candidate.meta.get("lowered"):
                 tally.lowered += 1
                 tally.regions.update(choice.chosen for choice in candidate.report.choices)

@@ -14,10 +14,7 @@ from optimizer.lowering.module import LoweredModule
 from tests.single_pass import Forward
 
 X = torch.linspace(-1, 1, 3 * 8 * 8).reshape(1, 3, 8, 8)
-KINDS = (
-    all_modules.register_module_forward_hook,
-    all_modules.register_module_forward_pre_hook,
-)
+KINDS = all_modules.register_module_forward_hook, all_modules.register_module_forward_pre_hook
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

@@ -130,6 +130,8 @@ a child with a hook that counts [it sets the attribute] | class Shift(nn.Module)
 a layer that trains for one call [it uses 'train'] |
     m.norm.train(); y = m.norm(m.linear(x)); m.norm.eval(); return y
 # dynamo
+None in a layer's result [may test a value] | held = {"of": nn.MultiheadAttention(4, 1)}
+    def forward(m, x): return x * 2 if m.of(x, x, x, need_weights=False)[1] is None else x + 1
 a child that counts [it changes what its code finds] | class Counter(nn.Module):
         def forward(self, x): listed[0] += 1; return x * listed[0]
     held = {"child": Counter()}
@@ -181,6 +183,8 @@ a closure [it sets 'calls' of an enclosing function] | def made(calls=0):
     forward = made()
 # eager: it changes what its code finds
 a keyword-only default | def forward(m, x, *, calls=[0]): calls[0] += 1; return x * calls[0]
+a number of another kind | twos = [2]
+    def forward(m, x): y = x * len(str(twos[0])); twos[0] *= 1.0; return y
 # eager: left as it is
 a tensor outside the model | total = torch.zeros(4)
     def forward(m, x): total.add_(1); return x * total
@@ -252,6 +256,7 @@ an enumeration | from enum import Enum
     held = {"mode": Mode.TWO}
     def forward(m, x): return x if m.mode == Mode.ONE else -x
 pure functions | x * math.sqrt(4) * functools.reduce(operator.mul, [1, 2])
+numbers by torch | x * torch.div(x.shape[0], 2).sqrt() * torch.mul(x.shape[0], 2).sqrt()
 """
 
 RANDOM = """

@@ -30,7 +30,7 @@ snapshot = partial(structural_copy, share_parameters=False)
 
 
 class Net(nn.Module):
-    """A fold, a weight under two names, a buffer that no checkpoint holds, a view of a buffer."""
+    """A fold, a weight under two names, a buffer of which checkpoints hold a part, a view."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -40,6 +40,7 @@ class Net(nn.Module):
         self.register_buffer("shift", torch.randn(2, 8, 1, 1))
         self.first = self.shift[0]
         self.register_buffer("scale", torch.linspace(1, 2, 8).view(8, 1, 1), persistent=False)
+        self.register_buffer("most", self.scale[1:])
         nn.init.normal_(self.norm.running_mean)
         self.eval()
 

@@ -116,9 +116,8 @@ def _rewrite(tensor: torch.Tensor, old: torch.Tensor) -> bool:
 
 def _refill(container: Any, contents: Any) -> bool:
     old, new = map(items, (contents, container))
-    same = len(old) == len(new) and all(map(operator.is_, old, new))
-    if same or container is sys.modules:  # torch does not take what it imported a second time
-        return False
+    if container is sys.modules or (len(old) == len(new) and all(map(operator.is_, old, new))):
+        return False  # torch does not take a second time what it imported
     container.clear()
     fill = container.update if isinstance(container, dict | set) else container.extend
     fill(contents)

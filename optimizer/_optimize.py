@@ -262,8 +262,7 @@ class Run:
 
     def _options(self) -> dict[str, Any]:
         """Return the options of `optimize` to do the same again."""
-        ours = all_passes()
-        names = tuple(each.name if each in ours else each for each in self.passes)
+        names = tuple(each.name if each in all_passes() else each for each in self.passes)
         return {"level": self.level, "only": names} | self.tuning._asdict()
 
     def _output_difference(self, actual: Answer) -> Difference | None:

@@ -198,6 +198,11 @@ a row of a buffer in a list | class model(nn.Module):
 # eager: it reaches
 octets | octets = bytearray(1)
     def forward(m, x): octets[0] += 1; return x * octets[0]
+a table with methods of its own | class Table(collections.OrderedDict):
+        def __getitem__(self, key): return super().__getitem__(key) + 0.5
+        def __setitem__(self, key, value): super().__setitem__(key, value + 1)
+    made = Table(n=1.0)
+    def forward(m, x): made["n"] = made["n"]; return x * made["n"]
 # eager: random
 Python's random numbers | x * random.random()
 # symbolic: is called as it is: it is scripted, or it has hooks
@@ -255,8 +260,7 @@ an enumeration | from enum import Enum
     class Mode(Enum): ONE, TWO = 1, 2
     held = {"mode": Mode.TWO}
     def forward(m, x): return x if m.mode == Mode.ONE else -x
-pure functions | x * math.sqrt(4) * functools.reduce(operator.mul, [1, 2])
-numbers by torch | x * torch.div(x.shape[0], 2).sqrt() * torch.mul(x.shape[0], 2).sqrt()
+pure functions | math.sqrt(4) * functools.reduce(operator.mul, [x, torch.mul(x.shape[0], 2).sqrt()])
 """
 
 RANDOM = """
@@ -427,8 +431,7 @@ def test_what_records_a_program_and_why(name: str) -> None:
 
 
 def test_what_a_trial_imports_stays_as_torch_takes_nothing_twice() -> None:
-    imports = Forward(lambda m, x: (sys.modules.setdefault("planted", nn), m.layer(x))[1])
-    imports.layer = nn.Linear(4, 4)
+    imports = Forward(lambda m, x: (sys.modules.setdefault("planted", nn), x * 2)[1])
     assert optimizer.optimize(imports.eval(), ROWS).report.remarks
     assert sys.modules.pop("planted")
 

@@ -60,5 +60,4 @@ def test_four_times_the_nodes_are_four_times_the_work(name: str) -> None:
     calls(Repeated(name, 1).eval())  # what is made ready once
 
     few, many = (calls(Repeated(name, times).eval()) for times in (40, 160))
-
     assert many < 4.15 * few  # counted, it is at most 3.98

@@ -28,8 +28,7 @@ def undisturbed() -> Iterator[None]:
         with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
-        if collecting:
-            gc.enable()
+        (gc.enable if collecting else gc.disable)()
 
 
 def release_freed_memory() -> None:

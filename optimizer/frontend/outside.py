@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,7 +18,7 @@ from torch import nn
 from optimizer.core.copy import is_ordinary
 from optimizer.core.node import HOOKS
 from optimizer.frontend.module import Prepared
-from optimizer.frontend.traceable import MISSING, OF_EVERY_MODULE, Code, attributes, items, member
+from optimizer.frontend.traceable import MISSING, OF_EVERY_MODULE, Code, attributes, member
 
 
 @contextmanager
@@ -73,8 +72,7 @@ class Outside(Code):
 
 
 def _is_installed(function: Any) -> bool:
-    code = getattr(function, "__code__", None)
-    return code is not None and f"{os.sep}site-packages{os.sep}" in code.co_filename
+    return f"{os.sep}site-packages{os.sep}" in str(getattr(function, "__code__", ""))
 
 
 def _put(space: Any, name: str, value: Any) -> None:
@@ -91,14 +89,12 @@ def _back(value: Any) -> Callable[[], object]:
     numpy: Any = sys.modules.get("numpy")
     if isinstance(value, torch.Tensor):
         return partial(_rewrite, value, value.detach().clone())
-    if isinstance(value, dict | set | list | deque | bytearray):
-        return partial(_refill, value, value.copy())
+    if kind := next((each for each in _FILLS if isinstance(value, each)), None):
+        return partial(_refill, kind, value, _held(kind, value))
     if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())
     if numpy and isinstance(value, numpy.ndarray):
         return partial(numpy.copyto, value, value.copy())
-    if numpy and isinstance(value, numpy.random.RandomState):
-        return partial(value.set_state, value.get_state())
     if numpy and isinstance(value, numpy.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     values = attributes(value)
@@ -114,13 +110,23 @@ def _rewrite(tensor: torch.Tensor, old: torch.Tensor) -> bool:
     return changed
 
 
-def _refill(container: Any, contents: Any) -> bool:
-    old, new = map(items, (contents, container))
-    if container is sys.modules or (len(old) == len(new) and all(map(operator.is_, old, new))):
+_FILLS: dict[Any, Any] = {each: each.__setitem__ for each in (OrderedDict, dict)}
+_FILLS |= {set: set.add, list: list.append, deque: deque.append, bytearray: bytearray.append}
+
+
+def _held(kind: Any, container: Any) -> list[list[Any]]:
+    """Return what it holds, as its built-in class says: methods of a user's may do anything."""
+    parts = (kind.keys, kind.values) if issubclass(kind, dict) else (kind.__iter__,)
+    return [[*part(container)] for part in parts]
+
+
+def _refill(kind: Any, container: Any, old: list[list[Any]]) -> bool:
+    same = [[*map(id, a)] for a in _held(kind, container)] == [[*map(id, a)] for a in old]
+    if same or container is sys.modules:
         return False  # torch does not take a second time what it imported
-    container.clear()
-    fill = container.update if isinstance(container, dict | set) else container.extend
-    fill(contents)
+    kind.clear(container)
+    for each in zip(*old, strict=True):
+        _FILLS[kind](container, *each)
     return True
 
 

@@ -116,9 +116,9 @@ def _recorded(model: nn.Module, call: Call | None, record_factories: bool) -> tu
     before = _attributes(model)
     with restored(code) as changed, torch.enable_grad():
         graph = tracer.trace(model)
-    inside = graph.find_nodes(op="call_function", target=operator.getitem) if call is None else ()
-    hidden = tracer.tests_for_none and any(n.args[0].op == "call_module" for n in inside)
-    require(not hidden, "it may test a value inside it that is None")
+    layers = graph.find_nodes(op="call_module") if call is None and tracer.tests_for_none else ()
+    readers = {user.target for each in layers for user in each.users}
+    require(operator.getitem not in readers, "it may test a value inside it that is None")
     require(not changed, "it changes what its code finds")
     same = [*map(id, before)] == [*map(id, _attributes(model))]
     require(same, "its forward changes a module")

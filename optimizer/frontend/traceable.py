@@ -253,7 +253,8 @@ class Code:
             self.objects += [value] * (type(value) in MUTABLE)
             if len(value) > _MOST:
                 yield f"it reaches {name}, which holds {len(value)} values"
-            for each in items(value) if len(value) <= _MOST else ():
+            held = [*value, *value.values()] if isinstance(value, Mapping) else value
+            for each in held if len(value) <= _MOST else ():
                 yield from self._visit(each, name)
         else:
             yield from self._visit_object(value, name)
@@ -404,11 +405,6 @@ def numbers_of_numpy() -> tuple[Any, ...]:
     """Return the class of numpy's numbers, where it is imported."""
     numpy = sys.modules.get("numpy")
     return (numpy.generic,) if numpy else ()
-
-
-def items(container: Any) -> list[Any]:
-    """Return the values in a container, the keys of a mapping first."""
-    return [*container, *container.values()] if isinstance(container, Mapping) else [*container]
 
 
 def _asks(function: Any) -> bool:

@@ -44,7 +44,6 @@ def test_hooks_of_all_modules_see_each_call_and_are_not_built_in(register: Any, 
         if level == 2:
             with pytest.raises(optimizer.InputError, match="hooks of all modules"):
                 before.lower(torch.randn(1, 3, 9, 9), tune_seconds=0)
-
     seen.clear()
     for each in (before, during):
         torch.testing.assert_close(each(X), model(X))

@@ -217,6 +217,7 @@ a list on a layer | held = {"own": nn.Linear(4, 4)}; held["own"].log = []
 HELD = {
     "a nested dict": ("{'a': [0]}", "kept['a'].append(1) or len(kept['a'])"),
     "a numpy generator": ("np.random.default_rng(0)", "float(kept.random())"),
+    "a state of numpy": ("np.random.RandomState(0)", "float(kept.rand())"),
     "an array": ("np.zeros(1)", "float(np.add(kept, 1, out=kept)[0])"),
 }
 for _name, (_make, _step) in HELD.items():

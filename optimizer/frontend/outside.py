@@ -91,8 +91,8 @@ def _back(value: Any) -> Callable[[], object]:
         return partial(_rewrite, value, value.detach().clone())
     if kind := next((each for each in _FILLS if isinstance(value, each)), None):
         return partial(_refill, kind, value, _held(kind, value))
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
+    if isinstance(value, (random.Random, numpy.random.RandomState) if numpy else random.Random):
+        return partial(value.__setstate__, value.__getstate__())  # type: ignore[union-attr]
     if numpy and isinstance(value, numpy.ndarray):
         return partial(numpy.copyto, value, value.copy())
     if numpy and isinstance(value, numpy.random.Generator):

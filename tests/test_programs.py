@@ -183,8 +183,7 @@ a closure [it sets 'calls' of an enclosing function] | def made(calls=0):
     forward = made()
 # eager: it changes what its code finds
 a keyword-only default | def forward(m, x, *, calls=[0]): calls[0] += 1; return x * calls[0]
-a number of another kind | twos = [2]
-    def forward(m, x): y = x * len(str(twos[0])); twos[0] *= 1.0; return y
+a number of another kind | listed[0] *= 1.0; return x * len(str(listed[0]))
 # eager: left as it is
 a tensor outside the model | total = torch.zeros(4)
     def forward(m, x): total.add_(1); return x * total
@@ -198,6 +197,8 @@ a row of a buffer in a list | class model(nn.Module):
 # eager: it reaches
 octets | octets = bytearray(1)
     def forward(m, x): octets[0] += 1; return x * octets[0]
+an older generator | dice = np.random.RandomState(0)
+    def forward(m, x): return x * float(dice.rand())
 a table with methods of its own | class Table(collections.OrderedDict):
         def __getitem__(self, key): return super().__getitem__(key) + 0.5
         def __setitem__(self, key, value): super().__setitem__(key, value + 1)
@@ -217,7 +218,6 @@ a list on a layer | held = {"own": nn.Linear(4, 4)}; held["own"].log = []
 HELD = {
     "a nested dict": ("{'a': [0]}", "kept['a'].append(1) or len(kept['a'])"),
     "a numpy generator": ("np.random.default_rng(0)", "float(kept.random())"),
-    "a state of numpy": ("np.random.RandomState(0)", "float(kept.rand())"),
     "an array": ("np.zeros(1)", "float(np.add(kept, 1, out=kept)[0])"),
 }
 for _name, (_make, _step) in HELD.items():

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -89,14 +89,14 @@ def _pool() -> ProcessPoolExecutor:
 def tried(subject: Optimize, count: int, dtype: torch.dtype, start: int) -> Tally:
     """What comes of one batch, in this process."""
     torch.set_num_threads(1)
-    tally, began, is_wide = Tally(), time.process_time(), dtype is torch.float64
+    tally, began = Tally(), time.process_time()
 
     @on_each(models(), count, number=start)
     def holds(spec: Spec) -> None:
         tally.examples += 1
         try:
-            fewer = replace(subject, examples=subject.level > 1 or spec.seed % 4 != 3)
-            candidate = check_spec(spec, fewer, dtype=dtype, later=fewer.level < 2 or is_wide)
+            later = subject.level < 2 or dtype is torch.float64
+            candidate = check_spec(spec, subject.on(spec), dtype=dtype, later=later)
             if isinstance(candidate, LoweredModule) and candidate.meta.get("lowered"):
                 tally.lowered += 1
                 tally.regions.update(choice.chosen for choice in candidate.report.choices)

@@ -67,7 +67,7 @@ def _started(command: list[str], environment: dict[str, str]) -> Iterator[subpro
 def _end(process: subprocess.Popen[str]) -> None:
     """Ask asv to end what it started, and end what is left.
 
-    A server that was just starting is in nobody's care yet, and in a group of its own.
+    A server that was just starting is not looked after yet, and in a group of its own.
     """
     if process.poll() is not None:
         return

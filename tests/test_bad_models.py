@@ -68,7 +68,7 @@ class Record:
 
 
 class Box:
-    """Nobody knows what it holds."""
+    """It is not known what it holds."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -122,7 +122,7 @@ def answers(model):
 
 
 def state_of(model):
-    """What could be seen to change of tensors of any layout, whose bits nobody may read."""
+    """What could be seen to change of tensors of any layout, whose bits are not to be read."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [
         [(name, id(t), t.dtype, t.layout, t._version, t.requires_grad) for name, t in tensors],

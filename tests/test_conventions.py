@@ -178,7 +178,7 @@ def test_every_package_is_installed() -> None:
     assert set(installed["packages"]) == {"optimizer._models", *found}
 
 
-def test_the_fuzz_kit_is_imported_by_nobody_and_the_analysis_by_no_room() -> None:
+def test_nothing_imports_the_fuzz_kit_and_no_room_the_analysis() -> None:
     def imports(path: Path, name: str) -> bool:
         return any(name in each for each in everywhere(path))
 

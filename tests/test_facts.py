@@ -190,7 +190,7 @@ DEAD = {
 
 
 @rows("function child", DEAD)
-def test_python_code_of_unknown_effect_runs_though_nobody_reads_its_value(function, child):
+def test_python_code_of_unknown_effect_runs_though_its_value_is_not_read(function, child):
     fast = optimized(Forward(lambda m, x: (function(m, x), x.exp())[1], child=child).eval(), ROWS)
     NOTES.clear()
 

@@ -150,7 +150,7 @@ a new tensor of zeros that is written | total = torch.zeros(4); total.add_(x[0])
 random numbers | x + torch.rand(4) + torch.randn(x.shape[0], 1) + torch.ops.aten.rand([4])
 operators that write | y = x.T; y += 1.0; y *= 2.0; y -= x.T; return y
 statistics that are computed | F.batch_norm(m.linear(x), m.flag * 3, m.flag + 2)
-a number before the matrices | x.addmm(2, x, m.linear.weight)
+a number before the matrices | x.addmm(2, x, m.linear.weight) * torch.mul(x.size(0) + 1, 2).sqrt()
 a weight that is computed | F.linear(x, m.linear.weight * 2)
 a weak reference to the model | class Child(nn.Module):
         def __init__(self, parent): super().__init__(); self.parent = weakref.ref(parent)

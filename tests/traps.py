@@ -159,10 +159,10 @@ TRAPS = {
     "36 a constant of integers":
         Trap("m.c(x) * m.k", (IMAGE,), "m.k = nn.Buffer(torch.arange(1, 5).reshape(4, 1, 1))"),
     # Writes, aliases, dead code and constants
-    "38 an in-place method whose result nobody reads": Trap("x.mul_(0.0); return x", (ROWS,)),
-    "39 F.relu(inplace=True) whose result nobody reads":
+    "38 an in-place method whose result is not read": Trap("x.mul_(0.0); return x", (ROWS,)),
+    "39 F.relu(inplace=True) whose result is not read":
         Trap("y = x * 2; F.relu(y, inplace=True); return y", (ROWS,)),
-    "39 out= whose result nobody reads":
+    "39 out= whose result is not read":
         Trap("y = x * 2; torch.add(y, 1.0, out=y); return y", (ROWS,)),
     "40 an assignment, which has no readers": Trap("y = x * 2; y[:, 0] = 1.0; return y", (ROWS,)),
     "41 a clone that is written": Trap("y = x.clone(); y.relu_(); return x + y", (ROWS,)),

@@ -34,7 +34,7 @@ def measured(peers: Iterable[str], start: Callable[[str], Worker], plan: Plan) -
 
     Args:
         peers: their names.
-        start: the process of a peer, which prepares at once; nobody else is running then.
+        start: the process of a peer, which prepares at once; nothing else is running then.
         plan: how long to measure.
     """
     with contextlib.ExitStack() as processes:

@@ -89,7 +89,7 @@ class Cuda(Device):
                 for _ in range(3):  # in the first, libraries choose kernels and allocate
                     program(*inputs)
             graph = torch.cuda.CUDAGraph()
-            # The workspace that cuBLAS keeps for a stream would be shared with whoever uses that.
+            # The workspace that cuBLAS keeps for a stream would be shared with what else uses that.
             torch._C._cuda_clearCublasWorkspaces()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 copies = [torch.empty_like(each) for each in inputs]

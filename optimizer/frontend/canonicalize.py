@@ -26,6 +26,7 @@ from optimizer.core.node import (
     attribute_of,
     callee,
     fresh_name,
+    home_of,
     is_attribute,
     module_of,
     named_arguments,
@@ -184,12 +185,21 @@ def _is_tensor(value: Any, most_dimensions: int = 64) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.dim() <= most_dimensions
 
 
+def _is_number(node: fx.Node) -> bool:
+    """Return whether a value is surely no tensor: without facts, a size or computed of sizes."""
+    if "fact" in node.meta or not (reads := node.all_input_nodes):
+        return "fact" in node.meta and not _is_tensor(node)
+    name = node.args[1] if node.target is getattr else node.target
+    is_size = name in ("dim", "ndim", "numel", "shape", "size")
+    return is_size or (home_of(node) == "_operator" and all(map(_is_number, reads)))
+
+
 def _arithmetic(node: fx.Node) -> None:
     """Turn a sum or product, by function or method, into an operator; `add` of a set is none."""
     function = _ARITHMETIC.get(callee(node))
     if function is None or (node.op == "call_method" and not _is_tensor(node.args[0])):
         return
-    if all("fact" in each.meta and not _is_tensor(each) for each in node.all_input_nodes):
+    if all(map(_is_number, node.all_input_nodes)):
         return  # torch makes a tensor of numbers
     args = named_arguments(node, ("input", "other"))
     if len(args) == len(node.args) + len(node.kwargs) == 2 and args.keys() == {"input", "other"}:

@@ -99,9 +99,8 @@ def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
     The average of W x + b over some places is W times the average of x, plus b: so DenseNet's
     transitions multiply a quarter. A sum that is divided by another number than that of its
     places has another b. What scales or shifts the input of the convolution is folded before, and
-    what does so behind the pool after. Nobody else may read the convolution. The pool then
-    averages what the convolution reads, which may be more channels: not where that costs more
-    than it saves.
+    what does so behind the pool after. The pool alone may read the convolution. It then averages
+    what that reads, which may be more channels: not where that costs more than it saves.
     """
     layer, source, settings = module_of(conv), arg(conv, 0), _settings(pool)
     pointwise = math.prod(layer.kernel_size) == math.prod(layer.stride) == 1

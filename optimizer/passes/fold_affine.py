@@ -47,10 +47,9 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
     for each index of dimension 1; so are sums, products and quotients with a constant that has
     one number for each channel. A Linear on (N, C) and a Conv on (N, C, ...) make dimension 1
     with the outputs of their weight W, so W' = s * W and b' = s * b + t absorb it. Flattening
-    all but the last dimension leaves the outputs of a Linear in the last one. Nobody else may
-    read the layer's output, since it is no longer computed; its shape stays what it was. The
-    fold is computed in float64 and rounded once. The layer itself is left as it is, for other
-    calls.
+    all but the last dimension leaves the outputs of a Linear in the last one. The layer's
+    output is no longer computed, so nothing else may read it; its shape stays. The fold is computed
+    in float64 and rounded once. The layer itself is left as it is, for other calls.
     """
     source = _operand(affine)
     if source is None:
@@ -107,11 +106,10 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     linear. A tap on a zero that pads the input adds no W * t, and a ConvTranspose has fewer taps
     at its border: these absorb no shift. Padding by reflection and the like repeats shifted
     values. W' * x and b' cancel where the values were centred by a shift far beyond their size,
-    which eager rounds before and this after: such a shift stays. Nobody else may read the
+    which eager rounds before and this after: such a shift stays. Nothing else may read the
     affine values. A convolution lays its output out as its input lies, which a BatchNorm may
     change: its input must lie alike. The new layer is called where they were computed, and reads
-    what they read; if that may have one channel in another call, it is expanded to as many as the
-    constants have.
+    what they read, expanded to as many channels as the constants have if another call may have one.
     """
     source = _operand(affine)
     if source is None or len(layer.args) != 1 or layer.kwargs:

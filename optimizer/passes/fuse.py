@@ -40,10 +40,9 @@ WORTHWHILE = 1 << 17  # bytes: up to half of it, to look at the operands takes w
 
 
 class LinearReLU(nn.Linear):
-    """`relu(linear(x))` without a second tensor for the result.
+    """`relu(linear(x))` without a second tensor: `(*, in_features) -> (*, out_features)`.
 
-    Shapes: `(*, in_features) -> (*, out_features)`. It shares the weight and bias of the
-    Linear it is made of.
+    It shares the weight and bias of the Linear it is made of.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear has it
@@ -61,8 +60,7 @@ def fuse_linear_relu(linear: fx.Node, relu: fx.Node) -> fx.Node:
 
     relu(linear(x)) -> one module that clamps the linear's output where it lies.
 
-    The Linear's output is fresh, and nobody but the ReLU reads it, so the ReLU may overwrite
-    it. The values are those of the same two kernels.
+    The Linear's output is fresh, and the ReLU alone reads it. The same two kernels run.
     """
     require(len(linear.users) == 1, "the layer's output is read elsewhere")
     layer = module_of(linear)
@@ -76,7 +74,7 @@ def fuse_linear_relu(linear: fx.Node, relu: fx.Node) -> fx.Node:
     call(*FUNCTIONS, *MODULES, F.gelu, nn.GELU, name="activation"), numerics="exact", phase="memory"
 )
 def reuse_activations(activation: fx.Node) -> fx.Node | None:
-    """Write the result of an activation over its input, if nobody else reads that.
+    """Write the result of an activation over its input, if nothing else reads that.
 
     relu(x) -> relu_(x), where nothing else reads x, and so for other activations.
 
@@ -119,7 +117,7 @@ def _settings(activation: fx.Node) -> dict[str, Any]:
 
 @rewrite(call(*OVER, name="combination"), numerics="exact", phase="memory")
 def reuse_operands(combination: fx.Node) -> fx.Node | None:
-    """Write the sum or product of two large tensors over one of them that nobody else reads.
+    """Write the sum or product of two large tensors over one that nothing else reads.
 
     x + y -> x.add_(y) and x * y -> x.mul_(y), where nothing else reads x.
 

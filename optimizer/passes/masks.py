@@ -44,10 +44,10 @@ def lower_masked_assignment(assignment: fx.Node) -> fx.Node | None:
     y[mask] = number -> y' = where(mask, number, y), for a y that only this graph can see.
 
     `y[mask] = value` writes into y; where_like is torch.where in y's layout: it makes a new
-    tensor with what y holds afterwards. Whoever reads y later reads the new tensor instead. That
-    is all there is to see if y was made here and no view of it that was taken before is read
-    after. A number is cast as the assignment casts it; a tensor without dimensions must have y's
-    dtype. The mask has the first dimensions of y, or in a masked_fill_ any that broadcast to it.
+    tensor with what y holds afterwards, for later readers of y. That is all there is to see if y
+    was made here and no view of it that was taken before is read after. A number is cast as the
+    assignment casts it; a tensor without dimensions must have y's dtype. The mask has the first
+    dimensions of y, or in a masked_fill_ any that broadcast to it.
     """
     operands: list[Any] = [*assignment.args, *dict(sorted(assignment.kwargs.items())).values()]
     target, mask, value, *accumulates = operands  # by name too: the mask is the first

@@ -206,8 +206,7 @@ def recognize_linear(product: fx.Node) -> fx.Node | None:
 
     A Linear computes x @ weight.T, and on a matrix with a bias addmm, by these very kernels. So
     weight is the transpose of the right matrix: the model's own parameter if the forward
-    transposes it, else a view of it. Transposed again it is what the forward multiplied with, to
-    the strides. The numbers are shared, and nobody may write them.
+    transposes it, else a view with the strides of one. Nothing may write numbers that are shared.
     """
     terms: tuple[Any, ...] = product.args
     terms = terms if product.target is torch.addmm else (None, *terms)

@@ -81,13 +81,11 @@ def _call(node: fx.Node) -> Any:
 
 @whole_graph(numerics="exact", phase="simplify")
 def eliminate_dead_code(graph: fx.Graph) -> list[fx.Node]:
-    """Remove nodes whose value nobody reads and that do nothing else.
+    """Remove nodes whose value is not read and that do nothing else.
 
-    A value that nobody reads is not computed, unless computing it does something else.
-
-    A node does something else if one of its operators writes a tensor that outlives it or
-    draws a random number (read off the operators' schemas), if it is Python code of unknown
-    effect, or if it is an assertion. Readers go before what they read, so one sweep ends it.
+    A value that is not read is not computed, unless one of its operators writes a tensor that
+    outlives it or draws a random number, as their schemas tell, or it is Python code of unknown
+    effect or an assertion. Readers go before what they read, so one sweep ends it.
     """
     dead = []
     for node in reversed(graph.nodes):
@@ -101,12 +99,11 @@ def eliminate_dead_code(graph: fx.Graph) -> list[fx.Node]:
 def remove_clones(clone: fx.Node) -> fx.Node | None:
     """Read a value instead of its copy, where neither of them is written or seen from outside.
 
-    f(clone(x)) -> f(x), where nobody can tell the copy from x.
+    f(clone(x)) -> f(x), where the copy cannot be told from x.
 
-    A copy keeps what x was while x or the copy changes. Here nothing writes the copy, and after
-    the copy nothing writes x, also not what is needed for a gradient. No view of the copy is
-    taken and none is returned, so that all its readers compute with its numbers only. A value
-    that was made here lies densely in memory, and its copy in the same way.
+    Nothing writes the copy, and after it nothing writes x, also not what a gradient needs. No view
+    of the copy is taken or returned: its readers compute with its numbers only. A value that was
+    made here lies densely in memory, and its copy in the same way.
     """
     source = arg(clone, 0)
     if len(clone.args) != 1 or clone.kwargs or not isinstance(source, fx.Node):

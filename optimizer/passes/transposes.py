@@ -87,10 +87,9 @@ def sink_transposes(outer: fx.Node) -> fx.Node | None:
     An elementwise operation computes each number from the numbers at the same place, so it
     commutes with a permutation of the places, if all tensors that it reads are permuted alike
     and none is broadcast. It makes a new tensor in the memory order of what it reads, which is
-    one if no element is repeated: the same numbers are computed in the same order. Nobody else
-    may see the values between, which are no longer computed. An operand with other readers stays
-    permuted for them, so there is never one transpose more than before, and one less once the two
-    are composed.
+    one if no element is repeated: the same numbers are computed in the same order. The values
+    between are no longer computed, so nothing else may see them. An operand with other readers
+    stays permuted for them: there is never one transpose more, and one less once two are composed.
     """
     between, inners = _sandwich(outer)
     if not between or not all(map(_has_constant_axes, (outer, *inners))):

@@ -1,4 +1,4 @@
-"""The fuzz kit: generated models and the oracles that judge whoever rewrites them.
+"""The fuzz kit: generated models and the oracles that judge what rewrites them.
 
 The only part of the package that needs Hypothesis (the extra `test`).
 """

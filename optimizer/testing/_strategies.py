@@ -59,7 +59,7 @@ NOT_RECORDED = frozenset((
     "py_without_gradients", "py_autocasts", "py_shared", "py_exchanged", "py_replaced",
     "py_trains_within", "py_norm_trains_within", "py_asks_type", "decorated", "more",
 ))  # fmt: skip
-# Views that lie below the top, to be returned, or that nobody reads.
+# Views that lie below the top, to be returned, or that nothing reads.
 HELD = (
     "dup t01 swap",
     "dup flatten swap",

@@ -1,4 +1,4 @@
-"""A Linear with its ReLU, and what is written over an operand that nobody else needs."""
+"""A Linear with its ReLU, and what is written over an operand that nothing else needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written under a mask is chosen by `where` where nobody can tell, and stays elsewhere."""
+"""What is written under a mask is chosen by `where` where none can tell, and stays elsewhere."""
 
 from __future__ import annotations
 

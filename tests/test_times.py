@@ -13,7 +13,7 @@ from torch import nn
 from optimizer.core.inputs import Call
 from optimizer.lowering import choose as _choose
 from optimizer.lowering.candidates import AS_IT_IS
-from optimizer.lowering.choose import ByRegion, Chooser, Times, Tuning
+from optimizer.lowering.choose import Chooser, Times, Tuning
 from optimizer.lowering.trace import straight_line
 from tests.single_pass import rows
 
@@ -95,6 +95,6 @@ def test_a_region_answers_once_for_all_candidates_that_are_verified(monkeypatch)
     monkeypatch.setattr(Times, "call", call)
     layer, x = nn.Conv2d(4, 4, 1, groups=2), torch.randn(2, 4, 4, 4)
     line = straight_line(layer, [*layer.parameters()], Call((x,), {})).module
-    ByRegion(line, Chooser(Tuning(engines=()))).run(x)
+    Chooser(Tuning(engines=())).by_region(line, [x])
     first, second = "packed weights, channels_last", "packed Linear, channels_last"
     assert calls[:6] == [AS_IT_IS] * 2 + [first] * 2 + [second] * 2

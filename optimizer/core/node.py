@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
@@ -109,6 +109,30 @@ def called_on(node: fx.Node, module: Any, args: Any, kwargs: Any) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     function: Any = module if node.op == "call_module" else node.target
     return function(*args, **kwargs)
+
+
+def run_nodes(
+    nodes: Iterable[fx.Node],
+    given: Mapping[fx.Node, Any],
+    find: Callable[[fx.Node], Any] = attribute_of,
+) -> Iterator[tuple[fx.Node, Any]]:
+    """Run nodes in order, and yield each with its value, which is freed after its last reader.
+
+    Some values are `given`; `find` returns the tensor that a node reads or the module that it
+    calls. (`fx.Interpreter` shows a progress bar, which leaves a thread where there is tqdm.)
+    """
+    values, nodes = dict(given), list(nodes)
+    last = {read: node for node in nodes for read in node.all_input_nodes}
+    for node in nodes:
+        if node not in values:
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            found = find(node) if node.op in ("get_attr", "call_module") else (*args, None)[0]
+            is_call = node.op.startswith("call")
+            values[node] = called_on(node, found, args, kwargs) if is_call else found
+        yield node, values[node]
+        for read in node.all_input_nodes:
+            if last[read] is node:
+                del values[read]
 
 
 def computation(last: fx.Node, accepts: Callable[[fx.Node], bool]) -> list[fx.Node]:

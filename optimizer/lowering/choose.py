@@ -6,7 +6,7 @@ import contextlib
 import copy
 import hashlib
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from torch import fx
 from optimizer.core.device import device_of
 from optimizer.core.errors import InputError, Refused, require
 from optimizer.core.inputs import Call, require_flags, require_seconds, tensors_in
-from optimizer.core.node import name_of_call, tensors_of
+from optimizer.core.node import attribute_of, is_attribute, name_of_call, run_nodes, tensors_of
 from optimizer.core.report import Choice
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, LaidOut, Maker, Program, policy_of
 from optimizer.lowering.engines import Engines, compiled, engines_here, engines_named
@@ -244,17 +244,35 @@ class Chooser:
         outputs = times.results.get(self.decisions[key])
         return program, program(*inputs) if outputs is None else outputs
 
+    def by_region(self, line: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+        """Run a copy of some code once, and put the best program in the place of each region."""
+        module = fx.GraphModule(line, copy.deepcopy(line.graph))
+        extract_regions(module)
+        module.recompile()
+
+        def run(node: fx.Node, *args: torch.Tensor) -> Sequence[torch.Tensor]:
+            program, outputs = self.for_region(attribute_of(node), args)
+            module.set_submodule(str(node.target), program)
+            return outputs
+
+        def find(node: fx.Node) -> Any:
+            return attribute_of(node) if is_attribute(node) else partial(run, node)
+
+        given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        deque(run_nodes(module.graph.nodes, given, find), maxlen=0)
+        return module
+
     def for_call(
         self, line: fx.GraphModule, example: Sequence[torch.Tensor], is_open: bool
     ) -> Program:
         """Return what runs a whole call; one that `is_open` writes memory of the caller's."""
-        regions, inputs = ByRegion(line, self), list(map(exact_copy, example))
-        regions.run(*inputs)
+        inputs = list(map(exact_copy, example))
+        by_region = self.by_region(line, inputs)
         offered = policy_of(inputs).for_calls if self.tuning.cuda_graph and not is_open else ()
         if not offered:
-            return regions.module
+            return by_region
         key, times = f"call {region_key(line, inputs)}", Times(inputs)
-        makers = self._makers(regions.module, times)
+        makers = self._makers(by_region, times)
         return self.choose("the whole call", key, makers, offered, offered[:1], times)
 
     def _makers(self, program: Program, times: Times) -> dict[str, Callable[[bool], Program]]:
@@ -300,20 +318,3 @@ def varied(tensor: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(0, dtype=result.dtype, device=result.device).set_(result.untyped_storage())
     flat.copy_(flat.roll(1) * 0.5 + 0.25)
     return result
-
-
-class ByRegion(fx.Interpreter):
-    """Run a copy of some code once, and put the best program in the place of each region."""
-
-    def __init__(self, module: fx.GraphModule, chooser: Chooser) -> None:
-        copied = fx.GraphModule(module, copy.deepcopy(module.graph))
-        extract_regions(copied)
-        copied.recompile()
-        super().__init__(copied)
-        self.choose = chooser.for_region
-
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region: Any = self.module.get_submodule(target)
-        program, outputs = self.choose(region, args)
-        self.module.set_submodule(target, program)
-        return outputs

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from optimizer.core.errors import InputError
 from optimizer.core.inputs import tensors_in
-from optimizer.core.node import attribute_of, is_attribute, name_of_call, owner
+from optimizer.core.node import attribute_of, is_attribute, name_of_call, owner, run_nodes
 from optimizer.lowering.partition import MOVED, POINTWISE, WEIGHTED, constant_weight
 from optimizer.verify.equivalence import BOUNDS
 
@@ -68,13 +68,11 @@ def in_precision(
     if low == torch.int8:
         return in_int8(line)
     module = fx.GraphModule(line, copy.deepcopy(line.graph))
-    ranges = _Ranges(module, low)
-    for inputs in calls:
-        ranges.run(*inputs)
+    wide, overflowing = _ranges(module.graph, calls, torch.finfo(low).max / HEADROOM)
     reduced, casts = set[fx.Node](), dict[fx.Node, fx.Node]()
     for node in list(module.graph.nodes):
-        floats = [read for read in node.all_input_nodes if read in ranges.wide]
-        name, fits = name_of_call(node), ranges.overflowing.isdisjoint((node, *floats))
+        floats = [read for read in node.all_input_nodes if read in wide]
+        name, fits = name_of_call(node), overflowing.isdisjoint((node, *floats))
         follows = name in POINTWISE | MOVED and reduced.issuperset(floats)
         if floats and fits and (name in _PRODUCTS or follows):
             reduced.add(node)
@@ -97,25 +95,21 @@ def _cast(node: fx.Node, low: torch.dtype | None) -> fx.Node:
     return cast
 
 
-class _Ranges(fx.Interpreter):
-    """Run a call, and collect the values that are float32 and those too large for 16 bits."""
-
-    def __init__(self, line: fx.GraphModule, low: torch.dtype) -> None:
-        super().__init__(line)
-        self.limit = torch.finfo(low).max / HEADROOM
-        self.wide: set[fx.Node] = set()
-        self.overflowing: set[fx.Node] = set()
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node, and measure its value."""
-        value = super().run_node(n)
-        tensors = tensors_in(value)
-        if tensors and all(tensor.dtype == torch.float32 for tensor in tensors):
-            self.wide.add(n)
-            finite = (each.nan_to_num(0.0, 0.0, 0.0).abs() for each in tensors if each.numel())
-            if any(each.max().item() > self.limit for each in finite):
-                self.overflowing.add(n)
-        return value
+def _ranges(
+    graph: fx.Graph, calls: Sequence[Sequence[torch.Tensor]], limit: float
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Return the nodes whose values are float32 in some calls, and those that go beyond a limit."""
+    wide, overflowing = set[fx.Node](), set[fx.Node]()
+    placeholders = graph.find_nodes(op="placeholder")
+    for inputs in calls:
+        for node, value in run_nodes(graph.nodes, dict(zip(placeholders, inputs, strict=True))):
+            tensors = tensors_in(value)
+            if tensors and all(tensor.dtype == torch.float32 for tensor in tensors):
+                wide.add(node)
+                finite = (each.nan_to_num(0.0, 0.0, 0.0).abs() for each in tensors if each.numel())
+                if any(each.max().item() > limit for each in finite):
+                    overflowing.add(node)
+    return wide, overflowing
 
 
 def in_int8(line: fx.GraphModule) -> fx.GraphModule:

@@ -14,11 +14,11 @@ from optimizer.core.errors import require
 from optimizer.core.node import (
     arg,
     attribute_of,
-    called_on,
     callee,
     is_attribute,
     module_of,
     named_arguments,
+    run_nodes,
 )
 from optimizer.core.ops import PERMUTATIONS, alike, iadd, imul, isub, itruediv
 from optimizer.facts.facts import fact, is_read_only, is_unchanged, rank, tensor
@@ -95,13 +95,8 @@ def _readings(root: fx.Node) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
 
 def _native(root: fx.Node, x: fx.Node, inner: set[fx.Node]) -> Native | None:
     """Return the operator that makes of `_PLACES` what a run of calls does, if one does."""
-    values = {x: _PLACES}
-    for node in sorted({root, *inner}):
-        # What is written is a copy.
-        args = fx.node.map_arg((node.args, node.kwargs), lambda each: values[each].clone())
-        module = module_of(node) if node.op == "call_module" else None
-        values[node] = called_on(node, module, *args)
-    if (value := values[root]).dtype != _PLACES.dtype:  # multiplied with a complex number
+    *_, (_, value) = run_nodes(sorted({root, *inner}), {x: _PLACES.clone()})  # it may be written
+    if value.dtype != _PLACES.dtype:  # multiplied with a complex number
         return None
     near = torch.isclose(value, _THERE, rtol=1e-12, atol=1e-12).all(1).tolist()
     return _NATIVE[near.index(True)] if any(near) else None
@@ -110,10 +105,8 @@ def _native(root: fx.Node, x: fx.Node, inner: set[fx.Node]) -> Native | None:
 def _require_alone(root: fx.Node, inner: set[fx.Node], read: Sequence[fx.Node]) -> None:
     """Refuse if what `root` is computed of, or its input, is read or written elsewhere."""
     run = {root, *inner}
-    # A call that writes its operand must be its only reader: others read it before.
-    alone = all(run.issuperset(node.users) for node in inner) and all(
-        arg(node, 0) in inner and len(arg(node, 0).users) == 1 for node in run if fact(node).writes
-    )
+    alone = all(run.issuperset(node.users) for node in inner)
+    alone &= all(arg(node, 0) in inner for node in run if fact(node).writes)
     require(alone, "what it computes on the way is read elsewhere")
     require(all(is_unchanged(each, min(inner)) for each in read), "its input is written later")
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from optimizer.core.errors import Refused, require
 from optimizer.core.guards import key_of
-from optimizer.core.node import arg, attribute_of, called_on, computation, owner, tensors_of
+from optimizer.core.node import arg, attribute_of, computation, owner, run_nodes, tensors_of
 from optimizer.facts.facts import (
     aliases,
     fact,
@@ -191,12 +191,8 @@ def _foldable(last: fx.Node) -> list[fx.Node]:
 
 def _value_of(nodes: list[fx.Node], convert: Callable[[Any], Any]) -> Any:
     """Return the value of the last node, run on what `convert` makes of tensors and modules."""
-    values: dict[fx.Node, Any] = {}
-    for node in nodes:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-        target = convert(attribute_of(node)) if node.op in ("get_attr", "call_module") else None
-        values[node] = target if node.op == "get_attr" else called_on(node, target, args, kwargs)
-    return values[nodes[-1]]
+    *_, (_, value) = run_nodes(nodes, {}, lambda node: convert(attribute_of(node)))
+    return value
 
 
 def _bytes(value: torch.Tensor) -> int:

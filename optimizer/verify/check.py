@@ -22,7 +22,7 @@ from optimizer.core.context import forked_rng, undisturbed
 from optimizer.core.copy import structural_copy
 from optimizer.core.errors import CaptureError, EquivalenceError, OptimizerWarning
 from optimizer.core.inputs import Call, ExampleInputs, as_call, map_tensors, require_module
-from optimizer.core.node import clean, describe
+from optimizer.core.node import arg, clean, describe, run_nodes
 from optimizer.core.report import Rewrite
 from optimizer.frontend.symbolic import capture, capture_call, leaves_nothing_behind
 from optimizer.passes import select
@@ -95,32 +95,21 @@ def first_divergence(
 
 def values(module: fx.GraphModule, call: Call) -> dict[str, Result]:
     """Return the result of each node in one call, up to an error, by the node it stands for."""
-    recorder = _Recorder(structural_copy(module), call.copied())
-    with torch.no_grad(), forked_rng(), suppress(Exception):  # of a broken graph, any
-        recorder.run()
-    return recorder.results
-
-
-class _Recorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, call: Call) -> None:
-        super().__init__(module)
-        self.extra_traceback = False  # it would be told as part of an error
-        names = (str(node.target) for node in module.graph.find_nodes(op="placeholder"))
-        self.inputs = dict(zip(names, call.args, strict=False)) | call.kwargs
-        self.results: dict[str, Result] = {}
-
-    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.inputs.get(target, args[0] if args else None)
-
-    def run_node(self, n: fx.Node) -> Any:
-        name, text = n.meta.get("stands_for", n.name), f"'{n.name}' ({describe(n)})"
-        try:
-            result = super().run_node(n)
-            self.results[name] = text, map_tensors(torch.clone, result)
-        except Exception as error:
-            self.results[name] = text, error
-            raise
-        return result
+    graph, (args, kwargs) = structural_copy(module).graph, call.copied()
+    names = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
+    inputs = dict(zip(names, args, strict=False)) | kwargs
+    given = {node: inputs.get(name, arg(node, 0)) for name, node in names.items()}
+    results: dict[str, Result] = {}
+    run = run_nodes(graph.nodes, given)
+    with torch.no_grad(), forked_rng():
+        for node in graph.nodes:
+            name, text = node.meta.get("stands_for", node.name), f"'{node.name}' ({describe(node)})"
+            try:
+                results[name] = text, map_tensors(torch.clone, next(run)[1])
+            except Exception as error:  # of a broken graph, any
+                results[name] = text, error
+                break
+    return results
 
 
 @dataclass(frozen=True)

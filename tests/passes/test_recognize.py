@@ -50,8 +50,6 @@ ACTIVATIONS: dict[Any, str] = {
     ELSEWHERE: """
     gate = torch.sigmoid(x); return (x * gate, gate)
     moved = x + 3; clamped = moved.clamp_(0, 6); return x * clamped / 6 + moved
-    y = x * 1; gate = y.sigmoid_(); return y * gate
-    y = x * 0.5; z = y.mul_(-1.0); return y * 2 * torch.sigmoid(z * -2)
     return x.add_(3).clamp_(0, 6).div_(6)""",
     WRITTEN: "y = x * 2; gate = torch.sigmoid(y); y.add_(1.0); return y * gate",
     "the result would differ in layout": """
@@ -59,6 +57,8 @@ ACTIVATIONS: dict[Any, str] = {
     "its input is not floating point": "y = x.long(); return y * torch.sigmoid(y)",
     # What only looks alike, and a spelling of more than twelve calls
     0: f"""
+    y = x * 1; gate = y.sigmoid_(); return y * gate
+    y = x * 0.5; z = y.mul_(-1.0); return y * 2 * torch.sigmoid(z * -2)
     x * torch.sigmoid(1.702 * x); x * x.flip(0).sigmoid(); x * F.relu6(x + 3) / 5;
     x * (x + 3).clamp(0, 6) // 6; torch.add(x, 3, alpha=2).clamp(0, 6) / 6; F.hardtanh(x + 3) / 6;
     0.5 * x * (1 + torch.erf(x / math.sqrt(2.0))); x * F.relu6(x + 3) * 0.1666667;

@@ -105,6 +105,7 @@ tensors in a list [cannot be recorded: Cannot access] |
     held = {"kept": [torch.eye(4).to_sparse(), torch.ones(4, requires_grad=True)]}
     def forward(m, x): return x @ m.kept[0] * (1 + m.kept[1].requires_grad)
 a type [it asks for the type of a value] | x * 2 if type(x) == nn.Parameter else x
+text that is kept [writes a traced] | log = []; log.append(f"{x.dim()}"); return x, log[0] == "2"
 text of a dtype [it writes a traced value as text] | x * 2 if str(x.dtype) == "torch.float64" else x
 a type that is matched [its code has MATCH_CLASS] | match x:
         case torch.Tensor(): return x * 2
@@ -124,8 +125,7 @@ members that are exchanged [its forward changes a module] |
 a child with a hook that counts [it sets the attribute] | class Shift(nn.Module):
         def forward(self, x): return x + 1
     def hook(m, given, y): history.append(y); box.n += 1; return y * step() * box.n + len(history)
-    box.n, held = 0, {"child": Shift()}
-    held["child"].register_forward_hook(hook)
+    box.n, held = 0, {"child": Shift()}; held["child"].register_forward_hook(hook)
     def forward(m, x): return m.child(m.linear(x))
 a layer that trains for one call [it uses 'train'] |
     m.norm.train(); y = m.norm(m.linear(x)); m.norm.eval(); return y
@@ -146,6 +146,7 @@ a weight for one call [it uses '_parameters'] |
     p = m.norm._parameters; q = {**p}; p["weight"] = m.scale; y = m.norm(m.linear(x)); p |= q
     return y
 # symbolic
+text in a message | torch._assert(x.dim() == 2, f"{x.dim()} {m.scale.shape[0]}"); return x * 2
 a new tensor of zeros that is written | total = torch.zeros(4); total.add_(x[0]); return total
 random numbers | x + torch.rand(4) + torch.randn(x.shape[0], 1) + torch.ops.aten.rand([4])
 operators that write | y = x.T; y += 1.0; y *= 2.0; y -= x.T; return y
@@ -157,8 +158,7 @@ a weak reference to the model | class Child(nn.Module):
         def forward(self, x): return x * self.parent().weight
     class model(nn.Module):
         def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4)); self.child = Child(self)
+            super().__init__(); self.weight = nn.Parameter(torch.ones(4)); self.child = Child(self)
         def forward(self, x): return self.child(x)
 a view by which a weight is written | w = nn.Parameter(torch.zeros(4))
     held = {"w": w, "view": w.data}

@@ -5,8 +5,7 @@ recorded as `x = x + y`, a random tensor or a buffer's value at trace time is ba
 constant, an optional argument is always taken to be given. This tracer records the first
 three as what they are and binds the last to the example's value, behind a guard.
 
-An ordinary forward cannot tell whether an argument is passed by name. One that can, as a decorator
-does, is not recorded so.
+Few forwards can tell what is passed by name. One that can, as a decorator, is not recorded so.
 
 A traced value is no torch.Tensor, so `isinstance(x, torch.Tensor)` would trace a branch that
 eager never takes. A `__class__` that says otherwise is no way out: the argument parser of torch
@@ -21,6 +20,7 @@ from __future__ import annotations
 import dis
 import inspect
 import operator
+import re
 import sys
 import threading
 from abc import ABCMeta
@@ -57,6 +57,13 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _refusing(reason: str) -> Any:
+    def method(self: Any, *operands: Any) -> Any:
+        raise CaptureError(reason)
+
+    return method
+
+
 class Value(fx.Proxy):
     """A traced value that also records item assignment and in-place operators."""
 
@@ -70,15 +77,9 @@ class Value(fx.Proxy):
             raise CaptureError(f"it asks a value for its attribute '{name}'")
         return Member(self, name)
 
-    def __hash__(self) -> int:
-        raise CaptureError("it looks a traced value up in a set or dict")
-
-    def __len__(self) -> int:
-        raise CaptureError("it takes the len() of a traced value")
-
-    def __index__(self) -> int:
-        raise CaptureError("it needs a traced value as a number")
-
+    __hash__ = _refusing("it looks a traced value up in a set or dict")
+    __len__ = _refusing("it takes the len() of a traced value")
+    __index__ = _refusing("it needs a traced value as a number")
     __int__ = __float__ = __complex__ = __index__
 
     def __str__(self) -> str:
@@ -92,14 +93,19 @@ class Value(fx.Proxy):
         raise CaptureError("it writes a traced value as text")
 
 
-_TEXTS = ("BUILD_STRING", "FORMAT", "CONVERT", "LOAD_FAST", "LOAD_CONST", "LOAD_ATTR", "PRECALL")
+_TEXTS = ("BUILD_STRING", "FORMAT", "CONVERT", "LOAD", "BINARY", "PRECALL", "KW_NAMES")
+_TELLS = re.compile(r"_?(assert|check|warn|log|debug|info|error|print)")
 
 
 def _is_message(frame: FrameType) -> bool:
-    """Return whether a text goes to a call whose result is raised, or taken by nothing."""
-    rest = (each for each in dis.get_instructions(frame.f_code) if each.offset > frame.f_lasti)
-    opname = next((each.opname for each in rest if not each.opname.startswith(_TEXTS)), "")
-    return opname.startswith("CALL") and next(rest).opname in ("POP_TOP", "RAISE_VARARGS")
+    """Return whether a text goes to a call whose result is raised, or whose name says it tells."""
+    code: Any = [*dis.get_instructions(frame.f_code)]
+    rest = (each for each in code if each.offset > frame.f_lasti)
+    call = next((each for each in rest if not each.opname.startswith(_TEXTS)), code[-1])
+    begin = (each.argval for each in code if each.positions[::2] == call.positions[::2])
+    name = ["", *(each for each in begin if isinstance(each, str))][-1]  # of what is called
+    then = call.opname.startswith("CALL") and next(rest).opname
+    return then == "RAISE_VARARGS" or (then == "POP_TOP" and bool(_TELLS.match(name)))
 
 
 _function: Any
@@ -233,8 +239,7 @@ class Tracer(fx.Tracer):
         )
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        tensors = (*root.named_buffers(), *root.named_parameters())
-        self._names = {id(tensor): name for name, tensor in tensors}
+        self._names = {id(t): name for name, t in (*root.named_buffers(), *root.named_parameters())}
         self._modes = _modes()
         with ALONE, RecordConstants(self):
             graph = super().trace(root, concrete_args)
@@ -243,14 +248,9 @@ class Tracer(fx.Tracer):
                 node.meta.pop("is_wrapped", None)  # or the code would mark torch's own for fx
         return graph
 
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        raise CaptureError("its control flow depends on a traced value")
-
-    def iter(self, obj: fx.Proxy) -> Any:
-        raise CaptureError("it iterates over a traced value")
-
-    def keys(self, obj: fx.Proxy) -> Any:
-        raise CaptureError("it asks a traced value for its keys")
+    to_bool = _refusing("its control flow depends on a traced value")
+    iter = _refusing("it iterates over a traced value")
+    keys = _refusing("it asks a traced value for its keys")
 
     def is_foreign_thread(self) -> bool:
         """Return whether a thread is not to notice that tracing patches nn.Module for all."""

@@ -299,9 +299,10 @@ class Facts:
             return called_on(node, module, operands, kwargs)
 
     def identify(self, node: fx.Node, replaced: fx.Node) -> None:
-        """Record that a value and the one that it replaces are views of the same storages."""
+        """Record that a value and what it replaces, which may be returned, share storages."""
         both: frozenset[int] = node.meta["fact"].storages | replaced.meta["fact"].storages
-        self._move(self._users_of(both) if any(self.writers_of(both)) else {node}, both, both)
+        seen = self._users_of(both) if any(self.writers_of(both)) else {node.graph.output_node()}
+        self._move({node, *seen}, both, both)
 
     def rename_after(self, node: fx.Node, replaced: fx.Node) -> None:
         """Record that nodes after `node` hold or write its value instead of `replaced`'s."""
@@ -311,8 +312,7 @@ class Facts:
 
     def _users_of(self, storages: frozenset[int]) -> set[fx.Node]:
         """Return the nodes that hold or write some storages."""
-        tables = self.holders, self.writers
-        return set().union(*(table.get(each, ()) for table in tables for each in storages))
+        return set().union(*(t.get(s, ()) for t in (self.holders, self.writers) for s in storages))
 
     def _move(self, nodes: set[fx.Node], old: frozenset[int], new: frozenset[int]) -> None:
         """Record that nodes that hold or write some old storages do so to the new ones instead."""

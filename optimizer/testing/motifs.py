@@ -223,7 +223,7 @@ MOTIFS: dict[str, Motif] = {
         relu cycle_back; cycle relu cycle halve cycle; unsqueeze t01 relu t01; t01 softmax_first
         t01; t12 softmax_last t12; cycle relu_F_inplace cycle_back; dup t01 relu_F_inplace t01
         add; t01 relu_statement t01; t01_of_two_ranks; T_of_row_and_column; t01_of_one_row; t12
-        flip t12; dup t_ends swap movedim add t_ends
+        flip t12; dup tanh swap t01 tanh cycle
         """,
     ),
 }

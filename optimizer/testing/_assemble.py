@@ -126,7 +126,7 @@ def _compiled(source: str, filename: str) -> CodeType:
 
 def _source(machine: Machine, *, bound: bool) -> str:
     """The program; what arguments have by default is `bound` to their names if that is asked."""
-    arguments = [value.name for value in machine.arguments]
+    arguments = [v.name + machine.optional * (v.name != "x") for v in machine.arguments]
     given = [each.replace("*more", "more=()") for each in machine.defaults if each != "*"]
     bindings = [each.replace("=", " = ", 1) for each in given] if bound else []
     arguments += [] if bound else machine.defaults
@@ -143,7 +143,7 @@ def _source(machine: Machine, *, bound: bool) -> str:
 
 def _preamble(machine: Machine) -> str:
     """The classes and functions that the program names, and what they import."""
-    text = "\n".join([*machine.members, *machine.finishing, machine.decorator])
+    text = "\n".join([*machine.members, *machine.finishing, machine.decorator, *machine.statements])
     used = set(re.findall(r"\w+", text))
     helpers = "".join(f"{HELPERS[name]}\n\n" for name in HELPERS if name in used)
     modules = {name: name.rstrip(".") for name in ("functools.", "types.")}

@@ -144,12 +144,12 @@ def tie(machine: Machine) -> None:
                 return
 
 
-def hook(registration: str) -> Emit:
-    """Register a hook on the newest layer that can be seen in the output."""
+def finished(text: str) -> Emit:
+    """Do so with the newest layer, which is `{}`, when all are made."""
 
     def emit(machine: Machine) -> None:
         for layer in machine.layers[-1:]:
-            machine.write(";", finishing=f"self.{layer}.{registration}")
+            machine.write(";", finishing=text.format(f"self.{layer}"))
 
     return emit
 
@@ -158,6 +158,12 @@ def narrow_scaled(machine: Machine) -> None:
     """Push an argument in float32 times a number for each of its last dimension."""
     machine.stack.append(machine.argument("narrow"))
     machine.write("{v} * self.{m}", members="self.{m} = nn.Parameter(torch.zeros({last}))")
+
+
+def optional_given(machine: Machine) -> None:
+    """One more argument; all but the first have a default, and are given."""
+    machine.optional = "=None"
+    argument(machine)
 
 
 def training(machine: Machine) -> None:
@@ -183,14 +189,16 @@ CONTROL: dict[str, Emit] = {
     "recompute": recompute,
     "recompute_otherwise": partial(recompute, halved=True),
     "recall": recall,
+    "first": lambda machine: machine.stack.append(machine.history[0]),
     "write_read": write_read,
     "write_layer": write_layer,
     "write_bias": partial(write_layer, name="bias"),
     "out_weight": return_weight,
     "out_made": return_made,
     "tie": tie,
-    "hook": hook("register_forward_hook(double_output)"),
-    "pre_hook": hook("register_forward_pre_hook(double_input)"),
+    "hook": finished("{}.register_forward_hook(double_output)"),
+    "pre_hook": finished("{}.register_forward_pre_hook(double_input)"),
+    "train_layer": finished("{}.train()"),
     "arg": argument,
     "arg_narrow": given("{v} + {a}", "narrow"),
     "arg_mask": given("{v}[{a}] = 0.5;", "mask"),
@@ -198,6 +206,7 @@ CONTROL: dict[str, Emit] = {
     "arg_tested_before": option("{n} = {o} is None; {v} if {n} else {v} + {o}"),
     "optional_before": option("{n} = {o} is not None; {v} + {o} if {n} else {v}", "None"),
     "arg_index": given("{v}[{a}]", "index"),
+    "optional_given": optional_given,
     "optional": option("{v} if {o} is None else {v} + {o}", "None"),
     "more": further_arguments,
     "keyword_only": keyword_only,

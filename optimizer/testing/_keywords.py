@@ -139,6 +139,37 @@ def into_new(machine: Machine) -> None:
             machine.outputs.append(Value(name, machine.top.shape))
 
 
+# The functions of layers, and what these take of them after the input.
+_OF_LAYERS = {
+    "Linear": "linear weight bias",
+    "Conv": "conv{d}d weight bias stride padding dilation groups",
+    "ConvTranspose": "conv_transpose{d}d weight bias stride padding output_padding groups dilation",
+    "BatchNorm": "batch_norm running_mean running_var weight bias training momentum eps",
+    "AvgPool": "avg_pool{d}d kernel_size stride padding ceil_mode count_include_pad",
+    "LeakyReLU": "leaky_relu negative_slope inplace",
+    "Dropout": "dropout p training inplace",
+}
+
+
+def by_function(machine: Machine) -> None:
+    """Call, in the place of the newest layer, the function of its tensors and settings."""
+    found = re.fullmatch(r"(\w+ = )self\.(\w+)\((\w+)\)", (machine.statements or [""])[-1])
+    layer = machine.model.get_submodule(found[2]) if found else None
+    named = re.fullmatch(r"(\D+?)(\d?)d?", type(layer).__name__)
+    function, *names = _OF_LAYERS.get(named[1] if named else "", "").split() or [""]
+    values = [getattr(layer, name, None) for name in names]
+    if not (found and named and values) or values[0] is None:
+        return
+    tensors = [isinstance(value, torch.Tensor) for value in values]
+    of_layer = [f"self.{found[2]}.{name}" for name in names]
+    given = [
+        a if is_tensor else repr(b)
+        for a, b, is_tensor in zip(of_layer, values, tensors, strict=True)
+    ]
+    call = f"F.{function.format(d=named[2])}({', '.join([found[3], *given])})"
+    machine.statements[-1] = found[1] + call
+
+
 RESPELLED: dict[str, Emit] = {
     "by_name": respelled(_by_name),
     "by_position": respelled(_by_position),
@@ -146,4 +177,5 @@ RESPELLED: dict[str, Emit] = {
     "written_within": written_within,
     "turned": turned,
     "into_new": into_new,
+    "by_function": by_function,
 }

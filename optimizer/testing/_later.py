@@ -220,7 +220,8 @@ def _gradients(module: nn.Module, inputs: Inputs, named: list[str]) -> dict[str,
 def other_options(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: bool) -> None:
     """What was left out is given, and is another value than by default."""
     parameters = [*inspect.signature(model.forward).parameters.values()]
-    others = {p.name: _other(p.default) for p in parameters if p.default is not p.empty}
+    left = [each for each in parameters[len(inputs) :] if each.default is not each.empty]
+    others = {each.name: _other(each.default) for each in left}
     if others:
         names = (each.name for each in parameters)
         _compare(model, candidate, dict(zip(names, inputs, strict=False)) | others, exact=exact)

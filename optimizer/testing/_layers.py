@@ -31,35 +31,14 @@ def conv(options: str, call: str = CALL, *, out: str = "{c}") -> Emit:
     return by_rank((1, 2), layer(flat, CALL if "F.conv" in call else call), sliding)
 
 
-def conv_function(options: str) -> Emit:
-    """The same as a function of the layer's tensors."""
-    others = options.partition(", ")[2]
-    return conv(options, f"F.conv{{d}}d({{v}}, self.{{m}}.weight, self.{{m}}.bias, {others})")
-
-
 def conv_t(options: str, *, out: str = "{more}", call: str = CALL) -> Emit:
     """A ConvTranspose, which makes an odd number of channels of an even one."""
     return by_rank((3, 4, 5), layer(f"nn.ConvTranspose{{d}}d({{c}}, {out}, {options})", call))
 
 
-def conv_t_function(options: str) -> Emit:
-    """The same as a function of the layer's tensors."""
-    others = options.partition(", ")[2]
-    call = f"F.conv_transpose{{d}}d({{v}}, self.{{m}}.weight, self.{{m}}.bias, {others})"
-    return conv_t(options, out="{paired}", call=call)
-
-
 def batchnorm(options: str = ", eps=0.5", call: str = CALL, *, training: bool = False) -> Emit:
     """A BatchNorm over dimension 1, of the dimension that the top's rank asks for."""
     return layer(f"nn.BatchNorm{{d}}d({{c}}{options})", call, training=training)
-
-
-def batchnorm_function(eps: float = 0.5, *, training: bool = False, affine: str = "") -> Emit:
-    """The same as a function of the layer's tensors."""
-    names = ("running_mean", "running_var", "weight", "bias")
-    given = ", ".join(f"self.{{m}}.{name}" for name in names)
-    call = f"F.batch_norm({{v}}, {given}, training={training}, eps={eps})"
-    return batchnorm(f", eps={eps}{affine}", call, training=training)
 
 
 def held(text: str, *, buffer: bool = False, before: str = "", after: str = "") -> Emit:
@@ -133,8 +112,6 @@ LAYERS: dict[str, Word] = {
     "linear4": "nn.Linear({last}, 4)",
     "linear_nobias": "nn.Linear({last}, {last}, bias=False)",
     "linear_kw": linear(KEYWORD),
-    "linear_F": linear("F.linear({v}, self.{m}.weight, self.{m}.bias)"),
-    "linear_F_kw": linear("F.linear(input={v}, bias=self.{m}.bias, weight=self.{m}.weight)"),
     "linear_F_nobias": layer("nn.Linear({last}, 4)", "F.linear({v}, self.{m}.weight)"),
     "linear_matmul": linear("{v} @ self.{m}.weight.t() + self.{m}.bias"),
     "linear_addmm": linear(ADDMM % "", ranks=(2,)),
@@ -159,17 +136,12 @@ NORMS: dict[str, Word] = {
     "bn_eighth": batchnorm(", eps=0.125"),
     "bn_small": batchnorm(f", eps={2.0**-10}"),
     "bn_tiny": batchnorm(f", eps={2.0**-17}"),
-    "bn_one": batchnorm(", eps=1.0"),
     "bn_plain": batchnorm(", eps=0.125, affine=False"),
     "bn_nostats": batchnorm(", eps=0.5, track_running_stats=False"),
     "bn_nostats_plain": batchnorm(", eps=0.5, affine=False, track_running_stats=False"),
     "bn_train": batchnorm(training=True),
     "bn_train_mean": batchnorm(", eps=0.5, momentum=None", training=True),
-    "bn_mean": batchnorm(", eps=0.125, momentum=None"),
     "bn_kw": batchnorm(", eps=0.125", KEYWORD),
-    "bn_F": batchnorm_function(0.125),
-    "bn_F_plain": batchnorm_function(affine=", affine=False"),
-    "bn_F_train": batchnorm_function(training=True),
     "layernorm": "nn.LayerNorm({last}, eps=0.5)",
     "layernorm_plain": "nn.LayerNorm({last}, elementwise_affine=False)",
     "rmsnorm": "nn.RMSNorm({last}, eps=0.5)",
@@ -190,8 +162,6 @@ CONVOLUTIONS: dict[str, Word] = {
     "conv_pointwise_unbatched": by_rank(
         (1,), "nn.Linear({last}, {last})", "nn.Conv{d0}d({c0}, {c0}, 1)"
     ),
-    "conv_k3_stride": conv("3, stride=2, padding=1"),
-    "conv_dilated": conv("2, padding=1, dilation=2"),
     "conv_same": conv("3, padding='same'"),
     "conv_reflect": conv("3, padding=1, padding_mode='reflect'"),
     "conv_replicate": conv("3, padding=1, padding_mode='replicate'"),
@@ -200,19 +170,16 @@ CONVOLUTIONS: dict[str, Word] = {
     "conv_groups_k3": conv("3, padding=1, groups={groups}, bias=False"),
     "conv_depthwise": conv("3, padding=1, groups={c}", out="{wide}"),
     "conv_kw": conv("1", KEYWORD),
-    "conv_F": conv_function("3, padding=1"),
-    "conv_F_groups": conv_function("1, groups={groups}"),
+    "conv_F": conv("1", "F.conv{d}d({v}, self.{m}.weight, self.{m}.bias)"),
     "conv_unbatched": by_rank((1,), "nn.Linear({last}, {last})", "nn.Conv{d0}d({c0}, {c0}, 2)"),
     "conv_uneven": conv("{1..3}, stride={1..2}, padding={0..1}"),
     "conv_many": conv(_MANY),
-    "conv_many_F": conv_function("2, stride=2, padding=1, dilation=2, groups={groups}"),
     "conv_t": conv_t("2"),
     "conv_t_groups": conv_t("1, groups={pairs}", out="{paired}"),
     "conv_t_stride": conv_t("3, stride=2, padding=1, output_padding=1, bias=False"),
-    "conv_t_dilated": conv_t("2, padding=1, dilation=2"),
-    "conv_t_F": conv_t_function("2, stride=2, groups={pairs}"),
-    "conv_t_many_F": conv_t_function(
-        "2, stride=2, padding=1, output_padding=1, groups={pairs}, dilation=2"
+    "conv_t_F": conv_t("2", call="F.conv_transpose{d}d({v}, self.{m}.weight, self.{m}.bias)"),
+    "conv_t_many": conv_t(
+        "2, stride=2, padding=1, output_padding=1, groups={pairs}, dilation=2", out="{paired}"
     ),
 }
 

@@ -68,7 +68,7 @@ class Machine:
         self.statements: list[str] = []
         self.outputs: list[Value] = []
         self.returned = "({})"
-        self.decorator = ""
+        self.decorator = self.optional = ""
         self.autocast = autocast
         self.stack = [self.argument()]
         self.history = [self.top]

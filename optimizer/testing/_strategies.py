@@ -67,6 +67,8 @@ HELD = (
     "dup t01 drop",
     "dup t12 out drop",
 )
+# What a program begins with: it reads what is there, or a value of the model's own shape.
+FRESH: tuple[tuple[str, ...], ...] = ((), (), ("arg",), ("first",))
 # What two branches of a model meet in.
 JOINS = ("add", "mul", "sub", "maximum", "cat", "out", "reshape_as", "shape_as")
 
@@ -174,8 +176,8 @@ def swarm(focus: str | None, number: int) -> list[str]:
     Args:
         focus: name of the pass whose motif it is; if None, half the numbers have the motif of some
             pass, and the others any words.
-        number: of the vocabulary; the same gives the same. Without a focus, one of 16 may have
-            what is `NOT_RECORDED`.
+        number: of the vocabulary; the same gives the same. Without a focus, one of 32 has some
+            of what is `NOT_RECORDED`.
     """
     random = Random(f"{focus} {number}")
     motif = Motif(fires=tuple(random.sample(list(TOKENS), 16)))
@@ -225,10 +227,11 @@ def swarm(focus: str | None, number: int) -> list[str]:
         program = random.choice(random.choice([motif.fires, motif.near or motif.fires])).split()
         for _ in range(changes):
             program = changed(program)
-        programs.append(" ".join(program))
-    every = planted + programs
+        programs.append(" ".join([*random.choice(FRESH), *program]))
+    few = [] if focus or number % 32 else random.sample(sorted(NOT_RECORDED), 8) * 2
+    every = planted + programs + few
     recorded = [each for each in every if NOT_RECORDED.isdisjoint(each.split())]
-    return recorded if recorded and (focus or number % 16) else every
+    return recorded if recorded and not few else every
 
 
 @cache

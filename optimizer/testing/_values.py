@@ -118,7 +118,6 @@ ARITHMETIC: dict[str, Word] = {
     "add_outer": "{v}.sum(0) + {v}",
     "add_alpha": "torch.add({w}, {v}, alpha=2)",
     "add_method": "{w}.add({v})",
-    "sub_plain": "{w}.sub({v})",
     "swish_gate": "{w} * torch.sigmoid({v})",
     "attention_scaled": "F.softmax(({v} * 0.5) @ {v}.mT, dim=-1) @ {v}",
     "attention_narrow": in_four(
@@ -175,7 +174,6 @@ IDENTITIES: dict[str, Word] = {
     "dropout": "nn.Dropout(0.5)",
     "dropout_F": "F.dropout({v}, 0.5, training=self.training)",
     "dropout_F_by_size": "F.dropout({v}, 0.5, {v}.shape[0] > 4)",
-    "dropout_F_off": "F.dropout({v}, p=0.5, training=False)",
     "dropout_torch": "torch.dropout({v}, 0.5, False)",
     "dropout_inplace": "nn.Dropout(0.5, inplace=True)",
     "dropout_alpha": "nn.AlphaDropout(0.5)",
@@ -235,15 +233,12 @@ ACTIVATIONS: dict[str, Word] = {
     "relu6_F": "F.relu6({v})",
     "clamp": "{v}.clamp(-1.0, 2.0)",
     "clamp_min": "torch.clamp({v}, min=0)",
-    "clamp_max": "{v}.clamp(max=1.0)",
     "clamp_statement": "{v}.clamp_(min=-1.0);",
     "hardtanh": "nn.Hardtanh(-2.0, 1.0, inplace=True)",
     "elu": "nn.ELU(inplace=True)",
     "selu": "F.selu({v})",
     "silu": "nn.SiLU()",
     "silu_inplace": "nn.SiLU(inplace=True)",
-    "relu6_inplace": "nn.ReLU6(inplace=True)",
-    "hardswish_inplace": "nn.Hardswish(inplace=True)",
     "silu_F": "F.silu({v}, inplace=True)",
     "mish": "F.mish({v})",
     "softplus": "nn.Softplus()",
@@ -281,6 +276,9 @@ ACTIVATIONS: dict[str, Word] = {
 
 RARE: dict[str, Word] = {
     **{f"{k}_{d}": typed(_KINDS[k], _DEEDS[d]) for k in _KINDS for d in _DEEDS},
+    "global_tensor": "{v} * TABLE",
+    "global_computed": "{v} + (TABLE * 2.0 + 1.0)",
+    "size_tensor": "{v} * torch.mul({v}.shape[0], 2).float()",
     "lower": "{v} - 1.0",
     "quarter": "{v} / 4.0",
     "reciprocal": "(1.0 / {v}).clamp(-9, 9)",
@@ -302,7 +300,6 @@ RARE: dict[str, Word] = {
     "gelu_tanh_square": (
         "{v} * 0.5 * (1 + torch.tanh((2 / 3.141592653589793) ** 0.5 * ({v} + 0.044715 * {v} ** 2)))"
     ),
-    "leaky_half_module": "nn.LeakyReLU(0.5)",
     "leaky_negative": "F.leaky_relu({v}, -0.5)",
     "gelu_tanh_module": 'nn.GELU(approximate="tanh")',
     "T_of_row_and_column": "({v}[..., :1, :].mT + {v}[..., :1].mT).mT",

@@ -42,7 +42,7 @@ MOTIFS: dict[str, Motif] = {
         "dup linear drop; dup relu_F drop; dup t01 shift drop",
         """
         dup idouble drop; dup mask_fill drop; dup t01 mask drop; dup relu_method_inplace drop; dup
-        bn_train drop; dup bn_F_train drop; dup dropout_train drop; iview_statement;
+        bn_train drop; dup bn_train by_function drop; dup dropout_train drop; iview_statement;
         idouble_statement; dup linear hook drop; arg drop
         """,
     ),
@@ -56,15 +56,16 @@ MOTIFS: dict[str, Motif] = {
         linear flatten_rows scale_last; conv flatten_rows bn; conv scale_everywhere; conv
         scale_last; linear1 scale_last; conv dup scale scale; conv scale again; conv
         idouble_statement scale; linear bn; linear_nobias bn_plain; linear dup bn; flatten linear
-        bn; flatten linear4 bn_tiny relu; linear_kw bn_kw; linear_F bn_F; linear_subclass bn;
-        conv_F bn; conv_kw bn_kw; conv bn_train; conv bn_nostats; conv bn bn_eighth; bn conv; dup
-        conv swap again bn add; conv bn again; block; block again; conv conv tie bn; linear linear
-        tie bn; conv bn_train relu; conv_written again bn; conv bn_written; linear scale_written;
-        linear reciprocal; linear quarter; linear flatten lower; conv flatten_rows halve; linear
-        addmm_scaled halve; conv dup bn swap bn_eighth add; conv dup scale swap offset add; conv
-        again bn; dup conv bn swap again again add; dup conv swap again bn swap bn_eighth add; dup
-        conv swap again scale swap scale add; dup conv swap conv again; linear flatten halve; conv
-        dup bn reshape_as; max_pool avg_pool_ceil conv bn adaptive_avg_F
+        bn; flatten linear4 bn_tiny relu; linear_kw bn_kw; linear by_function bn by_function;
+        linear_subclass bn; conv by_function bn; conv_kw bn_kw; conv bn_train; conv bn_nostats;
+        conv bn bn_eighth; bn conv; dup conv swap again bn add; conv bn again; block; block again;
+        conv conv tie bn; linear linear tie bn; conv bn_train relu; conv_written again bn; conv
+        bn_written; linear scale_written; linear reciprocal; linear quarter; linear flatten lower;
+        conv flatten_rows halve; linear addmm_scaled halve; conv dup bn swap bn_eighth add; conv
+        dup scale swap offset add; conv again bn; dup conv bn swap again again add; dup conv swap
+        again bn swap bn_eighth add; dup conv swap again scale swap scale add; dup conv swap conv
+        again; linear flatten halve; conv dup bn reshape_as; max_pool avg_pool_ceil conv bn
+        adaptive_avg_F
         """,
     ),
     "fold_affine_forward": _motif(
@@ -103,7 +104,7 @@ MOTIFS: dict[str, Motif] = {
         """
         linear_plain; linear relu_inplace; linear relu_method_inplace; linear relu_statement;
         linear dup relu; linear dup relu_method_inplace; linear relu again; linear bn relu;
-        linear_F relu_kw; linear_matmul relu_torch; linear_subclass relu; linear leaky;
+        linear by_function relu_kw; linear_matmul relu_torch; linear_subclass relu; linear leaky;
         linear_nobias leaky_module
         """,
     ),
@@ -223,7 +224,7 @@ MOTIFS: dict[str, Motif] = {
         relu cycle_back; cycle relu cycle halve cycle; unsqueeze t01 relu t01; t01 softmax_first
         t01; t12 softmax_last t12; cycle relu_F_inplace cycle_back; dup t01 relu_F_inplace t01
         add; t01 relu_statement t01; t01_of_two_ranks; T_of_row_and_column; t01_of_one_row; t12
-        flip t12; dup tanh swap t01 tanh cycle
+        flip t12; dup t_ends swap movedim add t_ends; dup tanh swap t01 tanh cycle
         """,
     ),
 }

@@ -37,8 +37,7 @@ def backend(
             the promise that the weights of the first call stay as they are.
 
     Raises:
-        InputError: there is no such option, or it has no such value. Dynamo wraps it in an error
-            of its own.
+        InputError: there is no such option or value; Dynamo wraps it in an error of its own.
     """
     values: dict[str, Any] = {**_DEFAULTS, **(options or {})}
     if unknown := values.keys() - _DEFAULTS.keys():

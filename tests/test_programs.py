@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 import optimizer
 from optimizer.frontend.dynamo import GuardedModule
 from optimizer.frontend.module import OptimizedModule, Unchanged
+from optimizer.frontend.outside import Outside
 from optimizer.frontend.symbolic import capture
 from tests.single_pass import Forward
 
@@ -137,11 +138,9 @@ a child that counts [it changes what its code finds] | class Counter(nn.Module):
     held = {"child": Counter()}
     def forward(m, x): return m.child(m.linear(x))
 a child with a hook that changes what its parent read [a hook or parametrization] |
-    held = {"child": nn.ReLU()}
-    held["child"].register_forward_hook(lambda m, given, y: history.append(1))
+    held = {"child": nn.ReLU()}; held["child"].register_forward_hook(lambda *c: history.append(1))
     def forward(m, x): n = len(history); return m.child(m.linear(x)) * (n + 1)
-a setting for one call [it sets the attribute] | m.norm.eps = 0.5; y = m.norm(m.linear(x))
-    m.norm.eps = 1e-5; return y
+a setting for one call [sets] | n = m.norm; n.eps = 0.5; y = n(m.linear(x)); n.eps = 1e-5; return y
 a weight for one call [it uses '_parameters'] |
     p = m.norm._parameters; q = {**p}; p["weight"] = m.scale; y = m.norm(m.linear(x)); p |= q
     return y
@@ -240,7 +239,7 @@ a hidden object [it finds 'kept' by getattr()] | held = {"kept": Settings()}
 many values [9999 values] | held = {"words": dict.fromkeys(range(9999), 0)}
     def forward(m, x): return x * len(m.words)
 # eager: it reaches
-time | x * (time.time() * 0 + 1)
+time [reaches time.time] | x * (1 + 0 * (time.time() + os.getpid() + random.random() + count))
 environment | x * float(os.environ.get("SCALE", "1"))
 an object | x * settings.scale
 a mapping that cannot be read | lazy = type("Lazy", (dict,), {"values": None})(scale=2.0)
@@ -258,8 +257,7 @@ a function that is wrapped |
     def forward(m, x): return relu(x)
 # symbolic
 an enumeration | from enum import Enum
-    class Mode(Enum): ONE, TWO = 1, 2
-    held = {"mode": Mode.TWO}
+    Mode = Enum("Mode", "ONE TWO"); held = {"mode": Mode.TWO}
     def forward(m, x): return x if m.mode == Mode.ONE else -x
 pure functions | math.sqrt(4) * functools.reduce(operator.mul, [x, torch.mul(x.shape[0], 2).sqrt()])
 """
@@ -307,10 +305,10 @@ inference mode | @torch.inference_mode()
     def forward(m, x): return m.norm(m.linear(x)).relu()
 what cannot be put back after a trial | model, held = Model, {"numbers": itertools.count(1)}
     def forward(m, x): y = m.norm(m.linear(x)); return y * next(m.numbers)
-a dict that is given and changed | model = Model
-    calls = [{"x": ROWS / 4}, {"x": ROWS * 5}, {"x": ROWS[:2]}]
+a dict that changes | model, calls = Model, [{"x": ROWS / 4}, {"x": ROWS * 5}, {"x": ROWS[:2]}]
     def forward(m, x): x["x"] = x["x"].clamp(-1, 1); return m.norm(m.linear(x["x"]))
 # eager: left as it is
+a function of rows [nothing can be rewritten] | torch.vmap(lambda row: row * 2)(x)
 dropout | F.dropout(x, 0.5) + torch.rand(4)
 a list that is given and grows | model, calls = Model, [[ROWS / 4], [ROWS], [ROWS[:2]]]
     def forward(m, x): x.append(m.norm(m.linear(x[0]))); return x[-1] * len(x)
@@ -435,6 +433,7 @@ def test_what_a_trial_imports_stays_as_torch_takes_nothing_twice() -> None:
     imports = Forward(lambda m, x: (sys.modules.setdefault("planted", nn), x * 2)[1])
     assert optimizer.optimize(imports.eval(), ROWS).report.remarks
     assert sys.modules.pop("planted")
+    assert len(Outside(Forward(lambda m, x: x * bool(sys))).objects) < 100
 
 
 @pytest.mark.parametrize("name", OF_PROCESS)

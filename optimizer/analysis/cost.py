@@ -99,8 +99,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 class Cost:
     """What one node does, in operations, bytes and kernels, and what is alive while it runs.
 
-    `made` are the bytes of the activations that it makes, and `live` those of all that are alive
-    while it runs.
+    `made` are the bytes of the activations that it makes, `live` those of all alive meanwhile.
     """
 
     node: str = ""

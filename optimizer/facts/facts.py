@@ -224,14 +224,13 @@ class Facts:
         """Run one node on meta tensors and record what it yields and does."""
         self.devices |= devices_named_by(node)
         try:
-            outcome = self._outcome(node)
+            fact = self._learned(node, self._outcome(node))
         except Exception as error:  # an operator that needs data, or a bug of the model
             self.failures.append(node)
             reason = str(error).split("\n")[0] or type(error).__name__
             reach = self._within_reach(node)
-            self.record(node, Fact(storages=reach, writes=reach, error=reason))
-        else:
-            self.record(node, self._learned(node, outcome))
+            fact = Fact(storages=reach, writes=reach, error=reason)
+        self.record(node, fact)
 
     def _learned(self, node: fx.Node, outcome: Outcome) -> Fact:
         """Return what is known of a node from what a run of it yielded and did."""

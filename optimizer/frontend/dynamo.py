@@ -88,8 +88,7 @@ class DynamoGraph:
     def _prepared(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         if self.count == _MOST or any(each.is_meta for each in tensors_in(args)):
             return self.module
-        if not self.count:
-            graph = _copied(self.module)
+        if not self.count and (graph := _without_modes(self.module)):
             facts: Facts = observe(fx.GraphModule(self.module, graph), Call(args, {}))
             stored = [node.meta["fact"].storages for node in graph.find_nodes(op="placeholder")]
             self.positions = [i for i in self.positions if not any(facts.writers_of(stored[i]))]
@@ -147,16 +146,23 @@ def _copied(module: fx.GraphModule, weights: Container[fx.Node] = ()) -> fx.Grap
 
 def capture_graph(model: fx.GraphModule, call: Call) -> fx.GraphModule:
     """Bring a graph that Dynamo recorded to the form of one that is captured."""
-    graph = _copied(model)
-    for node in reversed(graph.nodes):
-        if _changes_nothing(node):
-            graph.erase_node(node)
-    # They take no value and make no tensor: set_grad_enabled, enter_autocast.
-    sources = (n for n in graph.nodes if n.op == "call_function" and not n.all_input_nodes)
-    require(all(node.target in FACTORIES for node in sources), "it enters a mode")
+    graph: Any = _without_modes(model)
+    require(graph is not None, "it enters a mode")
     module = fx.GraphModule(model, graph, "Dynamo")
     observe(module, call)
     return finished(module)
+
+
+def _without_modes(module: fx.GraphModule) -> fx.Graph | None:
+    """Return a copy of a graph without what keeps modes off; None if it enters one."""
+    graph = _copied(module)
+    for node in reversed(graph.nodes):
+        if _changes_nothing(node):
+            graph.erase_node(node)
+    # They take no value and make no tensor (set_grad_enabled, enter_autocast), or vmap's size.
+    calls = (node for node in graph.nodes if node.op == "call_function")
+    sources = (node for node in calls if not node.all_input_nodes or "_nesting" in node.name)
+    return graph if all(node.target in FACTORIES for node in sources) else None
 
 
 def _changes_nothing(node: fx.Node) -> bool:

@@ -1,7 +1,6 @@
 """Names and literals of a graph that are safe in the code and the module that fx makes of it.
 
-fx prints arguments by their repr; that of a number of numpy's, or of an object, has names that the
-code does not know.
+fx prints arguments by their repr; in that of numpy's numbers, or of objects, are unknown names.
 
 The weights and layers of a model become attributes of the module that is made of its graph, which
 has a `report`, a `code` and a `graph` too; and code prints their names, also one that is a word of

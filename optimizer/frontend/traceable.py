@@ -119,13 +119,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 @lru_cache(maxsize=4096)
-def _scan(code: CodeType) -> tuple[str, frozenset[tuple[str, ...]], frozenset[str]]:
+def _scan(code: CodeType) -> tuple[str, tuple[tuple[str, ...], ...], frozenset[str]]:
     """Return the reason against a code, the chains `a.b.c` that begin outside, all attributes."""
     instructions = [*dis.get_instructions(code)]
     # Of a chain too: what it begins with may be chosen by a jump.
     attributes = {each.argval for each in instructions if each.opname in _LOADS_ATTRIBUTE}
     reason = next(_obstacles_in(code, instructions), "")
-    return reason, frozenset(_chains(instructions)), frozenset(attributes)
+    return reason, tuple(dict.fromkeys(_chains(instructions))), frozenset(attributes)
 
 
 def _obstacles_in(code: CodeType, instructions: list[dis.Instruction]) -> Iterator[str]:
@@ -318,7 +318,7 @@ class Code:
     def _look_up(self, spaces: list[Any], names: Set[str]) -> Iterator[str]:
         for space in spaces:
             at = vars(space).get if isinstance(space, nn.Module) else partial(self._value_at, space)
-            for name in names & (vars(space).keys() - OF_EVERY_MODULE):
+            for name in sorted(names & (vars(space).keys() - OF_EVERY_MODULE)):
                 yield from self._visit(at(name), name)
 
 
@@ -337,7 +337,9 @@ def is_immutable(value: Any) -> bool:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object by name, of its slots too."""
+    """Return the attributes of an object by name, of its slots too; none of Python's modules."""
+    if isinstance(value, ModuleType) and value.__name__ in sys.stdlib_module_names:
+        return {}
     slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
     names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
     values: dict[str, Any] = {}

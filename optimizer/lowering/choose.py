@@ -19,7 +19,7 @@ from torch import fx
 from optimizer.core.device import device_of
 from optimizer.core.errors import InputError, Refused, require
 from optimizer.core.inputs import Call, require_flags, require_seconds, tensors_in
-from optimizer.core.node import attribute_of, is_attribute, name_of_call, run_nodes, tensors_of
+from optimizer.core.node import attribute_of, name_of_call, run_nodes, tensors_of
 from optimizer.core.report import Choice
 from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, LaidOut, Maker, Program, policy_of
 from optimizer.lowering.engines import Engines, compiled, engines_here, engines_named
@@ -255,11 +255,10 @@ class Chooser:
             module.set_submodule(str(node.target), program)
             return outputs
 
-        def find(node: fx.Node) -> Any:
-            return attribute_of(node) if is_attribute(node) else partial(run, node)
-
         given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
-        deque(run_nodes(module.graph.nodes, given, find), maxlen=0)
+        programs = {node: partial(run, node) for node in module.graph.find_nodes(op="call_module")}
+        found = run_nodes(module.graph.nodes, given, lambda n: programs.get(n) or attribute_of(n))
+        deque(found, maxlen=0)
         return module
 
     def for_call(

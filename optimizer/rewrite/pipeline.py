@@ -31,8 +31,7 @@ class Pipeline:
     """One run of some passes over one graph module.
 
     `verify` is called with each pass that changed the graph, and raises FaultyPassError if the
-    answer is another. No more than `budget` rewrites are made, each run over a whole graph being
-    one of them.
+    answer is another. No more than `budget` rewrites are made; a run over a whole graph is one.
     """
 
     def __init__(

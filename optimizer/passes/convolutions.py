@@ -14,7 +14,7 @@ from optimizer.core.errors import require
 from optimizer.core.node import arg, callee, has_plain_tensors, module_of, named_arguments
 from optimizer.core.ops import CONVOLUTIONS
 from optimizer.facts.facts import is_unchanged, tensor, weights_exposed
-from optimizer.rewrite.affine import layer_like, may_keep_odd_strides, require_only_reader
+from optimizer.rewrite.affine import layer_like, reads_odd_strides, require_only_reader
 from optimizer.rewrite.contract import call, rewrite
 from optimizer.rewrite.edit import insert_copy, insert_module
 
@@ -113,12 +113,13 @@ def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
     autocast = torch.is_autocast_enabled(layer.weight.device.type)
     require(not autocast, "autocast gives the pool another dtype than the convolution")
     require(not any(layer._reversed_padding_repeated_twice), "the convolution pads")
-    require(not may_keep_odd_strides(conv), "its output may be laid out otherwise")
     zeros = any(_single(settings.get("padding", 0))) and settings["count_include_pad"]
     averages = not zeros and settings.get("divisor_override") is None
     require(averages or layer.bias is None, "the pool does not divide by the number of places")
     products = layer.in_channels * layer.out_channels // layer.groups  # of one place
     places, fewer = (math.prod(tensor(n).shape[-dimensions:]) for n in (conv, pool))
+    odd = reads_odd_strides(conv) and (fewer == 1 or isinstance(layer, nn.Conv1d))
+    require(not odd, "its output may be laid out otherwise")
     before = places * (products + _AVERAGE * layer.out_channels)
     after = fewer * products + places * _AVERAGE * layer.in_channels
     require(after < before, "the pool would cost more than it saves")

@@ -143,7 +143,7 @@ def _source(machine: Machine, *, bound: bool) -> str:
 
 def _preamble(machine: Machine) -> str:
     """The classes and functions that the program names, and what they import."""
-    text = "\n".join([*machine.members, *machine.finishing, machine.decorator, *machine.statements])
+    text = "\n".join([*machine.members, *machine.finishing, machine.decorator])
     used = set(re.findall(r"\w+", text))
     helpers = "".join(f"{HELPERS[name]}\n\n" for name in HELPERS if name in used)
     modules = {name: name.rstrip(".") for name in ("functools.", "types.")}

@@ -250,7 +250,6 @@ class Constant(nn.Module):
     def forward(self, input):
         return input * self.weight
 """,
-    "TABLE": "TABLE = torch.tensor([0.5])\n",
     "double_output": """\
 def double_output(module, arguments, output):
     return output * 2

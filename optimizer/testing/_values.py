@@ -276,8 +276,6 @@ ACTIVATIONS: dict[str, Word] = {
 
 RARE: dict[str, Word] = {
     **{f"{k}_{d}": typed(_KINDS[k], _DEEDS[d]) for k in _KINDS for d in _DEEDS},
-    "global_tensor": "{v} * TABLE",
-    "global_computed": "{v} + (TABLE * 2.0 + 1.0)",
     "size_tensor": "{v} * torch.mul({v}.shape[0], 2).float()",
     "lower": "{v} - 1.0",
     "quarter": "{v} / 4.0",

@@ -96,8 +96,7 @@ STAYS: dict[Any, str] = {
     nn.ConstantPad2d(1, -1.0), conv(3, 3); m.conv(F.pad(x, (1, 1, 1, 1), mode="reflect"));
     m.conv(F.pad(x, (-1, -1))); m.conv(F.pad(x, (x.shape[2], 7)))""",
     (PADDING, "it pads the two sides of a dimension differently"): "m.conv(F.pad(x, (1, 0)))",
-    (PADDING, "it pads the channels or the batch"): """
-    m.conv(F.pad(x[:, 1:3], (0, 0, 0, 0, 1, 1)))""",
+    (PADDING, "it pads the channels or the batch"): "m.conv(F.pad(x[:, 1:3], (0, 0, 0, 0, 1, 1)))",
     (PADDING, "the convolution pads in another way"): "nn.ZeroPad2d(1), conv(3, 3, padding='same')",
     (PADDING, "one number is the padding of all dimensions"): """
     F.conv2d(F.pad(x, (1, 1, 1, 1)), m.conv.weight, None, (1,), (0,))""",
@@ -118,10 +117,11 @@ STAYS: dict[Any, str] = {
     y = m.conv(x); x.mul_(2.0); return F.avg_pool2d(y, 2)""",
     (SINK, "the forward writes their tensors"): """
     y = m.conv(torch.relu(x)); m.conv.weight.mul_(0.5); return F.avg_pool2d(y, 2)""",
-    # of a single place
     (SINK, "its output may be laid out otherwise", (2, 9, 4)): """
     nn.Flatten(0, 0), Forward("x.mT"), nn.Conv1d(4, 6, 1), nn.AdaptiveAvgPool1d(1),
     nn.Conv1d(6, 6, 1, padding=1)""",
+    (SINK, "its output may be laid out otherwise"): f"""
+    nn.Identity(), Forward("{LAST}"), conv(), nn.AdaptiveAvgPool2d(1), nn.AdaptiveAvgPool2d(2)""",
     (SINK, 0): "conv(stride=2), nn.AvgPool2d(2); conv(), nn.AdaptiveAvgPool2d((None, 1))",
     # the result lies in memory as before
     (SINK, 1): f'nn.Identity(), Forward("{LAST}"), conv(), nn.AvgPool2d(2)',

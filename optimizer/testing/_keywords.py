@@ -158,7 +158,11 @@ def by_function(machine: Machine) -> None:
     named = re.fullmatch(r"(\D+?)(\d?)d?", type(layer).__name__)
     function, *names = _OF_LAYERS.get(named[1] if named else "", "").split() or [""]
     values = [getattr(layer, name, None) for name in names]
-    if not (found and named and values) or values[0] is None:
+    missing = None in (
+        *values[:1],
+        getattr(layer, "momentum", 0),
+    )  # by which functions must be told
+    if missing or not (found and named and values):
         return
     tensors = [isinstance(value, torch.Tensor) for value in values]
     of_layer = [f"self.{found[2]}.{name}" for name in names]

@@ -63,8 +63,7 @@ def test_a_run_takes_what_is_alive(name: str, optimized: bool) -> None:
 def test_a_node_of_which_nothing_is_known_says_so() -> None:
     hooked = nn.Linear(4, 4)
     hooked.register_forward_hook(lambda *_: None)
-    model = nn.Sequential(nn.Linear(4, 4), hooked)
-    inputs = torch.zeros(2, 4)
+    model, inputs = nn.Sequential(nn.Linear(4, 4), hooked), torch.zeros(2, 4)
 
     cost = roofline(model, inputs, SLOW)
 

@@ -235,8 +235,7 @@ def test_arguments_are_those_of_each_call(example):
 def test_a_model_may_raise_where_it_is_called_again_with_what_it_wrote(factor, monkeypatch):
     monkeypatch.setattr("optimizer.lowering.plan._WORTH_NO_RACE", 1e9)  # it is timed on such
     text = f"x[x > 0] = z; return m.linear(x).relu() * {factor}"
-    model = ForwardOfTwo(text, linear=nn.Linear(64, 64)).eval()
-    x = torch.randn(64, 64)
+    model, x = ForwardOfTwo(text, linear=nn.Linear(64, 64)).eval(), torch.randn(64, 64)
     z = torch.randn(int((x > 0).sum()))
     fast = optimizer.optimize(model, (x.clone(), z))
 

@@ -163,8 +163,7 @@ def test_changed_weights_are_folded_again(change, folds):
 @rows("freeze", {"seen": (False,), "frozen": (True,)})
 def test_weights_that_a_numpy_array_may_write_are_folded_only_if_frozen(freeze, folds):
     model = Block()
-    held = np.from_dlpack(model.conv.weight.detach())
-    fast = compiled(model, freeze=freeze)
+    held, fast = np.from_dlpack(model.conv.weight.detach()), compiled(model, freeze=freeze)
     before = fast(IMAGES)
 
     held *= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 import optimizer
 from optimizer.core.inputs import opened, storages_in
@@ -228,8 +230,7 @@ def test_what_is_copied_in_the_example_may_be_a_view_in_another_call(flat):
     text = """
         before, flat = torch.relu(x), m.inner(x); flat.add_(1.0)
         return before.reshape(-1) * torch.relu(x).reshape(-1)"""
-    model = Forward(text, inner=flat).eval()
-    viewed = torch.linspace(-1, 1, 48)[::2].view(6, 4)
+    model, viewed = Forward(text, inner=flat).eval(), torch.linspace(-1, 1, 48)[::2].view(6, 4)
 
     fast = optimized(model, torch.linspace(-1, 1, 24).reshape(4, 6).t())
 
@@ -303,9 +304,9 @@ def test_a_copy_of_what_may_be_the_input_stays(text):
 LAYERS = """
     nn.ReLU(); nn.ReLU(inplace=True); nn.GELU(); nn.Hardsigmoid(); nn.Tanh(); nn.Identity();
     nn.LayerNorm(4); nn.LayerNorm((3, 4)); nn.LayerNorm(4).double(); nn.Dropout(); nn.Flatten(0);
-    nn.Linear(4, 5); nn.Linear(4, 5).double(); linear_relu(); nn.Conv1d(3, 5, 2);
-    nn.Conv2d(3, 6, (3, 1), stride=2, padding=(1, 0), dilation=(1, 2), groups=3);
-    nn.Conv2d(3, 6, 3); nn.Conv2d(3, 6, 3, stride=2); nn.Conv2d(3, 6, 3, dilation=2);
+    nn.Linear(4, 5); nn.Linear(4, 5).double(); nn.Conv1d(3, 5, 2);
+    WITH_RELU; nn.Conv2d(3, 6, (3, 1), stride=2, padding=(1, 0), groups=3);
+    nn.Conv2d(3, 6, 3); nn.Conv2d(3, 6, 3, stride=2); nn.Conv2d(3, 6, 3, dilation=(1, 2));
     nn.Conv2d(3, 6, 3, groups=3); nn.Conv2d(3, 6, 3, padding="same"); nn.Conv2d(3, 6, 3).double();
     nn.Conv2d(3, 6, 3).to(memory_format=torch.channels_last); nn.Conv2d(3, 6, 5, bias=False);
     nn.Conv2d(3, 6, 3, padding=1, padding_mode="circular"); nn.Conv2d(1, 1, 1);
@@ -322,10 +323,12 @@ INPUTS = """
     torch.randn(2, 3, 5, 4).to(memory_format=torch.channels_last); torch.randn(2, 1, 5, 4);
     torch.randn(2, 3, 5, 4).double(); torch.ones(2, 3, 5, 4).long(); torch.randn(2, 3, 5, 4, 3);
     torch.randn(1, 3, 4).expand(2, 3, 4); torch.randn(2, 3, 4).bfloat16()"""
-
-
-def linear_relu() -> nn.Module:
-    return layer_like(nn.Linear(4, 5), LinearReLU)
+FUNCTIONS: Any = [
+    (operator.truediv, 2), (operator.truediv, 2.0), (torch.add, 2.0), (torch.add, True), (F.gelu,),
+    (F.layer_norm, (4,)), (F.layer_norm, (3, 4)), (F.group_norm, 1), (F.linear, torch.ones(5, 4)),
+    *((torch.conv2d, torch.ones(6, 3, 2, 2), None, stride) for stride in (1, 2)),
+]  # fmt: skip
+WITH_RELU = layer_like(nn.Linear(4, 5), LinearReLU)
 
 
 def holding(layer: nn.Module, **changed: Any) -> nn.Module:
@@ -365,21 +368,21 @@ class Counting(Facts):
         return super().run(*call)
 
 
-def told(called: Any, *values: Tensor) -> tuple[tuple[Any, ...], int]:
+def told(called: Any, *values: Any) -> tuple[tuple[Any, ...], int]:
     """All that the facts tell of a call, and how often it was run for that."""
     facts, root = Counting(), nn.Module()
     graph = fx.Graph(owning_module=root)  # type: ignore[arg-type]
-    given = tuple(graph.placeholder("x") for _ in values)
-    for each, value in zip(given, values, strict=True):
-        facts.input(each, value)
-    if isinstance(called, nn.Module):
-        root.layer = called
+    given = tuple(graph.placeholder("x") if isinstance(v, Tensor) else v for v in values)
+    nodes = [each for each in given if isinstance(each, fx.Node)]
+    for each in nodes:
+        facts.input(each, values[given.index(each)])
     is_layer = isinstance(called, nn.Module)
+    root.layer = called if is_layer else None
     node = graph.call_module("layer", given) if is_layer else graph.call_function(called, given)
     facts.evaluate(node)
     fact = node.meta["fact"]
     layout = None if fact.error else (fact.value.shape, fact.value.stride(), fact.value.dtype)
-    shared = [fact.storages >= each.meta["fact"].storages for each in given]
+    shared = [fact.storages >= each.meta["fact"].storages for each in nodes]
     return (layout, shared, bool(fact.writes), fact.random), facts.runs
 
 
@@ -387,8 +390,8 @@ def test_what_is_remembered_is_what_a_run_gives(monkeypatch: pytest.MonkeyPatch)
     inputs = [eval(text) for text in texts(INPUTS)]
     calls = [(eval(text), each) for text in texts(LAYERS) for each in inputs]
     calls += [(torch.add, one, other) for one in inputs for other in inputs]
-    memory: dict[Any, Any] = {}
-    alone = []
+    calls += [(called, each, *rest) for called, *rest in FUNCTIONS for each in inputs]
+    memory, alone = dict[Any, Any](), []
     for called in calls:
         monkeypatch.setattr("optimizer.facts.facts._layouts", single := dict[Any, Any]())
         alone.append(told(*called)[0])
@@ -398,7 +401,9 @@ def test_what_is_remembered_is_what_a_run_gives(monkeypatch: pytest.MonkeyPatch)
     together = [told(*called) for called in calls]
 
     assert [each for each, _ in together] == alone
-    assert sum(not runs for _, runs in together) > 150
+    assert sum(not runs for _, runs in together) > 300
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    assert all(told(called, each, *rest)[1] for called, *rest in FUNCTIONS for each in inputs[:1])
 
 
 FEATURES = torch.rand(2, 4, 5, 6)

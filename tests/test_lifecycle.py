@@ -125,8 +125,7 @@ print(torch.is_tensor in torch.overrides.get_ignored_functions())
 
 def test_torch_keeps_nothing_of_the_first_model():
     """Its lists of functions are made once, in the first trace if not before."""
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    root = Path(__file__).parents[1]
+    command, root = [sys.executable, "-W", "ignore", "-c", PROGRAM], Path(__file__).parents[1]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
 
     assert ended.stdout.split() == ["[]", "True"]

@@ -65,8 +65,7 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.writes: set[int] = set()
-        self.random = False
+        self.writes, self.random = set[int](), False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -119,7 +118,11 @@ def devices_named_by(node: fx.Node) -> set[torch.device]:
     return named
 
 
-_ARITHMETIC = frozenset((operator.add, operator.sub, operator.mul, torch.add, torch.sub, torch.mul))
+_LAID_OUT_BY_ARGUMENTS = frozenset((
+    operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.sub, torch.mul,
+    torch.conv1d, torch.conv2d, torch.conv3d, F.linear, F.layer_norm, F.group_norm, F.gelu,
+))  # fmt: skip
+_LITERALS = frozenset((bool, int, float, str, tuple, torch.Size, type(None)))
 _MOST_LAYOUTS = 1 << 14
 _layouts: dict[Any, tuple[Any, ...]] = {}  # of the new tensor that calls of a form yield
 
@@ -136,24 +139,24 @@ def _as_new(value: Any, module: Any, operands: Any, form: Any) -> Any:
 
 def _form(target: Any, args: tuple[Any, ...]) -> Any:
     """Return all that the layout of a result depends on, or None where that is not known."""
-    if not all(isinstance(each, torch.Tensor) for each in args):
+    if not all(type(each) in _LITERALS or isinstance(each, torch.Tensor) for each in args):
         return None
-    layouts = tuple(map(_layout, args))
+    layouts = (*map(_layout, args), torch.get_default_dtype())
     if not isinstance(target, nn.Module):
-        return (target, layouts) if target in _ARITHMETIC else None
+        return (target, layouts) if target in _LAID_OUT_BY_ARGUMENTS else None
     kind = type(target)
     ours = kind.__module__.startswith(("torch.nn.modules.", "optimizer."))
     if not (ours and isinstance(target, ops.RETURN_A_TENSOR)) or has_plain_tensors(target):
         return None
     names = ("training", "_reversed_padding_repeated_twice", *getattr(kind, "__constants__", ()))
     settings = [getattr(target, name, None) for name in names]
-    tensors = [*target._parameters.items(), *target._buffers.items()]
-    weights = tuple((name, each if each is None else _layout(each)) for name, each in tensors)
+    weights = tuple((k, _layout(t)) for k, t in (target._parameters | target._buffers).items())
     return kind, repr(settings), weights, layouts
 
 
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+def _layout(value: Any) -> tuple[Any, ...]:
+    is_tensor = isinstance(value, torch.Tensor)
+    return (value.shape, value.stride(), value.dtype) if is_tensor else (type(value), repr(value))
 
 
 @dataclass(frozen=True)
@@ -173,17 +176,15 @@ class Facts:
     """The facts of one graph, kept up to date as passes add nodes."""
 
     def __init__(self) -> None:
-        self.failures: list[fx.Node] = []
-        self.devices: set[torch.device] = set()
+        self.failures, self.devices = list[fx.Node](), set[torch.device]()
         self.external: set[int] = set()  # storages that outlive a call: inputs and attributes
         self.holders: dict[int, set[fx.Node]] = {}  # of each storage
         self.writers: dict[int, set[fx.Node]] = {}
         self.calls: dict[Any, fx.Node] = {}  # by what each called when it was looked at last
         self.guards: set[tuple[str, fx.Node]] = set()  # the rank or dtype of an input, relied on
         self.pending_guards: set[tuple[str, fx.Node]] = set()  # asked by the rewrite under way
-        self._meta: dict[int, Any] = {}
+        self._meta, self._alive = dict[int, Any](), list[Any]()
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._alive: list[Any] = []
 
     def writers_of(self, storages: Iterable[int]) -> Iterator[fx.Node]:
         """Return the nodes of the graph that write one of some storages, or may do so."""

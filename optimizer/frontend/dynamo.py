@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import autograd, fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from optimizer.core.context import forked_rng, is_tracing, is_watched, undisturbed
 from optimizer.core.copy import held_tensors, structural_copy
@@ -89,7 +90,7 @@ class DynamoGraph:
         if self.count == _MOST or any(each.is_meta for each in tensors_in(args)):
             return self.module
         if not self.count and (graph := _without_modes(self.module)):
-            facts: Facts = observe(fx.GraphModule(self.module, graph), Call(args, {}))
+            facts: Facts = observe(_LazyGraphModule(self.module, graph), Call(args, {}))
             stored = [node.meta["fact"].storages for node in graph.find_nodes(op="placeholder")]
             self.positions = [i for i in self.positions if not any(facts.writers_of(stored[i]))]
         self.count += 1
@@ -102,8 +103,7 @@ class DynamoGraph:
         if not self.frozen:  # some may be copied: of memory that something else holds
             pairs = zip(self.positions, untouched._parameters.values(), strict=True)
             self.positions = [i for i, copied in pairs if _address(copied) == _address(args[i])]
-        weights = [args[i] for i in self.positions]
-        run = self._run(snapshot, args)
+        weights, run = [args[i] for i in self.positions], self._run(snapshot, args)
         refs, addresses = [*map(weakref.ref, weights)], [*map(_address, weights)]
         self.variants[tuple(map(id, weights))] = _Variant(refs, addresses, untouched, run)
         return run
@@ -148,7 +148,7 @@ def capture_graph(model: fx.GraphModule, call: Call) -> fx.GraphModule:
     """Bring a graph that Dynamo recorded to the form of one that is captured."""
     graph: Any = _without_modes(model)
     require(graph is not None, "it enters a mode")
-    module = fx.GraphModule(model, graph, "Dynamo")
+    module = _LazyGraphModule(model, graph, "Dynamo")
     observe(module, call)
     return finished(module)
 

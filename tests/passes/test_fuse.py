@@ -148,8 +148,7 @@ OTHERS = """
 
 @pytest.mark.parametrize("later", texts(OTHERS))
 def test_a_later_call_may_pass_anything(later: str) -> None:
-    model = ForwardOfTwo("m.linear(x) + z", linear=nn.Linear(4, 4)).eval()
-    x = torch.randn(3, 4)
+    model, x = ForwardOfTwo("m.linear(x) + z", linear=nn.Linear(4, 4)).eval(), torch.randn(3, 4)
 
     tried(OPERAND, randomize(model), (x, torch.randn(3, 4)), 1, (x, eval(later)))
 

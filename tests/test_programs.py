@@ -299,7 +299,7 @@ DYNAMO = """
 a branch on data | x if x.sum() > 0 else -x
 a buffer that counts | m.flag += 1; return x * m.flag + m.plain
 results | {"x": Pair(x, x * 2), "l": [m.linear(x), None, 3], "o": collections.OrderedDict(a=x.t())}
-results of a class without keys | Bare(linear=m.linear(x)), x * 2
+results of a class without keys | Bare(linear=m.linear(x)), x * torch.div(x.size(0), 2)
 a parameter that is assigned | m.scale = nn.Parameter(m.scale + 1); return x * m.scale
 inference mode | @torch.inference_mode()
     def forward(m, x): return m.norm(m.linear(x)).relu()

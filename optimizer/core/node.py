@@ -127,8 +127,7 @@ def run_nodes(
         if node not in values:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
             found = find(node) if node.op in ("get_attr", "call_module") else (*args, None)[0]
-            is_call = node.op.startswith("call")
-            values[node] = called_on(node, found, args, kwargs) if is_call else found
+            values[node] = called_on(node, found, args, kwargs) if node.op[:4] == "call" else found
         yield node, values[node]
         for read in node.all_input_nodes:
             if last[read] is node:

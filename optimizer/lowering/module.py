@@ -54,8 +54,7 @@ class LoweredModule(Prepared, OptimizedModule):
 
         Args:
             example_inputs: a tensor, a tuple of positional, or a mapping of keyword arguments.
-            tune_seconds: how long candidates are timed; with 0 none is: engines run all, or
-                kernels convolutions.
+            tune_seconds: how long candidates are timed; with 0, engines or kernels are taken.
 
         Raises:
             InputError: such a call can only run the portable code; the message says why.

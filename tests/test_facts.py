@@ -116,7 +116,7 @@ CASES = {
         (lambda: layers(lambda m, x: m.norm(m.linear(first_if_alone(x)))),
          [(SINGLE,), (SEVERAL,)], "its rank depends on sizes"),
     "a rank that one operand may change":
-        (lambda: layers(NORMED.format("x.squeeze(0) + z"), ForwardOfTwo),
+        (lambda: layers(NORMED.format("z + x.squeeze(0) + z"), ForwardOfTwo),
          [(SINGLE, ROWS[:1]), (SEVERAL, ROWS[:1])], "its rank depends on sizes"),
     "a rank that a hook may change":
         (lambda: layers(NORMED.format("m.child(x)"), child=hooked(nn.Linear(4, 4), alone)),

@@ -144,12 +144,12 @@ def tie(machine: Machine) -> None:
                 return
 
 
-def finished(text: str) -> Emit:
-    """Do so with the newest layer, which is `{}`, when all are made."""
+def finished(text: str, *, norms: bool = True) -> Emit:
+    """Do so with the newest layer, `{}`, when all are made; with one of the `norms` if they may."""
 
     def emit(machine: Machine) -> None:
         for layer in machine.layers[-1:]:
-            if not ("train" in text and "norm" in layer):  # of one row it cannot
+            if norms or "norm" not in layer:
                 machine.write(";", finishing=text.format(f"self.{layer}"))
 
     return emit
@@ -199,7 +199,7 @@ CONTROL: dict[str, Emit] = {
     "tie": tie,
     "hook": finished("{}.register_forward_hook(double_output)"),
     "pre_hook": finished("{}.register_forward_pre_hook(double_input)"),
-    "train_layer": finished("{}.train()"),
+    "train_layer": finished("{}.train()", norms=False),  # a norm cannot train on one row
     "arg": argument,
     "arg_narrow": given("{v} + {a}", "narrow"),
     "arg_mask": given("{v}[{a}] = 0.5;", "mask"),

@@ -72,11 +72,15 @@ def newest(machine: Machine) -> str:
     return texts[-1].removeprefix(start) if texts else ""
 
 
-def recompute(machine: Machine, *, halved: bool = False) -> None:
-    """Compute the newest value once more, of what it reads by now; or with half of its number."""
+def recompute(machine: Machine, *, otherwise: bool = False) -> None:
+    """Compute the newest value once more, of what it reads by now.
+
+    Otherwise with another number for the last that it names: half of a fraction, one index more.
+    """
     text = newest(machine)
-    if halved:
-        text = re.sub(r"\b\d+\.\d+\b(?!.*\b\d\.)", lambda n: str(float(n[0]) / 2), text)
+    if otherwise:
+        number = re.compile(r"\b\d+(\.\d+)?\b(?!.*\b\d)")
+        text = number.sub(lambda n: str(float(n[0]) / 2 if n[1] else int(n[0]) + 1), text)
     if text:
         machine.stack.append(machine.history[-1])
         machine.write(text)
@@ -188,7 +192,7 @@ CONTROL: dict[str, Emit] = {
     "out": output,
     "again": again,
     "recompute": recompute,
-    "recompute_otherwise": partial(recompute, halved=True),
+    "recompute_otherwise": partial(recompute, otherwise=True),
     "recall": recall,
     "first": lambda machine: machine.stack.append(machine.history[0]),
     "write_read": write_read,

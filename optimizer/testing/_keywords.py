@@ -10,6 +10,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,13 +121,19 @@ def written_within(machine: Machine) -> None:
             return
 
 
-def turned(machine: Machine) -> None:
-    """Compute the newest value once more, with what stands left and right exchanged."""
-    operation = ast.parse(newest(machine) or "x", mode="eval").body
-    if isinstance(operation, ast.BinOp):
+def turned(machine: Machine, *, within: bool = False) -> None:
+    """Compute the newest value once more, with what stands left and right exchanged.
+
+    Of the whole expression, or within it of the last operation with a number.
+    """
+    tree = ast.parse(newest(machine) or "x", mode="eval")
+    operations = [each for each in ast.walk(tree) if isinstance(each, ast.BinOp)]
+    if within:
+        operations = [o for o in operations if isinstance(o.right, ast.Constant)][::-1]
+    for operation in [each for each in operations[:1] if within or each is tree.body]:
         operation.left, operation.right = operation.right, operation.left
         machine.stack.append(machine.history[-1])
-        machine.write(ast.unparse(operation))
+        machine.write(ast.unparse(tree))
 
 
 def into_new(machine: Machine) -> None:
@@ -158,17 +165,12 @@ def by_function(machine: Machine) -> None:
     named = re.fullmatch(r"(\D+?)(\d?)d?", type(layer).__name__)
     function, *names = _OF_LAYERS.get(named[1] if named else "", "").split() or [""]
     values = [getattr(layer, name, None) for name in names]
-    missing = None in (
-        *values[:1],
-        getattr(layer, "momentum", 0),
-    )  # by which functions must be told
+    missing = None in (*values[:1], getattr(layer, "momentum", 0))  # which functions must be told
     if missing or not (found and named and values):
         return
-    tensors = [isinstance(value, torch.Tensor) for value in values]
-    of_layer = [f"self.{found[2]}.{name}" for name in names]
     given = [
-        a if is_tensor else repr(b)
-        for a, b, is_tensor in zip(of_layer, values, tensors, strict=True)
+        f"self.{found[2]}.{name}" if isinstance(value, torch.Tensor) else repr(value)
+        for name, value in zip(names, values, strict=True)
     ]
     call = f"F.{function.format(d=named[2])}({', '.join([found[3], *given])})"
     machine.statements[-1] = found[1] + call
@@ -180,6 +182,7 @@ RESPELLED: dict[str, Emit] = {
     "with_keywords": respelled(_with_keywords),
     "written_within": written_within,
     "turned": turned,
+    "turned_within": partial(turned, within=True),
     "into_new": into_new,
     "by_function": by_function,
 }

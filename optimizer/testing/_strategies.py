@@ -66,6 +66,7 @@ HELD = (
     "dup none_first swap",
     "dup t01 drop",
     "dup t12 out drop",
+    "dup dup reshape_as swap",
 )
 # What a program begins with: it reads what is there, or a value of the model's own shape.
 FRESH: tuple[tuple[str, ...], ...] = ((), (), ("arg",), ("first",))

@@ -30,12 +30,11 @@ MOTIFS: dict[str, Motif] = {
         dup tanh dup t01 out swap tanh out; dup relu_F swap relu_F mask add; dup t01 swap t01
         idouble_statement add; dup clone swap clone idouble_statement add; dup contiguous swap
         contiguous idouble_statement add; dup dropout_train swap dropout_train add; dup bn_train
-        swap again add; dup linear hook swap again add; dup double swap halve add; dup
-        softmax_first swap softmax_last add; dup over_zero swap over_minus_zero add; dup
-        slice_twos swap slice_threes add; dup slice_one swap slice_two add; dup slice_two swap
-        slice_second add; dup at_least_half swap at_most_half add; dup sum_first swap sum_last
-        add; dup tanh swap sigmoid add; dup dup add_alpha swap dup add_alpha3 add; arg add_alpha
-        residual add_alpha3
+        swap again add; dup linear hook swap again add; dup double swap halve add; softmax_first
+        recompute_otherwise add; dup over_zero swap over_minus_zero add; slice_twos
+        recompute_otherwise add; slice_two recompute_otherwise add; dup slice_two swap
+        slice_second add; dup at_least_half swap at_most_half add; sum_first recompute_otherwise
+        add; dup tanh swap sigmoid add; arg add_alpha recompute_otherwise add
         """,
     ),
     "eliminate_dead_code": _motif(
@@ -195,7 +194,7 @@ MOTIFS: dict[str, Motif] = {
         residual; dup add; dup linear dup out add; conv dup add; conv dup t01 add; identity
         residual; linear1 residual; conv add_alpha; dup conv add_method; dup linear iadd; linear
         t01 residual; dup conv relu_inplace add; dup conv add dup mask; dup linear add_alpha; dup
-        linear swap add_alpha3; linear dup mul; dup conv swap mul; dup t01 shift add; dup t01
+        linear swap add_alpha; linear dup mul; dup conv swap mul; dup t01 shift add; dup t01
         double swap mul; linear dup widen mul; linear arg linear swap add
         """,
     ),

@@ -74,7 +74,7 @@ def attending(seed=1):
 class StubEngine:
     """Runs a region by torch; like the kernels of engines, it loses what is not finite."""
 
-    name, title, module, devices = "stub", "Stub", "torch", {"cpu"}
+    title, module, devices = "Stub", "torch", {"cpu"}
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Any:
         return lambda given: [each.nan_to_num(0, 0, 0) for each in graph(*given)]

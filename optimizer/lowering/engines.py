@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx
@@ -39,20 +39,18 @@ _PRODUCTS = frozenset((
 _TYPES = {"f32": torch.float32, "boolean": torch.bool}  # by OpenVINO's names
 
 
-class Engine(Protocol):
-    """A compiler or runtime for float32 on the CPU, or any dtype on a GPU."""
+class Engine(NamedTuple):
+    """A compiler or runtime for float32 on the CPU, or any dtype on a GPU.
 
-    name: str  # what `engines=` calls it
+    From a graph of functions of ATen, with weights that it may keep, and from inputs, it makes a
+    program on so many threads for contiguous inputs of these sizes and dtypes, or raises anything.
+    Any thread may call that; it leaves its inputs as they are and returns memory of its own.
+    """
+
     title: str  # what a report calls it
     module: str  # what is imported
-    devices: Set[str]  # the kinds of device that it is for
-
-    def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
-        """Return a program for contiguous inputs of these sizes and dtypes, or raise anything.
-
-        Any thread may call it; it leaves them as they are and returns memory of its own. `graph`
-        holds functions of ATen, and weights that it may keep.
-        """
+    compile: Callable[[fx.GraphModule, Sequence[torch.Tensor], int], Run]
+    devices: Set[str] = frozenset({"cpu"})  # the kinds of device that it is for
 
 
 def compiled(
@@ -128,86 +126,76 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class OnnxRuntime:
-    """ONNX Runtime, which takes 3 to 15 seconds to prepare, nearly all of it in the exporter.
+def _by_onnx_runtime(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
+    """Compile by ONNX Runtime, in 3 to 15 seconds, nearly all of them in the exporter.
 
+    Its threads do not spin between calls.
     Source: https://onnxruntime.ai/docs/api/python, `InferenceSession`.
     """
+    import onnxruntime
 
-    name, title, module = "onnxruntime", "ONNX Runtime", "onnxruntime"
-    devices: Set[str] = frozenset({"cpu"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        exported = torch.onnx.export(graph, tuple(inputs), dynamo=True, verbose=False)
+    assert exported is not None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = onnxruntime.InferenceSession(
+        exported.model_proto.SerializeToString(), options, ["CPUExecutionProvider"]
+    )
+    names = [each.name for each in session.get_inputs()]
 
-    def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
-        """Return a program on so many threads, which do not spin between calls."""
-        import onnxruntime
+    def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        arrays = {name: each.numpy() for name, each in zip(names, tensors, strict=True)}
+        return list(map(torch.from_numpy, session.run(None, arrays)))
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            exported = torch.onnx.export(graph, tuple(inputs), dynamo=True, verbose=False)
-        assert exported is not None
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        options.log_severity_level = 3
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        session = onnxruntime.InferenceSession(
-            exported.model_proto.SerializeToString(), options, ["CPUExecutionProvider"]
-        )
-        names = [each.name for each in session.get_inputs()]
-
-        def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            arrays = {name: each.numpy() for name, each in zip(names, tensors, strict=True)}
-            return list(map(torch.from_numpy, session.run(None, arrays)))
-
-        return run
+    return run
 
 
-class OpenVino:
-    """OpenVINO, which compiles in a second, and shares memory with torch both ways.
+def _by_openvino(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
+    """Compile by OpenVINO, in a second; it shares memory with torch both ways.
 
+    Concurrent calls take a request each.
     Source: https://docs.openvino.ai, "Python API", `FrontEndManager` and `compile_model`.
     """
+    openvino = _imported()
+    model = _converted(graph, inputs)
+    # The code that it generates ends the process at a sum behind a GroupNorm and, from 2026 on,
+    # at x.relu() + f(g(x)) of two Linear. The library that it calls else is mostly as fast.
+    operators = {name_of_call(node) for node in graph.graph.nodes}
+    generates = openvino.__version__ < "2026" and "native_group_norm" not in operators
+    settings = {
+        "ENABLE_CPU_PINNING": False,  # the threads are the caller's to place
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": "f32",
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+        "SNIPPETS_MODE": "ENABLE" if generates else "DISABLE",
+    }
+    compiled = _core().compile_model(model, "CPU", settings)
+    types = [(tuple(o.shape), _TYPES[o.element_type.get_type_name()]) for o in compiled.outputs]
+    idle: list[Any] = []  # list.append and list.pop need no lock
 
-    name, title, module = "openvino", "OpenVINO", "openvino"
-    devices: Set[str] = frozenset({"cpu"})
+    def shared(tensor: torch.Tensor) -> Any:
+        return openvino.Tensor(tensor.numpy(), shared_memory=True)
 
-    def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
-        """Return a program on so many threads; concurrent calls take a request each."""
-        openvino = _imported()
-        model = _converted(graph, inputs)
-        # The code that it generates ends the process at a sum behind a GroupNorm and, from 2026 on,
-        # at x.relu() + f(g(x)) of two Linear. The library that it calls else is mostly as fast.
-        operators = {name_of_call(node) for node in graph.graph.nodes}
-        generates = openvino.__version__ < "2026" and "native_group_norm" not in operators
-        settings = {
-            "ENABLE_CPU_PINNING": False,  # the threads are the caller's to place
-            "INFERENCE_NUM_THREADS": threads,
-            "INFERENCE_PRECISION_HINT": "f32",
-            "NUM_STREAMS": 1,
-            "PERFORMANCE_HINT": "LATENCY",
-            "SNIPPETS_MODE": "ENABLE" if generates else "DISABLE",
-        }
-        compiled = _core().compile_model(model, "CPU", settings)
-        types = [(tuple(o.shape), _TYPES[o.element_type.get_type_name()]) for o in compiled.outputs]
-        idle: list[Any] = []  # list.append and list.pop need no lock
+    def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        try:
+            request = idle.pop()
+        except IndexError:
+            request = compiled.create_infer_request()
+        outputs = [torch.empty(shape, dtype=dtype) for shape, dtype in types]
+        for place, tensor in enumerate(tensors):
+            request.set_input_tensor(place, shared(tensor))
+        for place, tensor in enumerate(outputs):
+            request.set_output_tensor(place, shared(tensor))
+        request.infer(share_outputs=True)  # or it copies them once more
+        idle.append(request)
+        return outputs
 
-        def shared(tensor: torch.Tensor) -> Any:
-            return openvino.Tensor(tensor.numpy(), shared_memory=True)
-
-        def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            try:
-                request = idle.pop()
-            except IndexError:
-                request = compiled.create_infer_request()
-            outputs = [torch.empty(shape, dtype=dtype) for shape, dtype in types]
-            for place, tensor in enumerate(tensors):
-                request.set_input_tensor(place, shared(tensor))
-            for place, tensor in enumerate(outputs):
-                request.set_output_tensor(place, shared(tensor))
-            request.infer(share_outputs=True)  # or it copies them once more
-            idle.append(request)
-            return outputs
-
-        return run
+    return run
 
 
 @functools.cache
@@ -246,28 +234,26 @@ def _converted(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
     return model
 
 
-class Inductor:
-    """The compiler of `torch.compile`, which takes 5 to 60 seconds, with weights as constants.
+def _by_inductor(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
+    """Compile by what `torch.compile` runs, in 5 to 60 seconds, with weights as constants.
 
     It writes kernels: by Triton on a GPU, and by a C++ compiler on the CPU, which must be there.
     Source: `torch._inductor.compile`, and its setting `freezing`.
     """
+    with _LOCK, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it imports, and of precision on a GPU
+        from torch import _inductor
 
-    name, title, module = "inductor", "Inductor", "torch"
-    devices: Set[str] = frozenset({"cpu", "cuda"})
-
-    def compile(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads: int) -> Run:
-        """Return a program on so many threads."""
-        with _LOCK, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what it imports, and of precision on a GPU
-            from torch import _inductor
-
-            with tracing(TracingContext(FakeTensorMode())):
-                run = _inductor.compile(graph, list(inputs), {"freezing": True})
-        return lambda tensors: run(*tensors)
+        with tracing(TracingContext(FakeTensorMode())):
+            run = _inductor.compile(graph, list(inputs), {"freezing": True})
+    return lambda tensors: run(*tensors)
 
 
-ENGINES: dict[str, Engine] = {each.name: each for each in (OpenVino(), OnnxRuntime(), Inductor())}
+ENGINES = {
+    "openvino": Engine("OpenVINO", "openvino", _by_openvino),
+    "onnxruntime": Engine("ONNX Runtime", "onnxruntime", _by_onnx_runtime),
+    "inductor": Engine("Inductor", "torch", _by_inductor, frozenset({"cpu", "cuda"})),
+}
 AUTOMATIC = ("openvino",)  # the others take too long to prepare
 
 

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from inspect import getclosurevars, isfunction
 from shutil import which
 
 import pytest
@@ -23,7 +24,6 @@ from optimizer import InputError
 from optimizer.core.node import name_of_call
 from optimizer.lowering import engines
 from optimizer.lowering.engines import ENGINES, engines_named
-from optimizer.lowering.partition import ForModerate
 from tests import level_2
 from tests.level_2 import PACKED, StubEngine, Then, attending, chosen, image, pickled, plan_of
 from tests.single_pass import Forward, rows
@@ -42,9 +42,10 @@ def lowered(model, x, engine="stub", **options):
 
 
 def compiled(fast, x):
-    """The parts of a plan that run on an engine."""
-    parts = (p for p in plan_of(fast, x).func.program.modules() if isinstance(p, ForModerate))
-    return [part for part in parts if not isinstance(part.program, nn.Module)]
+    """The code of the parts of a plan that run on an engine."""
+    parts = filter(isfunction, vars(plan_of(fast, x).func.program).values())
+    held = [getclosurevars(getclosurevars(each).nonlocals["run"]).nonlocals for each in parts]
+    return [each["run_region"].args[0]._graph for each in held if isfunction(each["run"])]
 
 
 _INDUCTOR = pytest.param(
@@ -200,7 +201,7 @@ def test_what_may_make_nan_of_numbers_is_no_part_of_a_region(text):
     model, x = Then(f"F.relu({text} + 1)"), image()
     [part] = compiled(lowered(model, x), x)
 
-    called = {name_of_call(node) for node in part.region.graph.nodes if node.op[:4] == "call"}
+    called = {name_of_call(node) for node in part.nodes if node.op[:4] == "call"}
     assert ("relu" in called) if text in PART else ("conv2d" in called)
     assert text in PART or called <= {"conv2d", "relu", "add", "mean", "pow"}
     with torch.no_grad():
@@ -253,9 +254,8 @@ def test_it_is_compiled_for_the_callers_threads_and_runs_in_no_forked_process(mo
 
 def test_where_an_engine_is_not_installed_torch_runs_a_pickle_and_the_error_helps(monkeypatch):
     model, x = Then("y.relu()"), image()
-    fast = lowered(model, x)
+    loaded = pickled(lowered(model, x))
     monkeypatch.setattr(engines, "_is_installed", lambda engine: False)
-    loaded = pickled(fast)
 
     assert_close(loaded(x), model(x))
     assert not compiled(loaded, x)

@@ -9,7 +9,6 @@ from torch.testing import assert_close
 
 from optimizer.core.inputs import Call
 from optimizer.lowering.packed import with_packed_weights
-from optimizer.lowering.partition import ForModerate
 from optimizer.lowering.trace import straight_line
 from tests.conftest import address
 from tests.level_2 import Then, chosen, image, lowered, plan_of
@@ -41,8 +40,9 @@ def packed(model, x):
     """The program for a call, and the functions that it calls where inputs are moderate."""
     line = straight_line(model.eval(), list(model.parameters()), Call((x,), {}))
     program = with_packed_weights(line.module, line.inputs)
-    code = program.program if isinstance(program, ForModerate) else program
-    return program, [node.target for node in code.graph.nodes if node.op.startswith("call")]
+    held = getattr(program, "__closure__", None)  # the code first, then the region's
+    code = held[0].cell_contents.args[0] if held else program
+    return program, [node.target for node in code._graph.nodes if node.op.startswith("call")]
 
 
 ROWS, IMAGES = image(3, 6), image(2, 6, 8, 8).transpose(2, 3)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.backends.cpu import get_cpu_capability
 
-from optimizer.core.device import Cuda, device_of
+from optimizer.core.device import Cuda, Program, device_of
 from optimizer.core.errors import require
 from optimizer.core.node import name_of_call
 from optimizer.lowering import packed as _packed
@@ -51,21 +51,14 @@ def in_channels_last(
     return fx.GraphModule(module, module.graph)
 
 
-class LaidOut(nn.Module):
-    """Run a region by a program, with outputs laid out as the region's own.
+def laid_out(program: Program, region: fx.GraphModule) -> Program:
+    """Return a program that runs a region, with outputs laid out as the region's own.
 
     What reads them was recorded so: another layout may not have a view, or have it elsewhere.
     """
-
-    def __init__(self, program: Callable[..., Any], region: fx.GraphModule) -> None:
-        super().__init__()
-        self.program, self.run = program, as_function(program)
-        outputs: Any = region.graph.output_node().args[0]
-        self.strides = [node.meta["val"].stride() for node in outputs]
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the outputs for inputs of the region."""
-        return tuple(map(_laid_out, self.run(*inputs), self.strides))
+    outputs: Any = region.graph.output_node().args[0]
+    run, strides = as_function(program), [node.meta["val"].stride() for node in outputs]
+    return lambda *inputs: tuple(map(_laid_out, run(*inputs), strides))
 
 
 def _laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
@@ -77,37 +70,34 @@ def _laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return result.copy_(source).expand(tensor.shape)
 
 
-class CudaGraph(nn.Module):
-    """A program as one CUDA graph: all of its kernels in one launch, on memory of their own.
+def as_cuda_graph(program: Program, inputs: Sequence[torch.Tensor]) -> Program:
+    """Return a program as one CUDA graph: all kernels in one launch, on memory of their own.
 
     A graph reads and writes the same memory in every replay. So the inputs of a call, which have
     the sizes, strides and dtypes of `inputs`, are copied to where it reads them, and its
     outputs from where it writes them. Calls take turns, also those of several threads or streams.
 
-    It holds the program, what one forward needs at its peak, its inputs and outputs.
+    It holds the program, whose weights the kernels read, what one forward needs at its peak, its
+    inputs and outputs.
 
     Raises:
         RuntimeError: the program does something that cannot be recorded, such as to wait.
     """
+    device = device_of(inputs)
+    assert isinstance(device, Cuda), f"{device.name} has no CUDA graphs"
+    turn, (replay, copies, outputs) = device.turns(), device.record(program, inputs)
 
-    def __init__(self, program: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        device = device_of(inputs)
-        assert isinstance(device, Cuda), f"{device.name} has no CUDA graphs"
-        self.program, self.turn = program, device.turns()  # the kernels read its weights
-        self.replay, self.inputs, self.outputs = device.record(program, inputs)
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the outputs for some inputs, which are left as they are."""
+    def run(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         if Cuda.is_measured:
-            return self.program(*map(torch.clone, inputs))  # type: ignore[no-any-return]
-        with self.turn():
-            torch._foreach_copy_(self.inputs, inputs)
-            self.replay()
-            return tuple(output.clone() for output in self.outputs)
+            return program(*map(torch.clone, inputs))
+        with turn():
+            torch._foreach_copy_(copies, inputs)
+            replay()
+            return tuple(output.clone() for output in outputs)
+
+    return run
 
 
-Program = nn.Module  # from the tensors of a region to a tuple of those that it returns
 Maker = Callable[[Any, Sequence[torch.Tensor]], Any]  # raises what it cannot do
 CANDIDATES: dict[str, Maker] = {
     AS_IT_IS: lambda region, inputs: region,
@@ -119,7 +109,7 @@ CANDIDATES: dict[str, Maker] = {
     "packed Linear, channels_last": lambda region, inputs: with_packed_weights(
         in_channels_last(region, inputs), inputs, convolutions=False
     ),
-    "CUDA graph": CudaGraph,
+    "CUDA graph": as_cuda_graph,
 }
 
 

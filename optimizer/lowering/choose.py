@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
-from optimizer.core.device import device_of
+from optimizer.core.device import Program, device_of
 from optimizer.core.errors import InputError, Refused, require
 from optimizer.core.inputs import Call, require_flags, require_seconds, tensors_in
 from optimizer.core.node import attribute_of, name_of_call, run_nodes, tensors_of
 from optimizer.core.report import Choice
-from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, LaidOut, Maker, Program, policy_of
+from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES, Maker, laid_out, policy_of
 from optimizer.lowering.engines import Engines, compiled, engines_here, engines_named
 from optimizer.lowering.partition import WEIGHTED, extract_regions
 from optimizer.lowering.precision import Precision
@@ -252,7 +252,8 @@ class Chooser:
 
         def run(node: fx.Node, *args: torch.Tensor) -> Sequence[torch.Tensor]:
             program, outputs = self.for_region(attribute_of(node), args)
-            module.set_submodule(str(node.target), program)
+            delattr(module, str(node.target))
+            setattr(module, str(node.target), program)
             return outputs
 
         given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
@@ -274,13 +275,13 @@ class Chooser:
         makers = self._makers(by_region, times)
         return self.choose("the whole call", key, makers, offered, offered[:1], times)
 
-    def _makers(self, program: Program, times: Times) -> dict[str, Callable[[bool], Program]]:
+    def _makers(self, code: fx.GraphModule, times: Times) -> dict[str, Callable[[bool], Program]]:
         engines = {name: partial(compiled, each) for name, each in self.engines.items()}
         makers: dict[str, Maker] = CANDIDATES | engines
-        return {name: partial(_verified, name, makers[name], program, times) for name in makers}
+        return {name: partial(_verified, name, makers[name], code, times) for name in makers}
 
 
-def _verified(name: str, make: Maker, region: Program, times: Times, timed: bool) -> Program:
+def _verified(name: str, make: Maker, region: fx.GraphModule, times: Times, timed: bool) -> Program:
     """Return a candidate; require the region's answers to two inputs, which it must not write.
 
     One that is not timed only has to run: the answer of the whole call is compared.
@@ -288,9 +289,7 @@ def _verified(name: str, make: Maker, region: Program, times: Times, timed: bool
     program: Program = make(region, list(map(exact_copy, times.inputs)))
     if program is region:
         return program
-    if isinstance(region, fx.GraphModule):
-        program = LaidOut(program, region)
-    inputs = list(map(exact_copy, times.inputs))
+    program, inputs = laid_out(program, region), list(map(exact_copy, times.inputs))
     if not timed:
         times.call(name, program, inputs)
     else:

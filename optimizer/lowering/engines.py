@@ -26,7 +26,7 @@ from optimizer.core.copy import read_only
 from optimizer.core.errors import InputError
 from optimizer.core.inputs import map_tensors, tensors_in
 from optimizer.core.node import name_of_call
-from optimizer.lowering.partition import ENLARGED, ForModerate, as_function, makes_no_nan
+from optimizer.lowering.partition import ENLARGED, as_function, for_moderate, makes_no_nan
 from optimizer.lowering.trace import Recorder, layout_of, without_data
 
 Run: TypeAlias = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -72,7 +72,7 @@ def compiled(
             return run_region(*inputs)  # type: ignore[no-any-return]
         return run(list(map(_plain, inputs)))
 
-    return ForModerate(region, run_here) if on_cpu else run_here
+    return for_moderate(region, run_here) if on_cpu else run_here
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from optimizer.core.node import arg, attribute_of, name_of_call
-from optimizer.lowering.partition import ForModerate, arguments_of, constant_weight, makes_no_nan
+from optimizer.lowering.partition import arguments_of, constant_weight, for_moderate, makes_no_nan
 
 _Operation = tuple[Any, tuple[Any, ...]]  # an operator and its arguments
 _OPERATORS = (
@@ -42,7 +42,7 @@ def packable_in(region: fx.GraphModule) -> list[fx.Node]:
 
 def with_packed_weights(
     region: fx.GraphModule, inputs: Sequence[torch.Tensor], *, convolutions: bool = True
-) -> nn.Module:
+) -> Callable[..., Any]:
     """Return the same region with its layers, or its Linear layers alone, on packed weights.
 
     Raises:
@@ -61,7 +61,7 @@ def with_packed_weights(
             products.add(_replace(node, *fused))
     module.graph.eliminate_dead_code()
     packed = fx.GraphModule(module, module.graph)  # without the weights that were packed
-    return packed if names.isdisjoint(_LOSING_NAN) else ForModerate(region, packed)
+    return packed if names.isdisjoint(_LOSING_NAN) else for_moderate(region, packed)
 
 
 def _sum(node: fx.Node, products: Set[fx.Node]) -> _Operation | None:

@@ -234,22 +234,15 @@ def is_moderate(tensor: torch.Tensor) -> bool:
     return bool(torch.linalg.vector_norm(tensor).item() <= LARGEST)
 
 
-class ForModerate(nn.Module):
-    """Run a region by a program that may lose NaN for moderate inputs, by torch for others.
+def for_moderate(region: fx.GraphModule, program: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a region that runs by a program that may lose NaN, for moderate inputs alone.
 
     Kernels make 0 of NaN in a ReLU. A norm is beyond the bound where an element is NaN, infinite
     or huge; of others, which a region makes only finite numbers of, a product with a float32
     weight overflows only where layers amplify 10^28-fold.
     """
-
-    def __init__(self, region: fx.GraphModule, program: Callable[..., Any]) -> None:
-        super().__init__()
-        self.region, self.run_region = region, as_function(region)
-        self.program, self.run = program, as_function(program)
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        """Return the region's outputs for inputs of the sizes that the program is for."""
-        return (self.run if all(map(is_moderate, inputs)) else self.run_region)(*inputs)
+    run, run_region = as_function(program), as_function(region)
+    return lambda *inputs: (run if all(map(is_moderate, inputs)) else run_region)(*inputs)
 
 
 def as_function(module: Callable[..., Any]) -> Callable[..., Any]:

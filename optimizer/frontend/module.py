@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -106,6 +106,7 @@ class _Result(nn.Module):
     """Take no checkpoint but its own: that of the original would undo half of the rewrites."""
 
     model: nn.Module  # of those that hold one
+    _preparing_anew: Callable[..., Any] = nullcontext  # around what changes the weights
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         keys = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
@@ -226,11 +227,12 @@ class OptimizedModule(_Result, fx.GraphModule):
         model = loaded(_copy_on(recipe.model, recipe.devices), state_dict)
         inputs = recipe.example_inputs() if example_inputs is None else example_inputs
         check = None if example_inputs is None else "final"
-        fresh = recipe.optimize(model, inputs, check=check)
-        if not isinstance(fresh, OptimizedModule):
-            raise CaptureError("; ".join(fresh.report.remarks))
-        fx.GraphModule.__init__(self, fresh, fresh.graph, type(fresh).__name__)
-        self.meta = fresh.meta
+        with self._preparing_anew():
+            fresh = recipe.optimize(model, inputs, check=check)
+            if not isinstance(fresh, OptimizedModule):
+                raise CaptureError("; ".join(fresh.report.remarks))
+            fx.GraphModule.__init__(self, fresh, fresh.graph, type(fresh).__name__)
+            self.meta = fresh.meta
         return self
 
     def recompile(self) -> Any:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -149,13 +149,6 @@ class LoweredModule(Prepared, OptimizedModule):
             return None
         finally:
             plans.lock.release()
-
-    def refit(
-        self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
-    ) -> Self:
-        """Take a checkpoint of the original model, by optimizing it again; return this module."""
-        with self._preparing_anew():
-            return super().refit(state_dict, example_inputs)
 
     def _forget(self) -> None:
         self.__dict__["_prepared_plans"] = _Plans()

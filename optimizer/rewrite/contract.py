@@ -1,11 +1,5 @@
 """What a pass is: a pattern and a function that replaces what it matches, or says why not.
 
-    @rewrite(call(nn.BatchNorm2d, args=(call(nn.Conv2d, name="layer"),), name="norm"), ...)
-    def fold_something(layer: fx.Node, norm: fx.Node) -> fx.Node | None:
-        \"\"\"One sentence for the reader. Then the proof.\"\"\"
-        require(len(layer.users) == 1, "the layer's output is read elsewhere")
-        return insert_module(...)
-
 The function's parameters are the nodes that the pattern names. It returns the node that takes
 the place of the pattern's root, or None where there is nothing to do. Every line of its safety
 argument is a `require`. It never changes a module in place: modules may be shared.

@@ -30,7 +30,7 @@ from optimizer.core import ops
 from optimizer.core.context import forked_rng
 from optimizer.core.copy import on_storage
 from optimizer.core.errors import Refused, require
-from optimizer.core.guards import GUARDS, chooses_a_branch
+from optimizer.core.guards import GUARDS, chooses_a_branch, key_of
 from optimizer.core.inputs import hides_tensors, map_tensors, storages_in
 from optimizer.core.node import (
     KNOWN_HOMES,
@@ -133,7 +133,7 @@ def _as_new(value: Any, module: Any, operands: Any, form: Any) -> Any:
         value = value.new_empty(value.shape)  # of single elements, its kernel keeps no strides
     new = form and isinstance(value, torch.Tensor) and len(_layouts) < _MOST_LAYOUTS
     if new and storages_in(value).isdisjoint(storages_in(operands)):
-        _layouts[form] = _layout(value)
+        _layouts[form] = outline(value)
     return value
 
 
@@ -141,7 +141,7 @@ def _form(target: Any, args: tuple[Any, ...]) -> Any:
     """Return all that the layout of a result depends on, or None where that is not known."""
     if not all(type(each) in _LITERALS or isinstance(each, torch.Tensor) for each in args):
         return None
-    layouts = (*map(_layout, args), torch.get_default_dtype())
+    layouts = (*map(outline, args), torch.get_default_dtype())
     if not isinstance(target, nn.Module):
         return (target, layouts) if target in _LAID_OUT_BY_ARGUMENTS else None
     kind = type(target)
@@ -150,13 +150,14 @@ def _form(target: Any, args: tuple[Any, ...]) -> Any:
         return None
     names = ("training", "_reversed_padding_repeated_twice", *getattr(kind, "__constants__", ()))
     settings = [getattr(target, name, None) for name in names]
-    weights = tuple((k, _layout(t)) for k, t in (target._parameters | target._buffers).items())
+    weights = tuple((k, outline(t)) for k, t in (target._parameters | target._buffers).items())
     return kind, repr(settings), weights, layouts
 
 
-def _layout(value: Any) -> tuple[Any, ...]:
+def outline(value: Any) -> Any:
+    """Return a key of a tensor, but for its data and device, or of what else a call is given."""
     is_tensor = isinstance(value, torch.Tensor)
-    return (value.shape, value.stride(), value.dtype) if is_tensor else (type(value), repr(value))
+    return (value.shape, value.stride(), value.dtype) if is_tensor else key_of(value)
 
 
 @dataclass(frozen=True)

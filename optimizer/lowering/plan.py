@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from optimizer.core.context import is_watched
 from optimizer.core.errors import require
-from optimizer.core.guards import key_of
 from optimizer.core.inputs import storages_in
+from optimizer.facts.facts import outline
 from optimizer.lowering.candidates import AS_IT_IS, policy_of
 from optimizer.lowering.choose import Chooser, Runs, Times, region_key, varied
 from optimizer.lowering.partition import as_function
@@ -50,14 +50,8 @@ def signature_of(
     settings = policy_of(tensors).settings()
     if settings is False:
         return None
-    what = (training, spec, *map(_geometry, leaves))
+    what = (training, spec, *map(outline, leaves))
     return Key(what, tuple(map(_device, tensors)), settings), tensors
-
-
-def _geometry(leaf: Any) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype
-    return key_of(leaf)  # type: ignore[no-any-return]
 
 
 _device = attrgetter("device")

@@ -67,13 +67,16 @@ def _weighted(machine: Machine, name: str = "weight") -> list[str]:
 
 def newest(machine: Machine) -> str:
     """How the newest value was computed, if it was."""
-    start = f"{machine.history[-1].name} = "
-    texts = [text for text in machine.statements if text.startswith(start)]
-    return texts[-1].removeprefix(start) if texts else ""
+    return computed(machine, machine.history[-1].name)
 
 
-def recompute(machine: Machine, *, otherwise: bool = False) -> None:
-    """Compute the newest value once more, of what it reads by now.
+def computed(machine: Machine, name: str) -> str:
+    texts = [text for text in machine.statements if text.startswith(f"{name} = ")]
+    return texts[-1].removeprefix(f"{name} = ") if texts else ""
+
+
+def recompute(machine: Machine, *, otherwise: bool = False, anew: bool = False) -> None:
+    """Compute the newest value once more, of what it reads by now, or that anew as well.
 
     Otherwise with another number for the last that it names: half of a fraction, one index more.
     """
@@ -81,6 +84,8 @@ def recompute(machine: Machine, *, otherwise: bool = False) -> None:
     if otherwise:
         number = re.compile(r"\b\d+(\.\d+)?\b(?!.*\b\d)")
         text = number.sub(lambda n: str(float(n[0]) / 2 if n[1] else int(n[0]) + 1), text)
+    if anew:
+        text = re.sub(r"\bv\d+\b", lambda n: f"({computed(machine, n[0]) or n[0]})", text)
     if text:
         machine.stack.append(machine.history[-1])
         machine.write(text)
@@ -193,6 +198,7 @@ CONTROL: dict[str, Emit] = {
     "again": again,
     "recompute": recompute,
     "recompute_otherwise": partial(recompute, otherwise=True),
+    "recompute_anew": partial(recompute, otherwise=True, anew=True),
     "recall": recall,
     "first": lambda machine: machine.stack.append(machine.history[0]),
     "write_read": write_read,

@@ -68,6 +68,8 @@ HELD = (
     "dup t12 out drop",
     "dup dup reshape_as swap",
 )
+# How a value is computed with another number: of what it read, or of that computed anew.
+OTHERWISE = ("otherwise", "anew")
 # What a program begins with: it reads what is there, or a value of the model's own shape.
 FRESH: tuple[tuple[str, ...], ...] = ((), (), ("arg",), ("first",))
 # What two branches of a model meet in.
@@ -210,7 +212,7 @@ def swarm(focus: str | None, number: int) -> list[str]:
                 [*before, "dup", *part, "swap", *deed, *second, join, *after],
                 [*before, "dup", *part, "swap", *second, join, *after],
                 [*before, *part, *deed, "recompute", join, *after],
-                [*before, *part, "recompute_otherwise", join, *after],
+                [*before, *part, f"recompute_{random.choice(OTHERWISE)}", join, *after],
                 [*before, word, *deed, "recompute", join, *part, *after],
                 [*before, *part, random.choice([*FAMILIES["keyword"]]), *after],
                 [*before, *part, *held, *after],

@@ -62,14 +62,14 @@ def test_torch_fuse_is_caught(words, shape, message):
     with pytest.raises(Counterexample) as caught:
         check_pass(torch_fuse, FUSED, alphabet=alphabet, shapes=[shape], max_examples=300)
     assert message in str(caught.value)
-    assert len(caught.value.reduced().spec.tokens) <= 4
+    assert len(caught.value.reduced.spec.tokens) <= 4
 
 
 @pytest.mark.parametrize("words", DEFECTS_OF_DEAD_CODE)
 def test_torch_dead_code_removal_is_caught(words):
     with pytest.raises(Counterexample, match=DIFFER) as caught:
         check_pass(torch_dead_code, DEAD, alphabet=words.split(), max_examples=100)
-    assert len(caught.value.reduced().spec.tokens) == 1
+    assert len(caught.value.reduced.spec.tokens) == 1
 
 
 RIGHT = {

@@ -145,7 +145,7 @@ def test_a_report_ends_in_a_test_that_fails_alike(monkeypatch):
     pasted: dict[str, Any] = {}
     exec(str(caught.value).split("paste-ready test:")[1], pasted)
 
-    assert caught.value.reduced().spec.tokens == ("autocast", "linear")
+    assert caught.value.reduced.spec.tokens == ("autocast", "linear")
     with pytest.raises(AssertionError, match="output 0: values differ"):
         pasted["test_counterexample"]()
 

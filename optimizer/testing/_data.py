@@ -7,124 +7,101 @@ in the algebra of a fold cannot be seen by any oracle.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
-Draw = torch.Tensor
 # Arrays over the weights of half of all models: somebody has them while these are optimized.
 HELD: MutableMapping[torch.Tensor, Any] = WeakIdKeyDictionary()
 
 
-class Regime(Protocol):
+Shape: TypeAlias = Sequence[int]
+DrawOf: TypeAlias = Callable[[Shape, torch.Generator], torch.Tensor]
+
+
+class Regime(NamedTuple):
     """Draws float64 tensors on the CPU; `eps` is that of the BatchNorm the variance is for."""
 
-    def weight(self, shape: Sequence[int], generator: torch.Generator) -> Draw: ...
-    def scale(self, shape: Sequence[int], generator: torch.Generator) -> Draw: ...
-    def mean(self, shape: Sequence[int], generator: torch.Generator) -> Draw: ...
-    def variance(self, shape: Sequence[int], eps: float, generator: torch.Generator) -> Draw: ...
-    def values(self, shape: Sequence[int], generator: torch.Generator) -> Draw: ...
+    weight: DrawOf
+    scale: DrawOf
+    mean: DrawOf
+    variance: Callable[[Shape, float, torch.Generator], torch.Tensor]
+    values: DrawOf
 
 
-class Dyadic:
-    """Small integers, `variance + eps = 4 ** k`, scale `±2 ** j`: a correct fold rounds nothing.
-
-    Exact for an eps that is a power of two.
-    """
-
-    def weight(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return _integers(-2, 2, shape, generator)
-
-    def scale(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        sign = _integers(0, 1, shape, generator) * 2 - 1
-        return sign * 2.0 ** _integers(-1, 2, shape, generator)
-
-    def mean(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return _integers(-3, 3, shape, generator)
-
-    def variance(self, shape: Sequence[int], eps: float, generator: torch.Generator) -> Draw:
-        lowest = -1 if eps < 0.25 else 0 if eps < 1 else 1
-        return 4.0 ** _integers(lowest, 2, shape, generator) - eps
-
-    def values(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return _integers(-3, 3, shape, generator)
+def _normal(shape: Shape, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
 
 
-class Random:
-    """Normal values of order one; variances in [0.1, 2)."""
-
-    def weight(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return _normal(shape, generator)
-
-    def scale(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return 1 + _normal(shape, generator) / 2
-
-    def mean(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return _normal(shape, generator)
-
-    def variance(self, shape: Sequence[int], eps: float, generator: torch.Generator) -> Draw:
-        return _uniform(0.1, 2.0, shape, generator)
-
-    def values(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return _normal(shape, generator)
+def _integers(low: int, high: int, shape: Shape, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(low, high + 1, tuple(shape), generator=generator, dtype=torch.float64)
 
 
-class Ill(Random):
-    """Ill-conditioned: variances from 1e-6 to 1e2, means near +-100, weights over four decades."""
-
-    def weight(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return _normal(shape, generator) * 10 ** _uniform(-2, 2, shape, generator)
-
-    def mean(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return (100 + 10 * _normal(shape, generator)) * (2 * _integers(0, 1, shape, generator) - 1)
-
-    def variance(self, shape: Sequence[int], eps: float, generator: torch.Generator) -> Draw:
-        return 10 ** _uniform(-6, 2, shape, generator)
+def _uniform(low: float, high: float, shape: Shape, generator: torch.Generator) -> torch.Tensor:
+    return low + (high - low) * torch.rand(tuple(shape), generator=generator, dtype=torch.float64)
 
 
-class Neutral(Dyadic):
-    """Ones and zeros, which are what a rewrite may take for nothing to do."""
-
-    def weight(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return _integers(0, 1, shape, generator)
-
-    def scale(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return 2.0 ** _integers(-1, 0, shape, generator)
-
-    def mean(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return _integers(0, 1, shape, generator)
-
-    def variance(self, shape: Sequence[int], eps: float, generator: torch.Generator) -> Draw:
-        return torch.full(tuple(shape), max(1 - eps, 0.0), dtype=torch.float64)
+def _sign(shape: Shape, generator: torch.Generator) -> torch.Tensor:
+    return _integers(0, 1, shape, generator) * 2 - 1
 
 
-class Special(Random):
-    """As `Random`, with scales of zero, and one element of each input that is one of `chosen`."""
+def _dyadic_variance(shape: Shape, eps: float, generator: torch.Generator) -> torch.Tensor:
+    """Exact for an eps that is a power of two."""
+    lowest = -1 if eps < 0.25 else 0 if eps < 1 else 1
+    return 4.0 ** _integers(lowest, 2, shape, generator) - eps
 
-    def __init__(self, *chosen: float) -> None:
-        self.chosen = torch.tensor(chosen, dtype=torch.float64)
 
-    def scale(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        return super().scale(shape, generator) * _integers(0, 2, shape, generator)
+def _with_one_of(*chosen: float) -> DrawOf:
+    """Normal values, of which one element is one of `chosen`."""
 
-    def values(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        drawn = super().values(shape, generator)
-        which = int(_integers(0, len(self.chosen) - 1, (), generator))
+    def draw(shape: Shape, generator: torch.Generator) -> torch.Tensor:
+        drawn = _normal(shape, generator)
+        which = int(_integers(0, len(chosen) - 1, (), generator))
         where = int(_uniform(0, drawn.numel(), (), generator))
-        drawn.flatten()[where : where + 1] = self.chosen[which]
+        drawn.flatten()[where : where + 1] = chosen[which]
         return drawn
 
+    return draw
 
+
+# Of shapes `s`, by generators `g`. Small integers, `variance + eps = 4 ** k`, scale `±2 ** j`: a
+# correct fold rounds nothing.
+_DYADIC = Regime(
+    weight=partial(_integers, -2, 2),
+    scale=lambda s, g: _sign(s, g) * 2.0 ** _integers(-1, 2, s, g),
+    mean=partial(_integers, -3, 3),
+    variance=_dyadic_variance,
+    values=partial(_integers, -3, 3),
+)
+_RANDOM = Regime(  # of order one
+    weight=_normal,
+    scale=lambda s, g: 1 + _normal(s, g) / 2,
+    mean=_normal,
+    variance=lambda s, eps, g: _uniform(0.1, 2.0, s, g),
+    values=_normal,
+)
+_SPECIAL = _RANDOM._replace(scale=lambda s, g: _RANDOM.scale(s, g) * _integers(0, 2, s, g))
 REGIMES: dict[str, Regime] = {
-    "dyadic": Dyadic(),
-    "random": Random(),
-    "ill": Ill(),
-    "neutral": Neutral(),
-    "nan": Special(float("nan"), -0.0),
-    "infinite": Special(float("inf"), -float("inf")),
+    "dyadic": _DYADIC,
+    "random": _RANDOM,
+    "ill": _RANDOM._replace(  # weights over four decades, means near +-100
+        weight=lambda s, g: _normal(s, g) * 10 ** _uniform(-2, 2, s, g),
+        mean=lambda s, g: (100 + 10 * _normal(s, g)) * _sign(s, g),
+        variance=lambda s, eps, g: 10 ** _uniform(-6, 2, s, g),
+    ),
+    "neutral": Regime(  # ones and zeros, which are what a rewrite may take for nothing to do
+        weight=partial(_integers, 0, 1),
+        scale=lambda s, g: 2.0 ** _integers(-1, 0, s, g),
+        mean=partial(_integers, 0, 1),
+        variance=lambda s, eps, g: torch.full(tuple(s), max(1 - eps, 0.0), dtype=torch.float64),
+        values=_DYADIC.values,
+    ),
+    "nan": _SPECIAL._replace(values=_with_one_of(float("nan"), -0.0)),
+    "infinite": _SPECIAL._replace(values=_with_one_of(float("inf"), -float("inf"))),
 }
 
 
@@ -220,15 +197,3 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "strided": _strided,
     "expanded": _expanded,
 }
-
-
-def _integers(low: int, high: int, shape: Sequence[int], generator: torch.Generator) -> Draw:
-    return torch.randint(low, high + 1, tuple(shape), generator=generator, dtype=torch.float64)
-
-
-def _normal(shape: Sequence[int], generator: torch.Generator) -> Draw:
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
-
-
-def _uniform(low: float, high: float, shape: Sequence[int], generator: torch.Generator) -> Draw:
-    return low + (high - low) * torch.rand(tuple(shape), generator=generator, dtype=torch.float64)

@@ -20,42 +20,28 @@ import torch
 from torch import fx, nn
 
 import optimizer
+from optimizer.core.device import Program
 from optimizer.core.inputs import tensors_in
 from optimizer.lowering import candidates as _candidates
 from optimizer.lowering import choose as _choose
-from optimizer.lowering.candidates import Policy
+from optimizer.lowering.candidates import Maker, Policy
 
 
-class _Kernel(nn.Module):
-    """A region, and what a kernel may do besides."""
-
-    def __init__(self, region: fx.GraphModule) -> None:
-        super().__init__()
-        self.region = region
-
-
-class _New(_Kernel):
-    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(each.clone() for each in self.region(*given))
-
-
-class _Wrong(_Kernel):
-    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(3 * each + 1 for each in self.region(*given))  # half is coarse
-
-
-class _Greedy(_Kernel):
-    def forward(self, *given: torch.Tensor) -> Any:
-        outputs = self.region(*given)
+def _greedy(region: fx.GraphModule, _: Sequence[torch.Tensor]) -> Program:
+    def run(*given: torch.Tensor) -> Sequence[torch.Tensor]:
+        outputs: Sequence[torch.Tensor] = region(*given)
         for each in given:
             each.zero_()
         return outputs
 
+    return run
 
-_KERNELS = {
-    "new": lambda region, inputs: _New(region),
-    "wrong": lambda region, inputs: _Wrong(region),
-    "greedy": lambda region, inputs: _Greedy(region),
+
+# What a kernel may do besides.
+_KERNELS: dict[str, Maker] = {
+    "new": lambda region, _: lambda *given: [each.clone() for each in region(*given)],
+    "wrong": lambda region, _: lambda *given: [3 * each + 1 for each in region(*given)],
+    "greedy": _greedy,
 }
 
 

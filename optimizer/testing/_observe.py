@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,11 +19,20 @@ Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Is told of each operator that a call runs."""
+    """Shows a function each operator that runs, its arguments, and what it gave, to be changed."""
+
+    def __init__(self, see: Callable[[Any, Any, Mapping[str, Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.see = see
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # to skip it, torch imports it first, which takes two seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.see(func, args, kwargs or {}, result)
+        return result
 
 
 @dataclass(frozen=True)

@@ -57,14 +57,11 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
 
     @cached_property
     def _report(self) -> str:
-        return self.reduced().text()
-
-    def reduced(self) -> Counterexample:
-        """The same kind of failure on the smallest program that still shows it."""
-        return self._reduced
+        return self.reduced.text()
 
     @cached_property
-    def _reduced(self) -> Counterexample:
+    def reduced(self) -> Counterexample:
+        """The same kind of failure on the smallest program that still shows it."""
         found: dict[Spec, Counterexample | None] = {}  # what is left out again gives the same
 
         def fails(spec: Spec) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from optimizer.testing._numbers import Again, Drawn, Recorded
+from optimizer.testing._numbers import Drawn, again, recorded
 from optimizer.testing._observe import (
     Inputs,
     Outcome,
@@ -52,7 +52,7 @@ def judge(
     """For the name of each observed tensor, when another counts as the same."""
     if exact:
         return lambda name: same_bits
-    dtypes = {tensor.dtype for tensor in _floating(model, inputs)}
+    dtypes = {tensor.dtype for tensor in _floating((tensors_of(model), inputs))}
     is_wide = WIDE in dtypes or not dtypes
     other = _observed_in(torch.float32 if is_wide else WIDE, model, inputs)
     if other is not None and _same_everywhere(reference, other):
@@ -107,50 +107,35 @@ class Near:
             yield self._jump(*rounded(seed), seed, expected)
 
     def _jump(self, model: nn.Module, inputs: Any, seed: int, expected: torch.Tensor) -> float:
-        with Jitter(seed):
+        with jitter(seed):
             moved = self.observed(model, inputs)
         same = self.name in moved and moved[self.name].shape == expected.shape
         return _distance(moved[self.name], expected) if same else 0.0
 
 
-class Jitter(Watch):  # type: ignore[no-untyped-call]
-    """Rounds all that operators compute otherwise, backward too.
+def jitter(seed: int) -> Watch:
+    """Round all that operators compute otherwise, backward too.
 
     What cancels exactly in the model's own order hides from other inputs that it is lost in
     another: of a softmax that saturates, the gradient of what it sums.
     """
+    generator = torch.Generator().manual_seed(seed)
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def see(func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = not any(each.alias_info for each in func._schema.returns)
         of_others = any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(args))
-        rounds = made and of_others and func._overloadpacket not in _WHOLE
-        for value in pytree.tree_leaves(result) if rounds else ():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                value.copy_(_moved(value, self.generator))
-        return result
+        if made and of_others and func._overloadpacket not in _WHOLE:
+            for value in _floating(result):
+                value.copy_(_moved(value, generator))
+
+    return Watch(see)
 
 
-class Computed(Watch):  # type: ignore[no-untyped-call]
-    """Keeps all numbers that operators compute: what rounds may cancel in the end."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.values: list[torch.Tensor] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
-        self.values += [each.clone() for each in tensors if each.is_floating_point()]
-        return result
+def computed(values: list[torch.Tensor]) -> Watch:
+    """Keep all numbers that operators compute: what rounds may cancel in the end."""
+    return Watch(
+        lambda func, args, kwargs, result: values.extend(map(torch.clone, _floating(result)))
+    )
 
 
 @dataclass(frozen=True)
@@ -183,13 +168,13 @@ class SameValues:
             return tensor * (signs * 2.0**powers).to(tensor.dtype)
 
         inputs = _mapped(other, self.inputs)
-        drawn, computed = _drawn(self.model, inputs), []
+        drawn, every = _drawn(self.model, inputs), []
         for dtype, model in both.items():
-            given, seen = _exactly(dtype, inputs), Computed()
-            if given is None or _repeated(model, given, drawn, seen) is None:
+            given, values = _exactly(dtype, inputs), list[torch.Tensor]()
+            if given is None or _repeated(model, given, drawn, computed(values)) is None:
                 return True
-            computed.append(seen.values)
-        return not _all_same(*computed)
+            every.append(values)
+        return not _all_same(*every)
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -252,10 +237,10 @@ def _exactly(dtype: torch.dtype, inputs: Inputs) -> Inputs | None:
 
 
 def _drawn(model: nn.Module, inputs: Inputs) -> Drawn:
-    numbers = Recorded()
-    with numbers:
+    drawn: Drawn = []
+    with recorded(drawn):
         observe(model, inputs)
-    return numbers.drawn
+    return drawn
 
 
 def _repeated(
@@ -265,14 +250,14 @@ def _repeated(
     within: AbstractContextManager[Any] | None = None,
 ) -> Outcome | None:
     """What a model in another precision does with random numbers that were drawn; or None."""
-    again, other = Again(drawn) if drawn else nullcontext(), within or nullcontext()
-    with again, suppress(RuntimeError), other:
+    given = again(drawn) if drawn else nullcontext()
+    with given, suppress(RuntimeError), within or nullcontext():
         return observe(model, inputs)
     return None
 
 
 def _jittered(model: nn.Module, inputs: Inputs, seed: int) -> Outcome:
-    with Jitter(seed):
+    with jitter(seed):
         return observe(model, inputs)
 
 
@@ -327,8 +312,8 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else WIDE)
 
 
-def _floating(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
-    leaves = [*tensors_of(model), *pytree.tree_leaves(inputs)]
+def _floating(values: Any) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(values)
     return [each for each in leaves if isinstance(each, torch.Tensor) and each.is_floating_point()]
 
 

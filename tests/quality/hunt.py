@@ -105,7 +105,7 @@ def hunt(name: str, examples: int | None = None) -> list[Defect]:
         failure = _failure(spec, name)
         if failure and (_kind(failure) not in seen or len(spec.tokens) <= 3):
             seen.add(_kind(failure))
-            smallest = failure.reduced()
+            smallest = failure.reduced
             found.setdefault(signature(smallest), smallest)
 
     return [Defect(key, found[key]) for key in sorted(found, key=lambda k: (len(k), k))]

@@ -19,7 +19,6 @@ from optimizer.lowering.choose import Times
 from optimizer.lowering.module import LoweredModule
 from tests.single_pass import Forward, function_of
 
-Seconds = dict[str, float]
 PACKED = "packed weights, channels_last"
 
 

@@ -100,11 +100,7 @@ def test_the_ceiling_that_is_reached_bounds_the_time() -> None:
 
 
 def kernels_run(module, inputs):
-    """The outermost operators that a CPU is given, without views and empty tensors.
-
-    An operator that is made of others on every device hands on what it is given; below one that
-    is not, a kernel runs, whatever else it calls.
-    """
+    """The outermost operators that are not made of others, without views and empty tensors."""
     overloads = torch._C._profiler._ExperimentalConfig(capture_overload_names=True)
     profiler = profile(activities=[ProfilerActivity.CPU], experimental_config=overloads)
     with torch.no_grad(), profiler as seen, record_function("model"):

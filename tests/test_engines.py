@@ -328,9 +328,5 @@ _LINUX = pytest.mark.skipif(sys.platform != "linux", reason="it says how much a 
     ids=["no thread is started, nothing reported, signals do no harm", "weights are held once"],
 )  # fmt: skip
 def test_in_a_process_with_openvino(program):
-    """A thread beside this one has each random number watched, at twice the time.
-
-    After an engine was let go, a signal ended the process on a processor with tiles: OpenVINO took
-    its stack for signals back.
-    """
+    """A thread beside has random numbers watched; an engine took its stack for signals back."""
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -9,6 +9,8 @@ import copy
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 
@@ -236,8 +238,21 @@ def test_what_a_call_that_fails_wrote_is_put_back():
         fast.lower(torch.cat([ROWS, ROWS]))
     with pytest.raises(InputError):
         fast.lower(3)
+    assert "Dynamo failed" not in str(fast.report)  # the model did
 
     assert torch.equal(fast.model.flag, torch.ones(4))
+
+
+@pytest.mark.parametrize("split", ["", "torch._dynamo.graph_break(); "])
+def test_a_call_that_dynamo_fails_at_is_the_last_that_it_records(split):
+    model = running(f"{split}return x * float(m.half * len(x))", half=Fraction(3, 2))
+    fast = optimizer.optimize(model, ROWS, level=1, **FAST)
+
+    assert_same(model(ROWS), fast(ROWS))
+    with pytest.raises(RuntimeError, match="fake") if split else nullcontext():
+        fast(ROWS[:2])  # of which a part was made, if it is split
+    assert_same(model(ROWS[:2]), fast(ROWS[:2]))
+    assert "Dynamo failed" in str(fast.report)
 
 
 def test_threads_may_call_one_result_at_once():

@@ -17,10 +17,7 @@ from models import import_torchvision
 from optimizer.frontend.dynamo import GuardedModule
 
 # They, and compiling, warn of what torch itself has deprecated.
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 WIDE: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,

@@ -21,10 +21,7 @@ SECONDS = {"eager": 0.004, "fast": 0.002, "slow": 0.02, "slower": 2.0, "fastest"
 
 
 class Fake:
-    """Answers as a worker does, says how long its calls took, and notes who was asked what.
-
-    The name of a peer may end in when it fails.
-    """
+    """Answers as a worker does, and notes who was asked; a name may end in when it fails."""
 
     def __init__(self, peer, asked):
         self.name, _, self.failing = peer.partition(" ")

@@ -13,7 +13,9 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Container
+from dataclasses import replace
 from functools import cached_property, partial
+from traceback import walk_tb
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -216,13 +218,19 @@ def _compiled(model: nn.Module, backend: Callable[..., Any], **options: Any) -> 
     return torch.compile(call, backend=compile_graph, **options, **_RECORDINGS)
 
 
+def _had_begun(error: Exception) -> bool:
+    """Return whether a part of a call was run before Dynamo failed to record the rest."""
+    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    return any(c.co_filename == __file__ and c.co_name.startswith("call_") for c in codes)
+
+
 class GuardedModule(Prepared):
     """A snapshot of a model that runs as the optimized graphs that Dynamo finds in it.
 
     Dynamo guards a graph by all that the model's Python looks at, and records another one where
     that differs: other sizes, other arguments. A call that is recorded, transformed, under
-    autocast or differentiated runs the snapshot, and so do others after eight recordings. The
-    graphs stay in the process: copies and pickles record their own.
+    autocast or differentiated runs the snapshot, and so do others after eight recordings, and all
+    after one that failed. The graphs stay in the process: copies and pickles record their own.
     """
 
     def __init__(self, model: nn.Module, optimize: Optimize, about: Report) -> None:
@@ -244,7 +252,23 @@ class GuardedModule(Prepared):
         if is_watched() or is_tracing() or differentiated:
             return self.model(*args, **kwargs)
         with torch.no_grad():
-            return self._recorded(*args, **kwargs)
+            try:
+                return self._recorded(*args, **kwargs)
+            except Exception as error:
+                if not type(error).__module__.startswith("torch._dynamo."):
+                    raise
+                had_begun = _had_begun(error)  # the rest is lost, as a part was made
+                answer = had_begun or self.model(*args, **kwargs)  # which may raise, too
+                self._run_as_it_is(error)
+                if had_begun:
+                    raise
+                return answer
+
+    def _run_as_it_is(self, error: Exception) -> None:
+        """Record no more calls: such a failure takes as long as a recording, each time."""
+        self.__dict__["_recorded"] = self.model
+        remark = f"run as it is since Dynamo failed: {reason_of(error)}"
+        self.about = replace(self.about, remarks=(*self.about.remarks, remark))
 
     @cached_property
     def _recorded(self) -> Callable[..., Any]:

@@ -66,11 +66,12 @@ def _weighted(machine: Machine, name: str = "weight") -> list[str]:
 
 
 def newest(machine: Machine) -> str:
-    """How the newest value was computed, if it was."""
+    """How the newest value was computed."""
     return computed(machine, machine.history[-1].name)
 
 
 def computed(machine: Machine, name: str) -> str:
+    """How a value was computed, if it was."""
     texts = [text for text in machine.statements if text.startswith(f"{name} = ")]
     return texts[-1].removeprefix(f"{name} = ") if texts else ""
 

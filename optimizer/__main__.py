@@ -8,8 +8,7 @@ import os
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; what went wrong is one line on stderr."""
     options = _parser().parse_args(arguments)
     try:
-        with _progress() as options.tell, warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.showwarning = lambda message, category, *_, **__: print(
                 f"{category.__name__}: {message}", file=sys.stderr
             )
@@ -65,20 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str], object]]:
-    """Show on a terminal what is done, and for how long: once a second, which moves no median."""
-    if not sys.stderr.isatty():
-        yield lambda stage: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
-
-    columns = SpinnerColumn(), "{task.description}", TimeElapsedColumn()
-    plain: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=1, **plain) as shown:
-        task = shown.add_task("", visible=False)
-        yield lambda stage: shown.update(task, description=stage, visible=True, refresh=True)
+def _tell(stage: str) -> None:
+    """Say on a terminal what takes a while."""
+    if sys.stderr.isatty():
+        print(f"{stage} ...", file=sys.stderr)
 
 
 def _parser() -> ArgumentParser:
@@ -154,7 +143,7 @@ def _check(options: Namespace) -> tuple[str, Any]:
 
 def _bisect(options: Namespace) -> tuple[str, Any]:
     model, inputs = _load(options)
-    options.tell("bisecting")
+    _tell("bisecting")
     result = optimizer.bisect(model, inputs, level=options.level, disable=options.disable)
     return f"{options.model}: {result}", asdict(result)
 
@@ -188,10 +177,10 @@ def _optimized(options: Namespace, **settings: Any) -> tuple[nn.Module, Any, Any
     tuning = {"precision": options.precision, "engines": engines}
     Tuning(**tuning).at(options.level)  # raises before any work
     model, inputs = _load(options)
-    options.tell("optimizing")
+    _tell("optimizing")
     settings |= tuning | {"level": options.level, "disable": options.disable}
     fast = optimizer.optimize(model, inputs, **settings)
-    options.tell("running both, the model and the optimized one")
+    _tell("running both, the model and the optimized one")
     return model, fast, inputs
 
 
@@ -202,7 +191,7 @@ def _load(options: Namespace) -> tuple[nn.Module, Any]:
     except (AssertionError, RuntimeError) as error:
         reason = f"--device {options.device} cannot be used here: {error}"
         raise optimizer.DeviceError(reason) from error
-    options.tell(f"making {options.model}")
+    _tell(f"making {options.model}")
     if ":" in options.model:
         return _from_callable(options.model, options.device)
     try:

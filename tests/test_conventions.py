@@ -153,7 +153,6 @@ ALSO = {
     "testing": {"hypothesis"},
     "lowering/precision.py": {"torchao"},  # where it is asked for
     "lowering/engines.py": {"onnxruntime", "openvino"},
-    "__main__.py": {"rich"},  # on a terminal
     "workloads.py": {"models"},  # for mypy, which does not run it
 }
 

@@ -334,11 +334,6 @@ def traced(fast, inputs):
     return fx.symbolic_trace(fast)
 
 
-def compiled(fast, inputs):
-    torch._dynamo.reset()
-    return torch.compile(fast, backend="eager", fullgraph=True)
-
-
 def in_onnx(fast, inputs):
     """The result after `torch.onnx.export`, run by ONNX's reference evaluator."""
     import onnx
@@ -371,7 +366,7 @@ ELSEWHERE = {
     "symbolic_trace": traced,
     "export": lambda fast, inputs: torch.export.export(fast, inputs).module(),
     "ONNX": in_onnx,
-    "compile": compiled,
+    "compile": lambda fast, inputs: torch.compile(fast, backend="eager", fullgraph=True),
     "Transformer": lambda fast, inputs: fx.Transformer(fast).transform(),
     "Interpreter": lambda fast, inputs: fx.Interpreter(fast).run,
     "optimize": optimized_again,

@@ -24,9 +24,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import get_testing_overrides
 
 from optimizer.core.context import forked_rng, is_tracing, is_watched, undisturbed
-from optimizer.core.copy import held_tensors, structural_copy
+from optimizer.core.copy import held_tensors, is_ordinary, on_storage, structural_copy
 from optimizer.core.errors import CaptureError, require
-from optimizer.core.inputs import Call, ExampleInputs, as_call, tensors_in
+from optimizer.core.inputs import Call, ExampleInputs, as_call, hides_tensors, tensors_in
 from optimizer.core.node import has_global_hooks, hold, line_of, reason_of
 from optimizer.core.ops import FACTORIES
 from optimizer.core.report import Choice, Report
@@ -224,6 +224,19 @@ def _had_begun(error: Exception) -> bool:
     return any(c.co_filename == __file__ and c.co_name.startswith("call_") for c in codes)
 
 
+def _out_of_inference_mode(call: Call) -> Call | None:
+    """Return a call with aliases of what was made in that mode, or None if some can have none."""
+    values = [*call.args, *call.kwargs.values()]
+    made_there = [each for each in tensors_in(values) if each.is_inference()]
+    ordinary = {id(each) for each in values if torch.is_tensor(each) and is_ordinary(each)}
+    if hides_tensors(values) or not ordinary.issuperset(map(id, made_there)):
+        return None
+    with torch.inference_mode(False):  # where an alias may be written, and its source may not
+        aliases = {id(each): on_storage(each, each.untyped_storage()) for each in made_there}
+    args, kwargs = (aliases.get(id(each), each) for each in call.args), call.kwargs.items()
+    return Call(tuple(args), {name: aliases.get(id(each), each) for name, each in kwargs})
+
+
 class GuardedModule(Prepared):
     """A snapshot of a model that runs as the optimized graphs that Dynamo finds in it.
 
@@ -251,7 +264,10 @@ class GuardedModule(Prepared):
         )
         if is_watched() or is_tracing() or differentiated:
             return self.model(*args, **kwargs)
-        with torch.no_grad():
+        inside = torch.is_inference_mode_enabled()  # where Dynamo would record a call once more
+        outside = _out_of_inference_mode(Call(args, kwargs)) if inside else None
+        with torch.inference_mode(inside and outside is None), torch.no_grad():
+            args, kwargs = outside or (args, kwargs)
             try:
                 return self._recorded(*args, **kwargs)
             except Exception as error:

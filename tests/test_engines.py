@@ -163,11 +163,12 @@ REGIONS = {
         "x / (x.norm(dim=-1, keepdim=True) + x).clamp_min(1e-6)": 6,
     }.items()
 } | {  # what an engine lacks ends its region, and another follows
-    text: (over(f"y = m.m0(x); return m.m1({text})", **convolutions(3, 8, 8)), image(), 2)
-    for text in (
-        "F.softplus(y)", "F.interpolate(y, size=(5, 5), mode='bilinear', antialias=True)",
-        "F.pad(y, (1, 1, 1, 1), mode='replicate')", "F.avg_pool2d(y, 2, divisor_override=3)",
-    )
+    text: (over(f"y = m.m0(x); return m.m1({text})", **convolutions(3, 8, 8)), image(), regions)
+    for text, regions in {
+        "F.softplus(y)": 2, "F.interpolate(y, size=(5, 5), mode='bilinear', antialias=True)": 2,
+        "F.pad(y, (1, 1, 1, 1), mode='replicate')": 2, "F.avg_pool2d(y, 2, divisor_override=3)": 2,
+        "[i := y.argmax() * 0, m.m0(x).relu().index_select(0, i[None])][1]": 3,  # whole numbers
+    }.items()
 }  # fmt: skip
 
 

@@ -31,7 +31,6 @@ from optimizer.verify.equivalence import Answer, compare_answers, difference
 
 _MOMENT = 1e-3  # seconds: shorter ones say more of the clock and the machine
 SHORT = 0.05  # seconds that a race may take in any case, and takes before it is clear
-BRIEF = 0.02  # the same for one region of several
 _CLEARLY = 0.9  # of the time of any other, at most
 _BY_FAR = 0.75  # the same, where nothing else needs to be tried
 WORTH_IT = 0.98  # of the time of what is as it is, at most
@@ -43,13 +42,12 @@ class Times:
     """The seconds of calls with some inputs, by the name of the program.
 
     Level 2 takes time nowhere else: a test replaces `race` or `call`. What disturbs the machine
-    lasts longer than a moment: before `least` seconds were timed, nothing is clear. Parts of what
+    lasts longer than a moment: before `SHORT` seconds were timed, nothing is clear. Parts of what
     will be a CUDA graph race as `graphs`: launched one by one, their launches would be timed.
     """
 
-    def __init__(self, inputs: Sequence[Any], least: float = SHORT, graphs: bool = False) -> None:
-        self.inputs, self.least, self.spent = inputs, least, 0.0
-        self.graphs = graphs
+    def __init__(self, inputs: Sequence[Any], graphs: bool = False) -> None:
+        self.inputs, self.graphs, self.spent = inputs, graphs, 0.0
         self.wait = device_of(tensors_in(inputs)).synchronize
         self.seconds = defaultdict[str, list[float]](list)
         self.results: dict[str, Any] = {}  # of the first call of each
@@ -66,7 +64,8 @@ class Times:
             result = program(*inputs)
             self.wait()
             calls, elapsed = calls + 1, time.perf_counter() - start
-        if elapsed >= _MOMENT and (fill or not self.graphs):
+        shortest = _MOMENT if name in self.results else SHORT  # a short first call warms up
+        if elapsed >= shortest and (fill or not self.graphs):
             self.seconds[name].append(elapsed / calls)
             self.spent += elapsed
         self.results.setdefault(name, result)
@@ -82,10 +81,10 @@ class Times:
             with contextlib.suppress(Exception):  # of a backend, any: the call cannot be one either
                 record = CANDIDATES["CUDA graph"]
                 runs = {name: record(program, self.inputs) for name, program in runs.items()}
-        deadline = max(deadline, time.perf_counter() + self.least)
+        deadline = max(deadline, time.perf_counter() + SHORT)
         while (done := min(len(self.seconds[name]) for name in runs)) < _MOST_ROUNDS:
             clear = any(self.is_clearly_faster(name, runs) for name in runs)
-            over = (clear and self.spent >= self.least) or time.perf_counter() > deadline
+            over = (clear and self.spent >= SHORT) or time.perf_counter() > deadline
             if over and done >= fewest:
                 break
             for name, program in runs.items():
@@ -122,18 +121,15 @@ def region_key(
 
     It differs where other engines are offered, or other versions of them.
     """
-    places, policy = {node: i for i, node in enumerate(region.graph.nodes)}, policy_of(inputs)
-    device = f"{policy.hardware()} {policy.settings()}"
-    parts = [f"torch {torch.__version__}", *engines, device, *map(_geometry, inputs)]
+    places = {node: f"%{i}" for i, node in enumerate(region.graph.nodes)}
+    policy, tensors = policy_of(inputs), [*inputs, *region.buffers()]
+    parts = [f"torch {torch.__version__} {policy.hardware()} {policy.settings()}", *engines]
+    parts += [f"{tuple(each.shape)} {each.dtype} {each.device}" for each in tensors]
     for node in region.graph.nodes:
         arguments = fx.map_arg((node.args, node.kwargs), lambda arg: places[arg])
-        weight = _geometry(getattr(region, str(node.target))) if node.op == "get_attr" else ""
-        parts.append(f"{node.op} {weight or name_of_call(node)} {arguments}")
+        called = "" if node.op in ("get_attr", "placeholder") else name_of_call(node)
+        parts.append(f"{node.op} {called} {arguments}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _geometry(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
 
 
 class Tuning(NamedTuple):
@@ -230,7 +226,7 @@ class Chooser:
     ) -> tuple[Program, Sequence[torch.Tensor]]:
         """Return the program to run a region with inputs like these, and its outputs for them."""
         policy = policy_of(inputs)
-        times = Times(inputs, BRIEF, self.tuning.cuda_graph and bool(policy.for_calls))
+        times = Times(inputs, self.tuning.cuda_graph and bool(policy.for_calls))
         engines = [name for name, each in self.engines.items() if policy.kind in each.devices]
         kernels = policy.offered(region, inputs)
         defaults = [*engines, *kernels[: policy.pays(region, inputs)]]

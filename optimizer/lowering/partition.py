@@ -111,8 +111,9 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 def _is_moderate(node: fx.Node) -> bool:
     """Return whether a node makes finite numbers of all that are finite and not huge."""
-    name = name_of_call(node)
-    if name not in KNOWN or node.meta["aliased"]:
+    name, made = name_of_call(node), getattr(node.meta.get("val"), "dtype", torch.bool)
+    is_place = not (made.is_floating_point or made == torch.bool)  # as in a cache
+    if name not in KNOWN or node.meta["aliased"] or is_place:
         return False
     leaves = pytree.tree_leaves((node.args, node.kwargs)) if name not in MOVED else []
     numbers = [each for each in leaves if isinstance(each, float | int)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -51,10 +50,9 @@ def signature_of(
     if settings is False:
         return None
     what = (training, spec, *map(outline, leaves))
-    return Key(what, tuple(map(_device, tensors)), settings), tensors
+    return Key(what, tuple(tensor.device for tensor in tensors), settings), tensors
 
 
-_device = attrgetter("device")
 _FINDING = 1e-3  # seconds that it takes to find a plan, at most
 _WORTH_NO_RACE = 0.1  # of a call's time, at least
 

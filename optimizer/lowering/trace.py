@@ -242,13 +242,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             filled = [each for each in args[0] if each.numel()]
             alike = filled and len({each.dtype for each in args[0]}) == 1
             args = (filled if alike else args[0], *args[1:])
-        operands = fx.node.map_aggregate((tuple(args), kwargs), self._operand)
+        operands = fx.node.map_aggregate(
+            (tuple(args), kwargs),
+            lambda each: self._node(each) if isinstance(each, torch.Tensor) else each,
+        )
         node = self.graph.call_function(func, *operands)
         self.memory[node] = set()
         return node
-
-    def _operand(self, value: Any) -> Any:
-        return self._node(value) if isinstance(value, torch.Tensor) else value
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:
         self._require_traced(tensor)

@@ -84,10 +84,10 @@ def test_a_comparison_pairs_the_calls_of_each_round(monkeypatch):
     assert len(compare(slow, slow, FLOATS, rounds=6).speedup.samples) == 6
 
 
-@table("module", [nn.BatchNorm1d(4)], [COUNTS_CALLS], [Forward("x.add_(1)")])
-def test_nothing_is_left_behind(module):
+@table("module mode", (nn.BatchNorm1d(4), 0), (COUNTS_CALLS, 0), (Forward("x.add_(1)"), 1))
+def test_nothing_is_left_behind(module, mode):
     x = torch.ones(8, 4)
-    with untouched(module):
+    with untouched(module), torch.inference_mode(bool(mode)):
         measure(module, x, warmup=1, repeats=1)  # and one call for memory: an odd number
 
     assert module.training

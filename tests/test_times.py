@@ -58,7 +58,7 @@ def test_a_race_goes_on_while_it_is_close(slept, one, other, deadline, race, rou
 @pytest.mark.parametrize("graphs", [True, False])
 def test_launches_do_not_count_beside_graphs(slept, graphs):
     times = Times((), graphs=graphs)
-    times.call("one", slept(one=(0.1,))["one"], ())
+    times.call("one", slept(one=(0.3,))["one"], ())
     assert (not times.seconds) is graphs
 
 

@@ -169,8 +169,8 @@ def _rounds(
         times = [[_timed(modules[i], call, device) for i in order] for _ in range(rounds)]
         measurements = []
         for number, module in enumerate(modules):
-            args, kwargs = call.copied()
             with undisturbed():  # so that nothing older is freed meanwhile
+                args, kwargs = call.copied()
                 peak = device.peak_memory(partial(module, *args, **kwargs))
             samples = [row[i] for row in times for i, which in enumerate(order) if which == number]
             measurements.append(Measurement(Spread.of(samples), peak, device.name))

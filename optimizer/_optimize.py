@@ -211,7 +211,7 @@ class Run:
         both = {"portable": snapshot(self.model)[0], "plan": guarded}
         runs = {name: lambda c, m=m: m(*c.args, **c.kwargs) for name, m in both.items()}
         with forked_rng():
-            slower = Times((call.copied(),)).slower(runs, seconds)
+            slower = Times((call.copied(),)).slower(runs, time.perf_counter() + seconds)
         return f"it is not faster in graphs: {slower}" if slower else ""
 
     def _attempt(self) -> OptimizedModule:

@@ -30,8 +30,7 @@ from optimizer.rewrite.contract import LOWERED, REDUCED
 from optimizer.verify.equivalence import Answer, compare_answers, difference
 
 _MOMENT = 1e-3  # seconds: shorter ones say more of the clock and the machine
-_WARM = 0.2  # seconds: a first call that is as long counts, though it allocates and packs
-SHORT = 0.05  # seconds that a race may take in any case, and takes before it is clear
+SHORT = 0.1  # seconds that a race may take in any case, and takes before it is clear
 _CLEARLY = 0.9  # of the time of any other, at most
 _BY_FAR = 0.75  # the same, where nothing else needs to be tried
 WORTH_IT = 0.98  # of the time of what is as it is, at most
@@ -65,7 +64,7 @@ class Times:
             result = program(*inputs)
             self.wait()
             calls, elapsed = calls + 1, time.perf_counter() - start
-        shortest = _MOMENT if name in self.results else _WARM  # a first call allocates and packs
+        shortest = _MOMENT if name in self.results else SHORT  # a first call allocates and packs
         if elapsed >= shortest and (fill or not self.graphs):
             self.seconds[name].append(elapsed / calls)
             self.spent += elapsed
@@ -92,13 +91,13 @@ class Times:
                 self.call(name, program, self.inputs, fill=True)
         return {name: median(self.seconds[name]) for name in runs}
 
-    def slower(self, runs: Runs, most: float) -> str:
+    def slower(self, runs: Runs, deadline: float) -> str:
         """Return why the "plan" is not worth it beside the "portable" code; empty if it is.
 
-        In `most` seconds, it may lose one round of seven, as chance allows once in 16 such races.
+        It may lose one round of seven, which chance allows once in 16 races of so many rounds.
         """
         try:
-            seconds = self.race(runs, time.perf_counter() + most, fewest=1)
+            seconds = self.race(runs, deadline, fewest=1)
         except Exception as error:  # whatever a call raises on inputs that the one before wrote
             return f"called again with the same inputs, it raises {_reason(error)}"
         if (ratio := seconds["plan"] / seconds["portable"]) > WORTH_IT:

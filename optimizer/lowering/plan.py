@@ -98,7 +98,7 @@ class Plan:
         timed = [(seconds[c.key], c.chosen) for c in self.choices if c.key in seconds]
         saved = sum(times_of[AS_IT_IS] - times_of[chosen] for times_of, chosen in timed)
         if self.precision or saved <= _WORTH_NO_RACE * times.spent + _FINDING:
-            slower = times.slower(runs, chooser.tuning.tune_seconds)
+            slower = times.slower(runs, chooser.deadline)
             require(not slower, f"it is not faster so: {slower}")
         return None
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import module as all_modules
 
 import optimizer
+from optimizer.lowering.module import LoweredModule
 from tests.single_pass import Forward
 
 X = torch.linspace(-1, 1, 3 * 8 * 8).reshape(1, 3, 8, 8)
@@ -31,7 +32,7 @@ def test_hooks_of_all_modules_see_each_call_and_are_not_built_in(register: Any, 
 
     model = Forward("m.act(m.conv(x)) + 1.0", conv=nn.Conv2d(3, 4, 3), act=nn.ReLU()).eval()
     before = optimized()
-    assert hasattr(before, "lower") is (level == 2)
+    assert isinstance(before, LoweredModule) is (level == 2)
     with register(note):
         during = optimized()
         assert "left as it is: hooks" in str(during.report)

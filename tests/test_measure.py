@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from optimizer import Comparison, DeviceError, InputError, Measurement, compare, measure
 from optimizer.analysis import measure as _measure
-from optimizer.analysis.measure import Spread
+from optimizer.analysis.measure import Comparison, Measurement, Spread, compare, measure
 from optimizer.core.device import Cuda, Mps, device_named
+from optimizer.core.errors import DeviceError, InputError
 from optimizer.testing import untouched
 from tests.repository import table
 from tests.single_pass import Forward

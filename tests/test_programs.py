@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import optimizer
-from optimizer import GuardedModule, OptimizedModule, capture
-from optimizer.frontend.module import Unchanged
+from optimizer.frontend.dynamo import GuardedModule
+from optimizer.frontend.module import OptimizedModule, Unchanged
 from optimizer.frontend.outside import Outside
+from optimizer.frontend.symbolic import capture
 from tests.single_pass import Forward
 
 pytestmark = pytest.mark.filterwarnings(

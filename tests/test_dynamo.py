@@ -188,10 +188,10 @@ def test_an_option_that_cannot_be_is_an_input_error(options, reason):
 def test_weights_that_are_freed_are_not_taken_for_those_in_their_place():
     module, examples = graph_of(nn.Linear(8, 8, bias=False), torch.ones(1, 8))
     place = next(i for i, each in enumerate(examples) if isinstance(each, nn.Parameter))
-    fast, others, args = backend(module, examples), list[Any](), [*examples]
+    fast, args = backend(module, examples, options={"freeze": True}), [*examples]
     args[place] = nn.Parameter(torch.rand(8, 8))
     fast(*args)
-    freed, data = id(args[place]), torch.rand(8, 8)
+    freed, data, others = id(args[place]), torch.rand(8, 8), list[Any]()
 
     args[place] = None
     gc.collect()  # a cycle may hold it

@@ -13,17 +13,7 @@ _HERE = Path(__file__).parent
 __path__ = [str(_HERE / "_models"), str(_HERE.parent / "models")]  # installed, and in a checkout
 
 if TYPE_CHECKING:
-    from models import (
-        UnavailableDeviceError,
-        UnknownWorkloadError,
-        Workload,
-        hugging_face,
-        load,
-        names,
-        seeds,
-        synthetic,
-        vision,
-    )
+    from models import *  # noqa: F403 - the names below
 else:
     from optimizer.workloads import hugging_face, seeds, synthetic, vision
     from optimizer.workloads._registry import (

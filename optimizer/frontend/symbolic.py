@@ -14,7 +14,7 @@ from optimizer.core.copy import structural_copy, unshare
 from optimizer.core.errors import CaptureError, require
 from optimizer.core.guards import autocast, expect_autocast
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, storages_in
-from optimizer.core.node import clean, has_global_hooks, is_plain, module_of, reason_of, tensors_of
+from optimizer.core.node import has_global_hooks, is_plain, module_of, reason_of, tensors_of
 from optimizer.facts.facts import Fact, Facts, is_exposed, runs_known_code
 from optimizer.frontend.canonicalize import from_aten, spell
 from optimizer.frontend.materialize import materialize
@@ -39,7 +39,6 @@ def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx
     copied = structural_copy(require_module(model), share_parameters=False)
     with undisturbed():
         captured = capture_call(copied, call)
-    clean(captured)
     module = fx.GraphModule(captured, captured.graph, type(captured).__name__)  # has its code now
     module.meta = captured.meta
     return module

@@ -12,16 +12,7 @@ from torch import fx
 from optimizer.core.errors import Refused, require
 from optimizer.core.node import arg, callee
 from optimizer.core.ops import alike, iadd, imul, isub, itruediv, where_into, where_like
-from optimizer.facts.facts import (
-    aliases,
-    dtype,
-    fact,
-    facts_of,
-    is_fresh,
-    is_unchanged,
-    rank,
-    tensor,
-)
+from optimizer.facts.facts import aliases, dtype, facts_of, is_fresh, is_unchanged, rank, tensor
 from optimizer.rewrite.contract import call, rewrite
 from optimizer.rewrite.edit import erase_run, insert_function, replace_later_uses
 
@@ -133,7 +124,7 @@ def lower_masked_update(assignment: fx.Node) -> fx.Node | None:
     unchanged = all(is_unchanged(each, steps[0], assignment) for each in (mask, source))
     require(unchanged, "what the value is chosen from or by is written in between")
     _require_private(target, assignment)
-    apart = source is target or fact(source).storages.isdisjoint(fact(target).storages)
+    apart = source is target or target not in aliases(source)
     require(apart, "the value overlaps what is written")
 
     whole = source

@@ -11,15 +11,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from optimizer.core.errors import require
-from optimizer.core.node import (
-    arg,
-    attribute_of,
-    callee,
-    is_attribute,
-    module_of,
-    named_arguments,
-    run_nodes,
-)
+from optimizer.core.node import arg, attribute_of, callee, is_attribute, named_arguments, run_nodes
 from optimizer.core.ops import PERMUTATIONS, alike, iadd, imul, isub, itruediv
 from optimizer.facts.facts import fact, is_read_only, is_unchanged, rank, tensor
 from optimizer.rewrite.contract import call, rewrite
@@ -140,7 +132,7 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     require(all(rank(each) == 4 for each in read), "it has not four dimensions")
     settings = named_arguments(weights, ("input", "dim", "dtype"))
     if weights.op == "call_module":
-        settings = {"dim": module_of(weights).dim}
+        settings = {"dim": attribute_of(weights).dim}
     over_keys = settings.get("dim") in (-1, 3) and settings.get("dtype") is None
     require(over_keys, "its softmax is over another axis or dtype")
     _require_alone(root, inner, read)

@@ -29,17 +29,8 @@ from optimizer.lowering.module import LoweredModule, lower
 from optimizer.passes import all_passes, select
 from optimizer.rewrite.contract import LOWERED, Pass
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
-from optimizer.verify.equivalence import (
-    Answer,
-    Difference,
-    Twice,
-    answer,
-    compare_answers,
-    difference,
-    incomparable,
-    leaves_of,
-    reference,
-)
+from optimizer.verify import equivalence as oracle
+from optimizer.verify.equivalence import Answer, Difference
 
 SYMBOLIC = "symbolic"
 Check: TypeAlias = Literal["final", "each"] | None
@@ -192,7 +183,7 @@ class Run:
         if why_not:
             return f"{reason}; by Dynamo: {why_not}"
         guarded.about = replace(guarded.about, seconds=time.perf_counter() - self.started)
-        written = difference(_weights(copied), _weights(self.model), exact=True)
+        written = oracle.difference(_weights(copied), _weights(self.model), exact=True)
         if written or is_irreversible(outside):
             guarded.model = self.model  # whose graphs are to be recorded yet
         return guarded
@@ -268,7 +259,7 @@ class Run:
     def _output_difference(self, actual: Answer) -> Difference | None:
         if self.check is None or self.expected is None or self.call is None:
             return None
-        return compare_answers(self.model, self.call, self.expected, actual, exact=False)
+        return oracle.compare_answers(self.model, self.call, self.expected, actual, exact=False)
 
     def _verify(self, module: fx.GraphModule, faulty: Pass) -> None:
         module.recompile()
@@ -280,15 +271,15 @@ class Run:
         assert self.call is not None
         model = self.original if self.is_pure else self.model
         with suppress(CaptureError):
-            return reference(model, self.call, is_pure=self.is_pure, **self.call_options)
+            return oracle.reference(model, self.call, is_pure=self.is_pure, **self.call_options)
         return None
 
     def _require_a_copy(self, call: Call, expected: Answer) -> None:
         """Expect the snapshot's answer if the model has other weights by now, or give up."""
-        of_the_copy = reference(self.model, call, **self.call_options)
-        if difference(_weights(self.model), _weights(self.original), exact=True):
+        of_the_copy = oracle.reference(self.model, call, **self.call_options)
+        if oracle.difference(_weights(self.model), _weights(self.original), exact=True):
             self.expected = of_the_copy
-        elif difference(expected, of_the_copy):
+        elif oracle.difference(expected, of_the_copy):
             self.model, self.is_snapshot = self.original, False
             raise CaptureError("a copy of the model gives another answer than the model itself")
 
@@ -299,13 +290,13 @@ class Run:
         exact = all(each.numerics == "exact" for each in self.passes)
         try:
             if twice:
-                model, module = Twice(model), Twice(module)
-                expected = answer(model, self.call, **self.call_options)
-            actual = answer(module, self.call, is_pure=twice, **self.call_options)
+                model, module = oracle.Twice(model), oracle.Twice(module)
+                expected = oracle.answer(model, self.call, **self.call_options)
+            actual = oracle.answer(module, self.call, is_pure=twice, **self.call_options)
         except Exception as error:  # a broken graph may raise anything
             reason = f"raised {type(error).__name__}: {error}".split("\n")[0]
             return Difference("output", float("inf"), reason)
-        part = compare_answers(model, self.call, expected, actual, exact=exact)
+        part = oracle.compare_answers(model, self.call, expected, actual, exact=exact)
         if part and self.is_pure and not twice:
             self._require_a_copy(self.call, expected)
             self.is_pure = False
@@ -314,8 +305,8 @@ class Run:
 
     def _report(self, *remarks: str, **done: Any) -> Report:
         compared = self.expected if self.check and self.front_end else None
-        hidden = [*incomparable(compared.output)] if compared else []
-        seen = compared and len(hidden) < max(1, len(leaves_of(compared.output)[0]))
+        hidden = [*oracle.incomparable(compared.output)] if compared else []
+        seen = compared and len(hidden) < max(1, len(oracle.leaves_of(compared.output)[0]))
         unseen = (f"not checked: output{each}" for each in hidden)
         return Report(
             model=type(self.model).__name__,

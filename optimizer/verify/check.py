@@ -28,16 +28,8 @@ from optimizer.frontend.symbolic import capture, capture_call, leaves_nothing_be
 from optimizer.passes import select
 from optimizer.rewrite.contract import Pass
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
-from optimizer.verify.equivalence import (
-    Answer,
-    Difference,
-    answer,
-    compare_answers,
-    difference,
-    incomparable,
-    largest_error,
-    reference,
-)
+from optimizer.verify import equivalence as oracle
+from optimizer.verify.equivalence import Answer, Difference
 
 Result: TypeAlias = tuple[str, Any]  # a node as text, and what it gave or the error it raised
 
@@ -64,11 +56,11 @@ def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> N
         pure = False
         with suppress(CaptureError):
             pure = leaves_nothing_behind(capture_call(model, call))
-        expected = reference(model, call, is_pure=pure, random=not pure)
-        for remark in incomparable(expected.output):
+        expected = oracle.reference(model, call, is_pure=pure, random=not pure)
+        for remark in oracle.incomparable(expected.output):
             warnings.warn(f"output{remark}", OptimizerWarning, stacklevel=2)
-        actual = answer(fast, call, random=not pure)
-        if part := compare_answers(model, call, expected, actual, exact=False):
+        actual = oracle.answer(fast, call, random=not pure)
+        if part := oracle.compare_answers(model, call, expected, actual, exact=False):
             message = str(part)
             if isinstance(fast, fx.GraphModule):
                 with suppress(CaptureError):
@@ -87,7 +79,7 @@ def first_divergence(
         text = node if original == node else f"{node} for {original}"
         if isinstance(result, Exception):
             return f"{text}: raised {result!r}"
-        part = difference(Answer(old, ()), Answer(result, ()), exact=exact)
+        part = oracle.difference(Answer(old, ()), Answer(result, ()), exact=exact)
         if part and name in expected:
             return f"{text}: {part.reason}"
     return ""
@@ -181,7 +173,7 @@ def bisect(
     try:
         with undisturbed():
             pure = leaves_nothing_behind(capture_call(model, call))
-            expected = reference(model, call, is_pure=pure)
+            expected = oracle.reference(model, call, is_pure=pure)
             trial = cache(partial(_trial, model, call, passes, expected))
             recorded, whole = trial(0), trial(None)
             if recorded.difference:
@@ -214,12 +206,12 @@ def _trial(
     try:
         pipeline.run(passes)
         clean(pipeline.module)
-        actual = answer(pipeline.module, call)
+        actual = oracle.answer(pipeline.module, call)
     except Exception as error:  # a broken graph may raise anything
         faulty = [Rewrite(error.name, "", "")] if isinstance(error, FaultyPassError) else []
         reason = str(error) if faulty else f"raised {type(error).__name__}: {error}"
         failed = Difference("output", math.inf, reason)
         return _Trial(pipeline.fired + faulty, pipeline.steps + len(faulty), math.inf, failed)
     exact = all(each.numerics == "exact" for each in passes)
-    part = compare_answers(model, call, expected, actual, exact=exact)
-    return _Trial(pipeline.fired, pipeline.steps, largest_error(expected, actual), part)
+    part = oracle.compare_answers(model, call, expected, actual, exact=exact)
+    return _Trial(pipeline.fired, pipeline.steps, oracle.largest_error(expected, actual), part)

@@ -26,7 +26,7 @@ from optimizer.lowering import engines
 from optimizer.lowering.engines import ENGINES, engines_named
 from tests import level_2
 from tests.level_2 import PACKED, StubEngine, Then, attending, chosen, image, pickled, plan_of
-from tests.single_pass import Forward, rows
+from tests.single_pass import Forward, ForwardOfThree, rows
 
 pytestmark = pytest.mark.usefixtures("right_is_enough")
 AUTOMATIC, _STUB = engines.AUTOMATIC, f"Stub {torch.__version__}"
@@ -41,9 +41,9 @@ def lowered(model, x, engine="stub", **options):
     return level_2.lowered(model, x, **{"engines": [engine]} | options)
 
 
-def compiled(fast, x):
+def compiled(fast, *inputs):
     """The code of the parts of a plan that run on an engine."""
-    parts = filter(isfunction, vars(plan_of(fast, x).func.program).values())
+    parts = filter(isfunction, vars(plan_of(fast, *inputs).func.program).values())
     held = [getclosurevars(getclosurevars(each).nonlocals["run"]).nonlocals for each in parts]
     return [each["run_region"].args[0]._graph for each in held if isfunction(each["run"])]
 
@@ -181,6 +181,30 @@ def test_a_region_ends_at_what_an_engine_lacks_and_before_an_overflow(model, x, 
         assert_close(fast(x * scale) / scale, model(x * scale) / scale, equal_nan=True)
 
 
+_STEP = "v.index_copy_(1, k + 1, m.layer(q)); return m.layer(m.layer(q) + v.softmax(1).sum(1)), v"
+
+
+@pytest.mark.parametrize("engine", ["stub", "openvino"])
+def test_a_step_with_a_cache_is_one_region_and_writes_it_as_eager_does(engine):
+    def at(place):
+        return image(1, 1, 8, seed=place + 9), torch.tensor([place]), image(1, 4, 8)
+
+    model = ForwardOfThree(_STEP, layer=nn.Linear(8, 8)).eval()
+    fast = level_2.lowered(model, *at(0), engines=[engine], tune_seconds=0)
+    [part] = compiled(fast, *at(0))
+    assert "where" in map(name_of_call, part.nodes)
+    for place in (-1, 0, 2):
+        inputs, own = at(place), at(place)
+        assert_close(fast(*own), model(*inputs))
+        assert_close(own[2], inputs[2])
+    for place in (-2, 3):
+        with pytest.raises(IndexError):
+            fast(*(inputs := at(place)))
+        assert torch.equal(inputs[2], at(place)[2])
+    fast = level_2.lowered(model, *at(0), level=3, precision="bf16", error_budget=0.1)
+    assert "it writes what has other names" in str(fast.report)
+
+
 # What makes NaN of numbers is no part of a region: an engine's ReLU makes 0 of it.
 NO_PART = [
     "y / y.std()", "y / 1e-40", "F.relu(y).mul(1e10)", "y * math.nan", "y.log()", "y.pow(-1)",
@@ -188,6 +212,7 @@ NO_PART = [
     "F.scaled_dot_product_attention(y, y, y, y)", "torch.add(y.pow(2), 1e-6, alpha=-1).sqrt()",
     "F.scaled_dot_product_attention(y, y, y, attn_mask=(y > 0).roll(1, -1))",
     "y / (y.pow(2).mean(-1, keepdim=True) + 1e-30)", "y / (y.mean(-1, keepdim=True) + 1e-6)",
+    "y.where(torch.tensor([False]), y + 1)",
 ]  # fmt: skip
 PART = [
     "y / 2", "F.layer_norm(y, (8,), eps=1e-6)", "F.softmax(y, -1)",

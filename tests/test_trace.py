@@ -16,6 +16,7 @@ from tests.level_2 import Then, fake_gpu, image, lowered, offer, plan_of
 from tests.single_pass import ForwardOfTwo, function_of, rows, texts
 
 WRITTEN_AROUND = "y = x + 1; view = y[:, :1]; before = y * 3; view.mul_(-2); return before, "
+PLACE = "y = cache * 2; at = torch.tensor([2]); cache.index_copy_(0, at, x[:1].exp()); "
 ITEMS = "y = x * 2; y[0] = 1; y[:, 1] = x[:, 0]; return y"
 CONSTANT = "x + 1, torch.arange(3.0)"
 # What is called with an x of (2, 3) and a cache of (4, 3): writes, and values of several names.
@@ -23,6 +24,18 @@ PROGRAMS = [
     "x.add_(1)", "torch.mul(x, 2, out=cache[:2])", ITEMS, "x[:, 0].zero_(); return x * 2",
     "y = cache.sum(); cache.index_copy_(0, torch.tensor([1, 0]), x.exp());"
     "return y, cache[:1] * x, cache",
+    *(PLACE + read for read in (
+        "return y, cache.exp() * x[:1], cache", "cache.mul_(2); return y", "return cache[:1], x",
+        "return cache.t()[1:], cache.view(-1)[5:] * 2, cache.clone()",
+        PLACE + "return cache * 2",
+    )),
+    "view = cache[:2]; cache.index_copy_(0, torch.tensor([1]), x[:1]); return view * 2, cache + 1",
+    "row = x[:1]; " + PLACE.replace("x[:1].exp()", "row") + "row.mul_(2); return cache * 2",
+    "y = cache.clone(); cache.index_copy_(-1, torch.tensor([1]), y[:, :1]); return y + cache",
+    "at = x[0, :1].mul(0).long(); view = at[:]; cache.index_copy_(0, at, x[:1]); view.add_(1);"
+    "return cache * 2, at",
+    "copy = x.clone(); at = torch.tensor([0]); x.index_copy_(0, at, (cache * 2)[:1]);"
+    "cache.index_copy_(0, at, copy[:1]); return x + 1, cache * 2",
     *(WRITTEN_AROUND + read for read in ("y", "y * 2", "y[:, 1:] + y[:, :1]", "(y.neg_(), view)")),
     "y = x.new_zeros(4, 3); part = y[1:3]; before = y + 1; part.copy_(x);"
     "return before, y * 2, part",
@@ -103,6 +116,13 @@ def test_a_line_does_to_memory_what_eager_does(text):
     assert text not in NO_COPY or not any(name.endswith("_") for name in called(line))
     if text not in PROGRAMS:
         assert sum(name in COPIES for name in called(line)) == (text not in NO_COPY)
+
+
+def test_a_write_to_the_place_of_a_scalar_stays_a_write():
+    line = recorded(
+        lambda x, at: x.index_copy_(0, at, x * 2) * 3, torch.ones(()), torch.zeros(1).long()
+    )
+    assert line.module(torch.ones(()), torch.zeros(1).long())[0] == 6
 
 
 def test_what_no_input_reaches_is_a_constant_of_each_call():

@@ -1,8 +1,8 @@
 """The parts of straight-line code that an engine or a library of kernels may take over.
 
-A region is a run of consecutive functions that make finite numbers of moderate ones, also one after
-another, and holds at least one product. Everything else stays as it is: a kernel that makes a
-number of NaN can do no harm where no NaN can arise.
+A region is a run of functions that make finite numbers of moderate ones, also one after another,
+and holds at least one product. Between them stands only what reads none of their results. All else
+stays as it is: a kernel that makes a number of NaN can do no harm where no NaN can arise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POINTWISE = frozenset((
 _COMPUTED = POINTWISE | {
     "sub", "rsub", "neg", "div", "mish", "softmax", "batch_norm", "layer_norm", "group_norm",
     "linalg_vector_norm", "clamp_min", "mean", "sum", "amax", "pow", "rsqrt", "sqrt", "addcmul",
-    "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+    "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "where",
 }  # fmt: skip
 ENLARGED = frozenset((
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
@@ -100,6 +100,8 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         if node.op in ("get_attr", "placeholder"):
             continue
         is_moderate = _is_moderate(node)
+        if not is_moderate and run.keys().isdisjoint(node.all_input_nodes):
+            continue  # the region is called after it
         if not is_moderate or _bits_of_result(node, run) > _MOST_BITS:
             inner = [place for place, each in enumerate(run) if name_of_call(each) not in ends]
             if any(name_of_call(each) in WEIGHTED for each in run):
@@ -216,6 +218,7 @@ _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
         args["attn_mask"] is None or is_attribute(args["attn_mask"]) or _enters(args["attn_mask"])
     ),
     "sqrt": lambda args: _keeps_from_zero(args["self"]),
+    "where": lambda args: "index_fill" in map(name_of_call, args["condition"].all_input_nodes),
 }
 
 

@@ -36,6 +36,7 @@ _WHOLE = KNOWN | {"gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
 _LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
 # Leaves of a call but tensors.
 LITERALS = frozenset((bool, int, float, str, type(None), torch.Size))
+_ATEN: Any = torch.ops.aten
 _SAME = frozenset(("alias", "detach", "lift_fresh"))  # as their argument
 
 
@@ -279,14 +280,53 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         distinct = _distinct([*self.inputs, *outputs])
         counts = Counter(storage for each in distinct for storage in storages_in(each))
         self.aliased |= {storage for storage, count in counts.items() if count > 1}
+        writes = self.graph.find_nodes(op="call_function", target=_ATEN.index_copy_.default)
+        values = set[int]().union(*map(self._written_last, writes))
         for node in self.graph.nodes:
             memory = self.memory.get(node, set[int]())
-            node.meta["aliased"] = not memory.isdisjoint(self.aliased)
+            node.meta["aliased"] = node in writes or not memory.isdisjoint(self.aliased - values)
             read = memory.union(*(self.memory[each] for each in node.all_input_nodes))
             if _is_copy(node) and read.isdisjoint(self.aliased | storages_in(outputs)):
                 node.replace_all_uses_with(node.all_input_nodes[0])
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.root, self.graph)
+
+    def _written_last(self, write: Any) -> set[int]:
+        """Write one place, as of a cache, when all is computed; return the memory, or none.
+
+        What reads the tensor after the write reads `where(elsewhere, tensor, source)`: so one
+        region holds what is written and what reads it. Not so where views from before, or other
+        writes, lie in the memory, a view is returned, or what is written may change until the end.
+        """
+        tensor, _, index, source = write.args
+        memory, output = self.memory[write], self.graph.output_node()
+        inside = [n for n in self.graph.nodes if not memory.isdisjoint(self.memory.get(n, ()))]
+        views = [n for n in inside[2:] if "val" in n.meta and output not in n.users]
+        kept = self.aliased.isdisjoint(self.memory[index] | self.memory[source])
+        is_one = index.meta["val"].numel() == 1 and tensor.meta["val"].dim() > 0
+        if not kept or not is_one or inside[2:] != views:
+            return set()
+        value, after = self._with_place(write), [n for n in tensor.users if n > write]
+        tensor.replace_all_uses_with(value, lambda n: n in after and n.op != "output")
+        output.prepend(write)
+        return memory
+
+    def _with_place(self, write: Any) -> fx.Node:
+        """Return a new tensor, as a call before the write of one place leaves the tensor."""
+
+        def made(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            node = self.graph.call_function(target, args, kwargs)
+            node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+            self.memory[node] = set()
+            return node
+
+        tensor, dim, index, source = write.args
+        size, *inner = tensor.meta["val"].shape[dim:]
+        with self.graph.inserting_before(write):
+            elsewhere = made(_ATEN.new_ones.default, index, [size], dtype=torch.bool)
+            elsewhere = made(_ATEN.index_fill.int_Scalar, elsewhere, 0, index, False)
+            lined_up = made(_ATEN.view.default, elsewhere, [size, *(1 for _ in inner)])
+            return made(_ATEN.where.self, lined_up, tensor, source)  # laid out as the first
 
 
 def _is_sized_by_values(func: Any, args: Sequence[Any]) -> bool:

@@ -215,14 +215,16 @@ def source_of(node: fx.Node) -> str:
     return str(node.meta.get("source", ""))
 
 
-def fresh_name(root: nn.Module, stem: str) -> str:
-    """Return an attribute name without dots, close to `stem`, that `root` does not have yet."""
-    stem = stem.replace(".", "_")
-    if not hasattr(root, stem):
-        return stem
-    numbers = range(1 << 20)  # a layer may be replaced ten thousand times: bisect
-    free = bisect_left(numbers, True, 1, key=lambda number: not hasattr(root, f"{stem}_{number}"))
-    return f"{stem}_{free}"
+def adopt(graph: fx.Graph, stem: str, value: Any) -> str:
+    """Let a graph's module hold a value by a free name without dots, close to `stem`; return it."""
+    root, name = graph.owning_module, (stem := stem.replace(".", "_"))
+    assert root is not None, "the graph belongs to no module"
+    if hasattr(root, stem):
+        numbers = range(1 << 20)  # a layer may be replaced ten thousand times: bisect
+        free = bisect_left(numbers, True, 1, key=lambda each: not hasattr(root, f"{stem}_{each}"))
+        name = f"{stem}_{free}"
+    hold(root, name, value)
+    return name
 
 
 def clean(module: fx.GraphModule) -> None:

@@ -23,14 +23,13 @@ from torch.overrides import get_testing_overrides
 
 from optimizer.core.errors import Refused
 from optimizer.core.node import (
+    adopt,
     attribute_of,
     callee,
-    fresh_name,
     home_of,
     is_attribute,
     module_of,
     named_arguments,
-    owner,
 )
 from optimizer.facts.facts import facts_of, is_read_only, rank
 from optimizer.frontend.traceable import is_of_torch
@@ -102,15 +101,13 @@ def _is_constant(value: Any) -> bool:
 
 def _call_module(node: fx.Node, module: nn.Module, source: Any, **tensors: Any) -> None:
     """Turn a node, in place, into a call of `module` holding the given attributes."""
-    root = owner(node)
     for name, value in tensors.items():
         tensor: Any = None if value is None else attribute_of(value)
         table: Any = module._buffers if name in module._buffers else module._parameters
         fits = table is module._buffers or tensor is None or isinstance(tensor, nn.Parameter)
         table[name] = tensor if fits else nn.Parameter(tensor, requires_grad=False)
     path = str(tensors["weight"].target) if tensors["weight"] else ""
-    name = fresh_name(root, path.rpartition(".")[0] or node.name)
-    root.add_submodule(name, module)
+    name = adopt(node.graph, path.rpartition(".")[0] or node.name, module)
     node.op, node.target, node.args, node.kwargs = "call_module", name, (source,), {}
 
 

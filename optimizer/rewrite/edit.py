@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
 from optimizer.core.errors import InputError, Refused
-from optimizer.core.node import fresh_name, module_of, owner
+from optimizer.core.node import adopt, module_of
 from optimizer.core.ops import MAKE_A_TENSOR, writes
 from optimizer.facts.facts import facts_of, runs_known_code
 from optimizer.frontend.names import literal
@@ -53,16 +53,13 @@ def insert_module(
     like: fx.Node | None = None,
 ) -> fx.Node:
     """Call a new module just before a node, under a fresh name close to `stem`."""
-    name = fresh_name(owner(before), stem)
-    owner(before).add_submodule(name, module)
+    name = adopt(before.graph, stem, module)
     return insert(before, "call_module", name, args, like=like)
 
 
 def insert_buffer(before: fx.Node, value: torch.Tensor, stem: str) -> fx.Node:
     """Read a new buffer just before a node, under a fresh name close to `stem`."""
-    name = fresh_name(owner(before), stem)
-    owner(before).register_buffer(name, value)
-    return insert(before, "get_attr", name)
+    return insert(before, "get_attr", adopt(before.graph, stem, value))
 
 
 def insert_copy(before: fx.Node, node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
@@ -120,8 +117,7 @@ def insert_call(
             ) from error
     _require_takes(target, args, kwargs)
     if isinstance(target, nn.Module):
-        name = fresh_name(root, type(target).__name__.lower())
-        root.add_submodule(name, target)
+        name = adopt(root.graph, type(target).__name__.lower(), target)
         return root.graph.call_module(name, args, kwargs)
     return root.graph.call_function(target, args, kwargs)
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.guards import key_of
-from optimizer.core.node import attribute, callee, computation, fresh_name, hold, module_of, owner
+from optimizer.core.node import adopt, attribute, callee, computation, module_of
 from optimizer.frontend.canonicalize import spell
 from optimizer.frontend.tracer import Tracer
 from optimizer.rewrite.edit import insert_call, may_write, overwrites, signatures, take_place
@@ -86,8 +86,7 @@ def inline(
         if node.op in ("call_module", "get_attr"):
             path = str(node.target)
             if path not in names:
-                names[path] = fresh_name(owner(before), path)
-                hold(owner(before), names[path], attribute(part, path))
+                names[path] = adopt(before.graph, path, attribute(part, path))
             copied.target = names[path]
         copied.meta.update(new=True, source=before.meta.get("source", ""))
         added.append(copied)

@@ -382,12 +382,6 @@ def test_the_result_gives_the_same_answers_through(where, optimized):
     torch.testing.assert_close(call_of(through, *inputs), call_of(model, *inputs))
 
 
-def test_the_same_model_gives_the_same_code():
-    first, second = (optimizer.optimize(small(), X, level=1) for _ in range(2))
-
-    assert first.code == second.code
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_a_call_with_a_sparse_tensor_runs_the_portable_code(

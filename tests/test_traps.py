@@ -125,15 +125,6 @@ def test_a_result_is_not_overwritten_by_the_next_call(model: nn.Module) -> None:
     assert torch.equal(first, kept)
 
 
-def test_the_result_has_the_state_that_the_model_had(model: nn.Module) -> None:
-    fast = optimizer.optimize(model, SMALL, level=1)
-    before = model(SMALL)
-    model[1].running_mean.zero_()
-    model[0].weight.data.zero_()
-
-    torch.testing.assert_close(fast(SMALL), before)
-
-
 def test_what_is_made_in_inference_mode_is_no_inference_tensor(model: nn.Module) -> None:
     with torch.inference_mode():
         fast = optimizer.optimize(model, SMALL, level=1)

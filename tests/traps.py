@@ -266,7 +266,7 @@ TESTED = {
     "46 a result that is held while the next call runs":
         "test_traps.py::test_a_result_is_not_overwritten_by_the_next_call",
     "51 a buffer of the original that changes later":
-        "test_traps.py::test_the_result_has_the_state_that_the_model_had",
+        "test_snapshot.py::test_no_later_write_is_seen_nor_reaches_the_model",
     "52 a checkpoint of the original that half fits the result":
         "test_snapshot.py::test_load_state_dict_refuses_a_checkpoint_of_the_original",
     "55 optimizing in inference mode":
@@ -278,7 +278,8 @@ TESTED = {
     "91 an exception that leaves half a rewrite behind":
         "test_lifecycle.py::test_a_faulty_pass_is_rolled_back_and_named",
     "93 an order that varies from run to run":
-        "test_lifecycle.py::test_the_same_model_gives_the_same_code",
+        "test_fuzz.py::test_optimizing_again_gives_the_same_code_"
+        "and_optimizing_twice_changes_nothing_more",
     "94 parameters without data, or on two devices":
         "test_errors.py::test_bad_input_is_a_typed_error_in_one_sentence",
 }  # fmt: skip

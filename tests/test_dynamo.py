@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
 from optimizer._dynamo import backend
-from tests.single_pass import rows
+from tests.single_pass import Forward, rows
 from tests.test_programs import assert_equal
 
 # Importing Dynamo and compiling warn of what torch itself has deprecated.
@@ -52,7 +52,6 @@ class Block(nn.Module):
         self.conv, self.bn = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
         nn.init.normal_(self.bn.running_mean)
         nn.init.normal_(self.bn.weight)
-        self.register_buffer("count", torch.zeros(()))
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,18 +66,6 @@ class Broken(Block):
         if first.sum() > 0:
             first = first + (0 if y is None else y)
         return {"first": first * scale, "second": [super().forward(first), x]}
-
-
-class Counting(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return super().forward(x) * self.count
-
-
-class Casting(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=not self.training):
-            return super().forward(x)
 
 
 def compiled(model, **options):
@@ -99,11 +86,17 @@ def test_the_entry_point_names_the_backend():
     assert backends == {"optimizer": f"{backend.__module__}:{backend.__name__}"}
 
 
+def around(text):
+    return Forward(text, block=Block(), count=torch.zeros(())).eval()
+
+
 def of(size, **more):
     return {"x": {"image": IMAGES[..., :size]}, **more}
 
 
 NESTED = of(8), of(8, y=torch.ones(2, 3, 8, 8), scale=2.0), of(6), of(6, y=torch.ones(2, 3, 8, 6))
+COUNTED = "m.count += 1; return m.block(x) * m.count"
+CASTING = "\n with torch.autocast('cpu', torch.bfloat16): return m.block(x)"
 BATCHES = [{"x": torch.randn(size, 3, 8, 8)} for size in (2, 1, 5)]
 
 
@@ -113,9 +106,9 @@ BATCHES = [{"x": torch.randn(size, 3, 8, 8)} for size in (2, 1, 5)]
         "a graph break and nested arguments": (Broken(), {}, NESTED, {1, 2}),
         "any batch": (Block(), {}, BATCHES, {1}),
         "any batch, exactly": (Block(), {"level": 0}, BATCHES, {0}),
-        "a buffer that counts": (Counting(), {}, BATCHES, {1}),
-        "in training": (Counting().train(), {}, BATCHES, {0}),
-        "autocast inside, without a check": (Casting(), {"check": None}, BATCHES, {0}),
+        "a buffer that counts": (around(COUNTED), {}, BATCHES, {1}),
+        "in training": (around(COUNTED).train(), {}, BATCHES, {0}),
+        "autocast inside, without a check": (around(CASTING), {"check": None}, BATCHES, {0}),
     },
 )
 @torch.inference_mode()

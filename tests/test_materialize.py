@@ -64,17 +64,12 @@ def test_a_layer_that_learns_stays_as_it_is(kind: str) -> None:
     assert "computed once" not in str(fast.report)
 
 
-class Drawn(nn.Module):
-    """A parametrization of a user's, which no one call tells all of."""
-
-    def forward(self, weight):
-        return weight + torch.rand(())
-
-
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_parametrization_of_a_users_is_called_each_time(beside):
+    """No one call tells all of it."""
+    drawn = Forward("x + torch.rand(())")
     layer = parametrizations.weight_norm(nn.Linear(8, 8)) if beside else nn.Linear(8, 8)
-    parametrize.register_parametrization(layer, "bias" if beside else "weight", Drawn())
+    parametrize.register_parametrization(layer, "bias" if beside else "weight", drawn)
     model = nn.Sequential(layer, nn.ReLU()).eval()
     fast = optimizer.optimize(model, torch.ones(2, 8), level=1, check=None)
 

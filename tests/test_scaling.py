@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-from tests.single_pass import function_of
+from tests.single_pass import Forward, function_of
 
 # What is repeated; or a list of so many readers or views of one value.
 STEPS = {
@@ -27,21 +27,19 @@ STEPS = {
 LISTS = {"readers": "torch.relu(y + number)", "views": "y[number % 4 :] * number"}
 
 
-class Repeated(nn.Module):
+def repeated(name: str, times: int) -> nn.Module:
     """One step after the other, or each on the same value, so many times."""
+    step = function_of("m, y, number", (STEPS | LISTS)[name])
 
-    def __init__(self, name: str, times: int) -> None:
-        super().__init__()
-        self.step = function_of("m, y, number", (STEPS | LISTS)[name])
-        self.name, self.times, self.linear = name, times, nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
+    def forward(m: Any, x: Tensor) -> Any:
         y = torch.tanh(x)
-        if self.name in LISTS:
-            return [self.step(self, y, number) for number in range(self.times)]
-        for number in range(self.times):
-            y = self.step(self, y, number)
+        if name in LISTS:
+            return [step(m, y, number) for number in range(times)]
+        for number in range(times):
+            y = step(m, y, number)
         return y
+
+    return Forward(forward, linear=nn.Linear(4, 4)).eval()
 
 
 def calls(model: nn.Module) -> int:
@@ -57,7 +55,7 @@ def calls(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("name", [*STEPS, *LISTS])
 def test_four_times_the_nodes_are_four_times_the_work(name: str) -> None:
-    calls(Repeated(name, 1).eval())  # what is made ready once
+    calls(repeated(name, 1))  # what is made ready once
 
-    few, many = (calls(Repeated(name, times).eval()) for times in (40, 160))
+    few, many = (calls(repeated(name, times)) for times in (40, 160))
     assert many < 4.15 * few  # counted, it is at most 3.98

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 assert_same = partial(assert_equal, rtol=1e-4, atol=1e-5)
 FAST = {"tune_seconds": 0, "engines": ()}
-MASKED = "y = x.clone(); y[x > 0] = 0.5; return y"
 # The kernel of weight_norm asks for the memory of weights as if to write it.
 NORMED = "x @ torch._weight_norm(m.linear.weight, m.scale[:, None])"
 

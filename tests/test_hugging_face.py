@@ -18,12 +18,8 @@ from optimizer.frontend.dynamo import GuardedModule
 
 # They, and compiling, warn of what torch itself has deprecated.
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
-WIDE: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-}
+WIDE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2}
+WIDE |= {"num_attention_heads": 4, "intermediate_size": 128}
 WORDS = torch.randint(5, 90, (2, 16), generator=torch.Generator().manual_seed(0))
 PADDED = torch.ones_like(WORDS).index_fill(1, torch.arange(10, 16), 0)
 IMAGES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))

@@ -149,6 +149,7 @@ _GATED = {name: nn.Linear(16, 16) for name in ("gate", "up", "down")}
 _SCALED = "m.layer(F.rms_norm(m.layer(x), x.shape[1:], torch.ones(x.shape[1]).add(1)))"
 REGIONS = {
     # OpenVINO ends the process at an RMSNorm of fewer numbers than a vector of the processor has.
+    "a write between": (over("y = m.layer(x); x.mul_(2); return m.layer(y) + x"), image(8, 8), 2),
     "rms_norm of 8": (over(_SCALED), image(8, 8), 2),
     "rms_norm of 16": (over(_SCALED, layer=nn.Linear(16, 16)), image(8, 16), 1),
 } | {  # values that grow from block to block, unless each is divided by its own norm

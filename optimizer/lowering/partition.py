@@ -100,8 +100,8 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         if node.op in ("get_attr", "placeholder"):
             continue
         is_moderate = _is_moderate(node)
-        if not is_moderate and run.keys().isdisjoint(node.all_input_nodes):
-            continue  # the region is called after it
+        if not (is_moderate or node.meta["aliased"] or run.keys() & {*node.all_input_nodes}):
+            continue  # the region is called after it, and not after a write
         if not is_moderate or _bits_of_result(node, run) > _MOST_BITS:
             inner = [place for place, each in enumerate(run) if name_of_call(each) not in ends]
             if any(name_of_call(each) in WEIGHTED for each in run):

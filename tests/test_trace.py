@@ -119,10 +119,9 @@ def test_a_line_does_to_memory_what_eager_does(text):
 
 
 def test_a_write_to_the_place_of_a_scalar_stays_a_write():
-    line = recorded(
-        lambda x, at: x.index_copy_(0, at, x * 2) * 3, torch.ones(()), torch.zeros(1).long()
-    )
-    assert line.module(torch.ones(()), torch.zeros(1).long())[0] == 6
+    scalar, at = torch.ones(()), torch.zeros(1).long()
+    line = recorded(lambda x, at: x.index_copy_(0, at, x * 2) * 3, scalar, at)
+    assert line.module(scalar, at)[0] == 6
 
 
 def test_what_no_input_reaches_is_a_constant_of_each_call():

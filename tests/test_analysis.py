@@ -20,8 +20,6 @@ SLOW = Ceilings(flops=100.0, bytes=10.0)
 KIB = torch.zeros(256)  # 1024 bytes
 IMPLICIT = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
 SMALL = ("toy_model", "simple_mlp", "masked_assign_where", "transpose_chain_10")
-
-
 PEAKS = {
     # 1: a; 2: a, through a view; 3: a and b; 4: a, b and c, as the view is read; 5: c.
     "a view": ("a = x + 1; v = a.view(16, 16); b = x * 2; return b.view(16, 16) - v", 3, 1),

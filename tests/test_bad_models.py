@@ -194,8 +194,6 @@ def test_an_iterator_is_an_input_error_and_not_read():
 HOOKED = nn.ReLU()
 HOOKED.register_forward_hook(lambda module, inputs, result: result * 2)
 IS_CALLED = r"'held' \(.*\) is called as it is: "
-
-
 WHY = {
     "a branch on data":
         (lambda: net(DATA), r"recorded by Dynamo: its control .* at \S+:\d+; Dynamo found 3 .*"),

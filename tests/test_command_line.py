@@ -103,8 +103,6 @@ def test_the_passes_are_listed_and_the_version(run):
 
 
 ALL = "fold_affine,fuse_linear_relu,reuse_activations"
-
-
 CHOSEN = {
     "level 0": ("toy_model --level 0", ["reuse_activations"]),
     "added up": (f"toy_model --disable {ALL[:11]} --disable {ALL[12:]}", []),

@@ -408,8 +408,6 @@ def test_what_is_remembered_is_what_a_run_gives(monkeypatch: pytest.MonkeyPatch)
 
 FEATURES = torch.rand(2, 4, 5, 6)
 LAST = FEATURES.contiguous(memory_format=torch.channels_last)
-
-
 LAID = {
     "relu": (nn.ReLU(), FEATURES),
     "relu, channels last": (nn.ReLU(), LAST),

@@ -142,8 +142,6 @@ def test_self_attention_is_looked_into():
 
 WEIGHT, HIDDEN = torch.ones(3), torch.ones(3)
 TWO_DTYPES = "y = torch.zeros(2, 3); flags = y.view(torch.int32); y.copy_(x); return flags + 1"
-
-
 REFUSED = {
     "a number": (lambda x: x * x.sum().item(), "depends on values"),
     "a branch": (lambda x: x if x.sum() > 0 else -x, "depends on values"),

@@ -29,8 +29,6 @@ ACTIVATION, ATTENTION, LINEAR = "recognize_activations", "recognize_attention", 
 ELSEWHERE = "what it computes on the way is read elsewhere"
 WRITTEN = "its input is written later"
 attend = F.scaled_dot_product_attention
-
-
 LAYERS = {"relu6": nn.ReLU6(inplace=True), "hardtanh": nn.Hardtanh(0.0, 6.0)}
 LAYERS |= {"sigmoid": nn.Sigmoid(), "tanh": nn.Tanh()}
 VALUES = torch.cat([torch.linspace(-12, 12, 200), torch.tensor([0.0, -0.0])]).double()

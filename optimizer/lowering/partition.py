@@ -1,8 +1,8 @@
 """The parts of straight-line code that an engine or a library of kernels may take over.
 
 A region is a run of functions that make finite numbers of moderate ones, also one after another,
-and holds at least one product. Between them stands only what reads none of their results. All else
-stays as it is: a kernel that makes a number of NaN can do no harm where no NaN can arise.
+and holds at least one product. Between them stands only what neither reads their results nor writes
+what they read. All else stays: a kernel that makes a number of NaN does no harm where none arises.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         if node.op in ("get_attr", "placeholder"):
             continue
         is_moderate = _is_moderate(node)
-        if not (is_moderate or node.meta["aliased"] or run.keys() & {*node.all_input_nodes}):
-            continue  # the region is called after it, and not after a write
+        read = (each for inside in run for each in inside.all_input_nodes)
+        may_write = node.meta["aliased"] and any(each.meta["aliased"] for each in read)
+        if not (is_moderate or may_write) and run.keys().isdisjoint(node.all_input_nodes):
+            continue  # the region is called after it
         if not is_moderate or _bits_of_result(node, run) > _MOST_BITS:
             inner = [place for place, each in enumerate(run) if name_of_call(each) not in ends]
             if any(name_of_call(each) in WEIGHTED for each in run):
@@ -173,8 +175,7 @@ def _is_normalized(node: fx.Node) -> bool:
     first, second, *_ = arguments_of(node).values()
     if name_of_call(node) == "div":
         return _is_norm_of(first, second)
-    inverses = (first, second), (second, first)
-    pairs = [pair for pair in inverses if name_of_call(pair[1]) == "rsqrt"]
+    pairs = [p for p in ((first, second), (second, first)) if name_of_call(p[1]) == "rsqrt"]
     return any(_is_norm_of(value, inverse.args[0]) for value, inverse in pairs)
 
 
@@ -218,7 +219,7 @@ _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
         args["attn_mask"] is None or is_attribute(args["attn_mask"]) or _enters(args["attn_mask"])
     ),
     "sqrt": lambda args: _keeps_from_zero(args["self"]),
-    "where": lambda args: "index_fill" in map(name_of_call, args["condition"].all_input_nodes),
+    "where": lambda args: "index_copy" in map(name_of_call, args["condition"].all_input_nodes),
 }
 
 

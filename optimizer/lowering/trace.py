@@ -266,8 +266,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.constants[tensor]  # type: ignore[no-any-return]
 
     def _require_traced(self, value: Any) -> None:
-        tensors = tensors_in(value)
-        traced = all(each in self.nodes or each in self.constants for each in tensors)
+        traced = all(each in self.nodes or each in self.constants for each in tensors_in(value))
         require(traced, "a tensor comes from code that cannot be followed")
 
     def finished(self, outputs: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -277,8 +276,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if each not in self.nodes:
                 self._thaw(each)
         self.graph.output(tuple(map(self._node, outputs)))
-        distinct = _distinct([*self.inputs, *outputs])
-        counts = Counter(storage for each in distinct for storage in storages_in(each))
+        counts = Counter(s for t in _distinct([*self.inputs, *outputs]) for s in storages_in(t))
         self.aliased |= {storage for storage, count in counts.items() if count > 1}
         writes = self.graph.find_nodes(op="call_function", target=_ATEN.index_copy_.default)
         values = set[int]().union(*map(self._written_last, writes))
@@ -324,7 +322,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size, *inner = tensor.meta["val"].shape[dim:]
         with self.graph.inserting_before(write):
             elsewhere = made(_ATEN.new_ones.default, index, [size], dtype=torch.bool)
-            elsewhere = made(_ATEN.index_fill.int_Scalar, elsewhere, 0, index, False)
+            here = made(_ATEN.new_zeros.default, index, [1], dtype=torch.bool)
+            elsewhere = made(_ATEN.index_copy.default, elsewhere, 0, index, here)  # none below 0
             lined_up = made(_ATEN.view.default, elsewhere, [size, *(1 for _ in inner)])
             return made(_ATEN.where.self, lined_up, tensor, source)  # laid out as the first
 

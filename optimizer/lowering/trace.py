@@ -210,12 +210,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         require(dtypes == {constant.dtype}, "it writes a constant of two dtypes")
         flat = torch.empty(0, dtype=constant.dtype, device=constant.device).set_(storage)
         self.constants[flat] = None
-        copy = self._call(torch.ops.aten.clone.default, (flat,), {})
+        copy = self._call(_ATEN.clone.default, (flat,), {})
         self.memory[copy] = memory
         for each in views:
             del self.constants[each]
             place = (each.shape, each.stride(), each.storage_offset())
-            call = self.graph.call_function(torch.ops.aten.as_strided.default, (copy, *place))
+            call = self.graph.call_function(_ATEN.as_strided.default, (copy, *place))
             self._note(call, each)
         self.aliased |= memory
 
@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storages_in(value)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
-        if func is torch.ops.aten.cat.default:
+        if func is _ATEN.cat.default:
             # Those without elements, as of a new cache, change nothing.
             filled = [each for each in args[0] if each.numel()]
             alike = filled and len({each.dtype for each in args[0]}) == 1
@@ -330,7 +330,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_sized_by_values(func: Any, args: Sequence[Any]) -> bool:
     """Return whether the size of what an operator returns depends on values."""
-    if func is torch.ops.aten.index.Tensor:  # v[i] has as many elements as there are numbers in i
+    if func is _ATEN.index.Tensor:  # v[i] has as many elements as there are numbers in i
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     return torch.Tag.dynamic_output_shape in func.tags
 

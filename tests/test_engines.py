@@ -167,7 +167,7 @@ REGIONS = {
     for text, regions in {
         "F.softplus(y)": 2, "F.interpolate(y, size=(5, 5), mode='bilinear', antialias=True)": 2,
         "F.pad(y, (1, 1, 1, 1), mode='replicate')": 2, "F.avg_pool2d(y, 2, divisor_override=3)": 2,
-        "[i := y.argmax() * 0, m.m0(x).relu().index_select(0, i[None])][1]": 3,  # whole numbers
+        "[i := y.argmax() * 0, m.m0(-x).relu().index_select(0, i[None])][1]": 3,  # whole numbers
         "[v := x * 2, y := m.m0(v), v[:1].neg_(), y + v.mean()][3]": 2,  # the first reads v
     }.items()
 }  # fmt: skip

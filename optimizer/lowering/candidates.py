@@ -121,7 +121,6 @@ class Policy(NamedTuple):
     pays: Callable[[fx.GraphModule, Sequence[torch.Tensor]], bool] = lambda *_: False
     settings: Callable[[], Hashable] = lambda: ()  # of its kernels; False while no plan may run
     hardware: Callable[[], str] = lambda: ""  # the name of what a decision is for
-    kind: str = ""  # of the device, as engines name it
     for_calls: tuple[str, ...] = ()  # those for a whole call, once each region is chosen
 
 
@@ -152,13 +151,11 @@ POLICIES = {
         lambda region, _: 2 * len(convolutions_of(region)) >= len(packable_in(region)),
         torch.get_num_threads,
         get_cpu_capability,
-        kind="cpu",
     ),
     "cuda": Policy(
         lambda region, _: ["channels_last"] if convolutions_of(region) else [],
         settings=_settings_on_cuda,
         hardware=lambda: torch.cuda.get_device_name(),
-        kind="cuda",
         for_calls=("CUDA graph",),
     ),
     "mps": Policy(),

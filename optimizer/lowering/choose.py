@@ -224,9 +224,9 @@ class Chooser:
         self, region: fx.GraphModule, inputs: Sequence[torch.Tensor]
     ) -> tuple[Program, Sequence[torch.Tensor]]:
         """Return the program to run a region with inputs like these, and its outputs for them."""
-        policy = policy_of(inputs)
+        policy, kind = policy_of(inputs), device_of(inputs).name.partition(":")[0]
         times = Times(inputs, self.tuning.cuda_graph and bool(policy.for_calls))
-        engines = [name for name, each in self.engines.items() if policy.kind in each.devices]
+        engines = [name for name, each in self.engines.items() if kind in each.devices]
         kernels = policy.offered(region, inputs)
         defaults = [*engines, *kernels[: policy.pays(region, inputs)]]
         counts = Counter(name for n in region.graph.nodes if (name := name_of_call(n)) in WEIGHTED)

@@ -98,11 +98,9 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.split.Tensor:
-            tensor, size, dim = (*args, 0)[:3]
-            cut, whole = torch.ops.aten.slice.Tensor, tensor.shape[dim]
-            with self:  # OpenVINO does not take a last part that is smaller
-                return [cut(tensor, dim, at, min(at + size, whole)) for at in range(0, whole, size)]
+        if func is torch.ops.aten.split.Tensor:  # OpenVINO wants a last part as large as the others
+            sizes = [part.shape[(*args, 0)[2]] for part in func(*args)]
+            func, args = torch.ops.aten.split_with_sizes.default, (args[0], sizes, *args[2:])
         if func._opname in ENLARGED:  # OpenVINO wants the size alone
             corners = [each for each in args[2:3] if isinstance(each, bool)]
             args = (args[0], [*func(*args).shape[2:]], *corners, None)

@@ -61,24 +61,24 @@ def laid_out(program: Program, region: fx.GraphModule) -> Program:
     return lambda *inputs: tuple(map(_laid_out, run(*inputs), strides))
 
 
-def _laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+def _laid_out(tensor: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
     """Return the same values with these strides; along one of 0, they are repeated."""
-    if tensor.stride() == strides:
+    if tensor.stride() == steps:
         return tensor
-    source = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
-    result = torch.empty_strided(source.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    if all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), steps, strict=True)):
+        return tensor.as_strided(tensor.shape, steps)
+    source = tensor[tuple(slice(0, None if stride else 1) for stride in steps)]
+    result = torch.empty_strided(source.shape, steps, dtype=tensor.dtype, device=tensor.device)
     return result.copy_(source).expand(tensor.shape)
 
 
 def as_cuda_graph(program: Program, inputs: Sequence[torch.Tensor]) -> Program:
     """Return a program as one CUDA graph: all kernels in one launch, on memory of their own.
 
-    A graph reads and writes the same memory in every replay. So the inputs of a call, which have
-    the sizes, strides and dtypes of `inputs`, are copied to where it reads them, and its
-    outputs from where it writes them. Calls take turns, also those of several threads or streams.
-
-    It holds the program, whose weights the kernels read, what one forward needs at its peak, its
-    inputs and outputs.
+    It reads and writes the same memory in every replay: inputs of a call, sized and laid out as
+    `inputs`, are copied there, and outputs from there. Calls take turns, also those of several
+    threads or streams. It holds the program, whose weights the kernels read, what one forward
+    needs at its peak, its inputs and outputs.
 
     Raises:
         RuntimeError: the program does something that cannot be recorded, such as to wait.

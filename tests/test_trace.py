@@ -126,7 +126,6 @@ def test_a_write_to_the_place_of_a_scalar_stays_a_write():
 def test_what_no_input_reaches_is_a_constant_of_each_call():
     line, x = recorded(CONSTANT), given(CONSTANT, 1)
     line.module(*x)[1].zero_()
-
     assert called(recorded(next(iter(texts(VALUES))))) == ["mul"]
     assert called(recorded(f"{ALIKE} * {ALIKE}")) == ["add", "exp", "mul"]
     assert line.module(*x)[1].tolist() == [0, 1, 2]
@@ -135,7 +134,6 @@ def test_what_no_input_reaches_is_a_constant_of_each_call():
 def test_self_attention_is_looked_into():
     layer, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(1, 5, 8)
     line = recorded(lambda x: layer(x, x, x)[0], x, held=list(layer.parameters()))
-
     assert {"linear", "scaled_dot_product_attention"} <= {*called(line)} or "bmm" in called(line)
     assert_close(line.module(x)[0], layer(x, x, x)[0])
 
@@ -148,6 +146,7 @@ REFUSED = {
     "numpy": (lambda x: x + torch.from_numpy(x.numpy()), "depends on values"),
     "a mask": (lambda x: x[x > 0].reshape(-1, 1), "a size depends on values"),
     "a global": (lambda x: x + HIDDEN, "cannot be followed"),
+    "a generator": (lambda x: x.bernoulli(generator=torch.Generator()), "code cannot name"),
     "an object": (lambda x: (x * 2, object()), "object of its own"),
     "other memory": (lambda x: (x * 2).set_(x.clone()), "other memory"),
     "two dtypes": (function_of("x", TWO_DTYPES), "of two dtypes"),
@@ -167,7 +166,6 @@ def test_an_output_that_is_returned_twice_is_computed_once():
     model, x = Then("(y, y)").eval(), image().to(memory_format=torch.channels_last)
     fast = lowered(model, x, tune_seconds=0)
     first, second = fast(x)
-
     assert [choice.region for choice in fast.report.choices] == ["1 x conv2d"]
     assert first is second
     assert_close(first, model(x)[0])
@@ -188,7 +186,6 @@ def test_what_is_recorded_behind_a_region_reads_it_as_it_lay(monkeypatch, text, 
     model = Then(text).eval()
     x, y = (image(seed=seed).to(memory_format=laid_out) for seed in (0, 1))
     fast = optimizer.optimize(model, x, tune_seconds=0)
-
     with torch.no_grad():
         expected, actual = tensors_in(model(y)), tensors_in(fast(y))
     assert_close(actual, expected, rtol=1e-4, atol=1e-5)
@@ -225,7 +222,6 @@ def test_a_call_that_writes_is_lowered_but_for_what_is_written():
         assert_close((*actual, *new), (*expected, *old), rtol=1e-4, atol=1e-5)
         assert shared([actual[1], new[1]]) == [0, 0]
     optimizer.check(model, fast, images(2))
-
     x, y = image(seed=1), image(seed=1)  # inputs that share memory run the portable code
     assert plan_of(fast, x, x) is None
     assert_close((fast(x, x), x), (model(y, y), y), rtol=1e-4, atol=1e-5)
@@ -236,7 +232,6 @@ def test_a_call_that_writes_is_no_cuda_graph_and_in_its_own_precision(monkeypatc
     options = {"level": 3, "precision": "bf16", "tune_seconds": 0}
     [precision] = lowered(written(), *images(0), **options, error_budget=0.9).report.choices[:1]
     assert "other names" in precision.rejected["bf16"]
-
     gpu = fake_gpu(monkeypatch)
     lowered(written(), *images(0), tune_seconds=0)
     assert gpu.records == 0

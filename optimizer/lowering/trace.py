@@ -29,6 +29,7 @@ from optimizer.core.inputs import Call, is_size, storages_in, tensors_in
 from optimizer.core.node import name_of_call
 from optimizer.core.ops import READS_DATA
 from optimizer.facts.facts import written_by
+from optimizer.frontend.names import is_literal
 from optimizer.lowering.partition import KNOWN, arguments_of
 from optimizer.verify.equivalence import Answer
 
@@ -242,6 +243,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (tuple(args), kwargs),
             lambda each: self._node(each) if isinstance(each, torch.Tensor) else each,
         )
+        require(is_literal(operands), f"code cannot name what '{func._opname}' is given")
         node = self.graph.call_function(func, *operands)
         self.memory[node] = set()
         return node

@@ -66,7 +66,6 @@ def fold_padding(pad: fx.Node, conv: fx.Node) -> fx.Node | None:
     require(0 not in tensor(source).shape, "it is empty, which a convolution may not read")
     require_only_reader(pad, conv)
     require(is_unchanged(source, pad), "what is padded is written later")
-
     before = (0,) * len(layer.kernel_size) if layer.padding == "valid" else layer.padding
     more = (0,) * (len(before) - len(sizes) // 2) + sizes[::-2]
     require(len(before) == len(more), "one number is the padding of all dimensions")
@@ -126,7 +125,6 @@ def sink_convolutions(conv: fx.Node, pool: fx.Node) -> fx.Node | None:
     require_only_reader(conv, pool)
     require(is_unchanged(source, conv, pool), "what is convolved is written before it is pooled")
     require(not weights_exposed(conv), "the forward writes their tensors")
-
     pooled = insert_copy(pool, pool, lambda each: source if each is conv else each)
     return insert_copy(pool, conv, lambda _: pooled)
 

@@ -216,7 +216,6 @@ def test_an_interrupt_at_any_line_leaves_the_process_as_it_was(run):
     noting.run(run)
     first = {line: place for place, line in reversed(list(enumerate(noting.lines, 1)))}
     before = process_state()
-
     interrupted = [line for line in sorted(first)[::EACH] if Interrupting(first[line]).run(run)]
 
     assert {Path(file).parent.name for file, _ in interrupted} >= {"core", "facts", "frontend"}
@@ -261,7 +260,6 @@ def test_a_wrong_factor_beside_a_draw_is_seen(draw, dtype, factor):
         Forward(f"y = {draw}; return x[: y.shape[0]] * {each} + 0.1 * y")
         for each in (1.0, 1.0, factor)
     )
-
     optimizer.check(right, same, x)
     assert_equivalent(right, same, (x,))
     with pytest.raises(optimizer.EquivalenceError):
@@ -376,10 +374,19 @@ ELSEWHERE = {
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_the_result_gives_the_same_answers_through(where, optimized):
     model, fast, inputs = optimized
-
     through = ELSEWHERE[where](fast, inputs)
-
     torch.testing.assert_close(call_of(through, *inputs), call_of(model, *inputs))
+
+
+@pytest.mark.filterwarnings("ignore:.*jit:DeprecationWarning", "ignore:The TorchScript type")
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_result_without_guards_is_scripted(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.ReLU()).eval()
+    fast = optimizer.optimize(model, ROWS, level=level)
+    torch.testing.assert_close(torch.jit.script(fast)(ROWS), model(ROWS))
+    guarded = optimizer.optimize(Guarded().eval(), X[0, 0], level=level)
+    with pytest.raises(optimizer.InputError, match=r"use torch\.jit\.trace"):
+        torch.jit.script(guarded)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")

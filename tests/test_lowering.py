@@ -60,7 +60,6 @@ def test_a_lowered_call_gives_the_models_answer_and_layout_and_overwrites_nothin
     raced = level_2.racing(monkeypatch, level_2.last_wins)
     fast, kept = lowered(model, *inputs, tune_seconds=seconds), [each.clone() for each in inputs]
     answer, expected = fast(*inputs), model(*inputs)
-
     assert plan_of(fast, *inputs) is not None
     assert (chosen(fast), bool(raced)) == ([kernels], bool(seconds))
     fast(*(2 * each for each in inputs))  # the next call
@@ -209,7 +208,6 @@ def test_weights_that_come_while_others_are_packed_are_not_lost(monkeypatch):
     make_plan = vars(_lowered)["make_plan"]
     monkeypatch.setattr(_lowered, "make_plan", lambda *a: (make_plan(*a), _doubled(fast))[0])
     fast(image())
-
     monkeypatch.undo()
     assert_close(fast(image()), fast.run_portable(image()))
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from optimizer.core.copy import ModuleType, Storages, held_tensors, on_storage, structural_copy
 from optimizer.core.errors import CaptureError, InputError
+from optimizer.core.guards import GUARDS
 from optimizer.core.inputs import Call, ExampleInputs, storages_in
 from optimizer.core.report import Report, Size, listing
 from optimizer.frontend.names import rename_attributes, require_printable
@@ -116,6 +117,10 @@ class _Result(nn.Module):
                 " original: pass one of the original model to refit(state_dict)."
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what `torch.jit.script` compiles: code without arguments of any kind."""
+        return self.model
 
     def refit(
         self, state_dict: Mapping[str, Any], example_inputs: ExampleInputs | None = None
@@ -235,6 +240,11 @@ class OptimizedModule(_Result, fx.GraphModule):
             self.meta = fresh.meta
         return self
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        if any(node.target in GUARDS for node in self.graph.nodes):
+            raise InputError("TorchScript cannot compile the guards of this: use torch.jit.trace.")
+        return fx.GraphModule(self, self.graph)
+
     def recompile(self) -> Any:
         """Generate the code, to be called as any module is."""
         code = super().recompile()
@@ -299,8 +309,7 @@ class Retracer(Tracer):
 def _rebuild(
     kind: type[OptimizedModule], body: dict[str, Any], imports: str, meta: dict[str, Any]
 ) -> OptimizedModule:
-    rebuilt = reduce_graph_module(body | {"meta": {}}, imports)
-    assert isinstance(rebuilt, fx.GraphModule)
+    rebuilt: Any = reduce_graph_module(body | {"meta": {}}, imports)
     module = kind.of(rebuilt, meta["report"])
     module.meta = meta
     return _carried(body, module)

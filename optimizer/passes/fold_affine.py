@@ -132,7 +132,6 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     require(moderate, "the shift is so large that it would cancel after the layer only")
     alike = tensor(source).stride() == tensor(affine).stride()
     require(alike or isinstance(linear, nn.Linear), "the affine lays its output out otherwise")
-
     constants = affine.op != "call_module" and transform.scale.numel() > 1
     read = _widened(affine, source, 1 - linear.weight.ndim) if constants else source
     folded = _call_folded(layer, affine, (read,), transform)

@@ -55,7 +55,6 @@ def lower_masked_assignment(assignment: fx.Node) -> fx.Node | None:
     require(not (fills and source is target), "it is filled in place and saves no copy")
     _require_private(target, assignment)
     missing = 0 if fills else rank(target) - rank(mask)
-
     if missing:
         mask = insert_function(assignment, operator.getitem, (mask, (..., *[None] * missing)))
     where = insert_function(assignment, where_like, (mask, number, source))
@@ -126,7 +125,6 @@ def lower_masked_update(assignment: fx.Node) -> fx.Node | None:
     _require_private(target, assignment)
     apart = source is target or target not in aliases(source)
     require(apart, "the value overlaps what is written")
-
     whole = source
     for step in steps[1:]:
         whole = insert_function(assignment, _ELEMENTWISE[step.target], (whole, step.args[1]))

@@ -143,7 +143,6 @@ def recognize_attention(weights: fx.Node, root: fx.Node) -> fx.Node | None:
     alike = sizes[0][:2] == sizes[1][:2] == sizes[2][:2] != (1, 1) and sizes[0][3] == sizes[2][3]
     few = tensor(q).dtype.itemsize >= 4 or tensor(scores).numel() <= MOST_IN_HALF
     require(dense and alike and few, "torch has no faster kernel for it")
-
     scale = 1.0
     for scaling, number in scalings:
         if isinstance(number, fx.Node):
@@ -211,7 +210,6 @@ def recognize_linear(product: fx.Node) -> fx.Node | None:
     row = bias is None or attribute_of(bias).shape == weight.shape[:1]
     require(row, "what is added is no bias, one number for each output")
     require(all(is_read_only(n) for n in (matrix, bias) if n), "the forward may write the matrix")
-
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta").eval()
     linear.weight = _parameter(weight, param)
     if bias is not None:

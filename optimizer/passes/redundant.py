@@ -112,7 +112,6 @@ def remove_clones(clone: fx.Node) -> fx.Node | None:
     require(not is_returned(clone) and not any(aliases(clone)), "the copy or a view of it is seen")
     require(is_read_only(clone), "the copy is written")
     require(is_unchanged(source, clone), "what is copied is written later")
-
     return source
 
 
@@ -129,7 +128,6 @@ def remove_identities(identity: fx.Node) -> fx.Node:
     require(not training, "it is in training mode and drops values")
     source: fx.Node = arg(identity, 0)
     require(isinstance(source, fx.Node), "its input is a constant")
-
     return source
 
 

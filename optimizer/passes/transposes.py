@@ -105,7 +105,6 @@ def sink_transposes(outer: fx.Node) -> fx.Node | None:
     require(len(shapes) == 1, "the operands differ in shape")
     views = {name_of_call(view) for node in inners for view in aliases(node)}
     require(REPEATING.isdisjoint(views), "what is transposed may be repeated in memory")
-
     source = {each: arg(each, 0) for each in inners}
     for node in between:
         source[node] = insert_copy(node, node, source.__getitem__)

@@ -51,7 +51,6 @@ def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> N
         CaptureError: one of them cannot be copied, and so not be called.
     """
     call, model, fast = as_call(example_inputs), require_module(model), require_module(fast)
-
     with undisturbed():
         pure = False
         with suppress(CaptureError):

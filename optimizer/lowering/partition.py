@@ -196,11 +196,12 @@ def _path_to_norm(value: Any, through: Sequence[str]) -> list[fx.Node]:
     return [*path, value] if name_of_call(value) in ("linalg_vector_norm", "pow") else []
 
 
-def _enters(mask: fx.Node) -> bool:
-    """Whether a mask comes from outside a region: an engine asks there if each query has a key."""
-    source = mask.args[0] if name_of_call(mask) == "expand" else mask
-    is_mask = mask.meta["val"].dtype == torch.bool  # a number that is added may be huge
-    return is_mask and name_of_call(source) not in KNOWN
+def _enters(mask: fx.Node | None) -> bool:
+    """Whether no mask is made in a region: an engine asks outside if each query has a key."""
+    if mask is None or is_attribute(mask):
+        return True
+    source = mask.args[0] if name_of_call(mask) == "expand" else mask  # a number may be huge
+    return mask.meta["val"].dtype == torch.bool and name_of_call(source) not in KNOWN
 
 
 _NORMS, _MEANS = ("batch_norm", "group_norm", "layer_norm"), ("avg_pool2d", "avg_pool3d")
@@ -215,8 +216,8 @@ _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
     "pad": lambda args: args["mode"] in ("constant", "reflect"),
     "pow": lambda args: args["exponent"] == 2,
     "rsqrt": lambda args: _keeps_from_zero(args["self"]),
-    "scaled_dot_product_attention": lambda args: (
-        args["attn_mask"] is None or is_attribute(args["attn_mask"]) or _enters(args["attn_mask"])
+    "scaled_dot_product_attention": lambda args: (  # of constants, OpenVINO answers wrongly
+        not any(map(is_attribute, (args["key"], args["value"]))) and _enters(args["attn_mask"])
     ),
     "sqrt": lambda args: _keeps_from_zero(args["self"]),
     "where": lambda args: "index_copy" in map(name_of_call, args["condition"].all_input_nodes),
@@ -226,8 +227,7 @@ _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
 def makes_no_nan(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
     """Return whether a region is one of float32 and masks on the CPU, with moderate constants."""
     read = region.graph.find_nodes(op="get_attr")
-    read = [node for node in read if any(name_of_call(user) != "index" for user in node.users)]
-    weights = list(map(attribute_of, read))
+    weights = [attribute_of(n) for n in read if any(name_of_call(u) != "index" for u in n.users)]
     in_float32 = all(each.is_cpu and each.dtype in _DTYPES for each in (*inputs, *weights))
     return in_float32 and all(map(is_moderate, weights))
 

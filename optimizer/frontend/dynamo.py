@@ -44,7 +44,6 @@ _MOST = 32  # times that one graph is optimized: then its other weights are run 
 _NUMBERS = itertools.count()
 # Dynamo records one forward so many times for each result: then other calls are run as they are.
 _RECORDINGS: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 8}
-
 # Optimizes a graph that holds its weights, for a call.
 Optimize: TypeAlias = Callable[[fx.GraphModule, Call], nn.Module]
 
@@ -127,11 +126,12 @@ class DynamoGraph:
 
 
 def _is_weight(node: fx.Node, value: Any) -> bool:
-    """Return whether an argument is a parameter or a buffer."""
-    if type(value) not in (torch.Tensor, nn.Parameter):
+    """Return whether an argument is a parameter, or held by a module, as no cache is."""
+    if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
         return False
-    static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
-    return (static or isinstance(value, nn.Parameter)) and value.layout is torch.strided
+    known: Any = node.meta.get("grapharg")  # while Dynamo compiles
+    held = known and known.source.guard_source.is_unspecialized_nn_module()
+    return bool(held or isinstance(value, nn.Parameter))
 
 
 def _copied(module: fx.GraphModule, weights: Container[fx.Node] = ()) -> fx.Graph:

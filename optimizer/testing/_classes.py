@@ -110,7 +110,8 @@ _BODIES = {
     "torch.set_rng_state(state)\nreturn input + drawn",
     "views": "return input.view_as(input)",
     "without_gradients": "with torch.no_grad(): return input * 2.0",
-    "autocasts": "with torch.autocast('cpu', torch.bfloat16): return input + input.sum() * 0",
+    "autocasts": "with torch.autocast('cpu', torch.bfloat16):\n"
+    "    return (input.float().unsqueeze(-1) @ torch.ones(1, 1)).squeeze(-1)",
     "modules": "for each in self.each: input = each(input)\nreturn input",
     "shared": "first, self.two.negative_slope = self.one(input), 0.25\n"
     "try: return first - 2.0 * self.one(input)\nfinally: self.two.negative_slope = 0.5",

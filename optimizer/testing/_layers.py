@@ -128,6 +128,10 @@ LAYERS: dict[str, Word] = {
         "nn.Sequential(nn.Linear({c}, {c}), nn.BatchNorm1d({c}, eps=0.5), nn.ReLU())",
         "nn.Sequential(nn.Conv{d}d({c}, {c}, 1), nn.BatchNorm{d}d({c}, eps=0.5), nn.ReLU())",
     ),
+    "linear_mm": linear("torch.mm({v}, self.{m}.weight.t()) + self.{m}.bias", ranks=(2,)),
+    "linear_mm_method": linear("{v}.mm(self.{m}.weight.t()) + self.{m}.bias", ranks=(2,)),
+    "linear_matmul_method": linear("{v}.matmul(self.{m}.weight.t()) + self.{m}.bias"),
+    "linear_addmm_method": linear("self.{m}.bias.addmm({v}, self.{m}.weight.t())", ranks=(2,)),
 }
 
 # 0.5 and the like keep var + eps = 4 ** k exact; the last one is near torch's default.
@@ -181,13 +185,6 @@ CONVOLUTIONS: dict[str, Word] = {
     "conv_t_many": conv_t(
         "2, stride=2, padding=1, output_padding=1, groups={pairs}, dilation=2", out="{paired}"
     ),
-}
-
-MORE_LAYERS: dict[str, Word] = {
-    "linear_mm": linear("torch.mm({v}, self.{m}.weight.t()) + self.{m}.bias", ranks=(2,)),
-    "linear_mm_method": linear("{v}.mm(self.{m}.weight.t()) + self.{m}.bias", ranks=(2,)),
-    "linear_matmul_method": linear("{v}.matmul(self.{m}.weight.t()) + self.{m}.bias"),
-    "linear_addmm_method": linear("self.{m}.bias.addmm({v}, self.{m}.weight.t())", ranks=(2,)),
 }
 
 # What a pass that takes a weight for a constant, or one spelling for another, would get wrong.
@@ -269,4 +266,12 @@ CLASSES: dict[str, Word] = {
     "log_negative": "({v}.abs() + 1.0).log() + ({v}.clamp(-1.0, 0.0) - 1.0).log()",
     "branches": by_rank((3, 4, 5), branches),
     "residuals": residuals,
+    "attention_alone": layer(
+        "nn.MultiheadAttention({last}, 1, batch_first=True)",
+        "{n}, w = self.{m}({v}, {v}, {v}, need_weights=False); {n} if w is None else {v}",
+    ),
+    "report": lambda machine: machine.write(
+        "self.report_1(self.report({v}))",
+        members="self.report = nn.LeakyReLU(0.5); self.report_1 = nn.LeakyReLU(0.25)",
+    ),
 }

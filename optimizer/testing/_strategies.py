@@ -58,6 +58,7 @@ NOT_RECORDED = frozenset((
     "py_keeps_value", "py_seeds", "py_generator", "py_forks", "py_puts_back",
     "py_without_gradients", "py_autocasts", "py_shared", "py_exchanged", "py_replaced",
     "py_trains_within", "py_norm_trains_within", "py_asks_type", "decorated", "more",
+    "attention_alone",
 ))  # fmt: skip
 # Views that lie below the top, to be returned, or that nothing reads.
 HELD = (

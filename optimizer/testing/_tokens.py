@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from optimizer.testing._control import CONTROL
 from optimizer.testing._keywords import RESPELLED
-from optimizer.testing._layers import (
-    CLASSES,
-    CONSTANTS,
-    CONVOLUTIONS,
-    LAYERS,
-    MORE_LAYERS,
-    NORMS,
-    RARE_LAYERS,
-)
+from optimizer.testing._layers import CLASSES, CONSTANTS, CONVOLUTIONS, LAYERS, NORMS, RARE_LAYERS
 from optimizer.testing._machine import Emit
 from optimizer.testing._shapes import ASSIGNMENTS, JOINS, POOLS, RESHAPES, VIEWS
 from optimizer.testing._values import ACTIVATIONS, ARITHMETIC, IDENTITIES, RARE, RELUS
@@ -20,7 +12,7 @@ from optimizer.testing._words import Word, emit
 
 _WORDS: dict[str, dict[str, Word]] = {
     "relu": RELUS,
-    "layer": LAYERS | NORMS | CONVOLUTIONS | MORE_LAYERS,
+    "layer": LAYERS | NORMS | CONVOLUTIONS,
     "control": {**CONTROL},
     "arithmetic": ARITHMETIC,
     "activation": ACTIVATIONS,

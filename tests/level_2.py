@@ -12,14 +12,14 @@ import torch
 from torch import fx, nn
 
 import optimizer
-from optimizer.core.device import Cuda
-from optimizer.lowering import candidates, choose, engines
-from optimizer.lowering.candidates import POLICIES
-from optimizer.lowering.choose import Times
-from optimizer.lowering.module import LoweredModule
+from tests.internals import Call, Cuda, Times, candidates, choose, engines, module, straight_line
 from tests.single_pass import Forward, function_of
 
 PACKED = "packed weights, channels_last"
+
+
+def line_of(run, held, *inputs):
+    return straight_line(run, list(held), Call(inputs, {}))
 
 
 class Then(Forward):
@@ -87,7 +87,7 @@ def offer(monkeypatch, *names):
 
 def pretend(monkeypatch, kind):
     """Let tensors on the CPU count as being on another kind of device."""
-    monkeypatch.setitem(POLICIES, "cpu", POLICIES[kind])
+    monkeypatch.setitem(candidates.POLICIES, "cpu", candidates.POLICIES[kind])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -118,8 +118,8 @@ class FakeCuda(Cuda):
 def fake_gpu(monkeypatch):
     pretend(monkeypatch, "cuda")
     fake = FakeCuda(0)
-    for module in (choose, candidates):
-        monkeypatch.setattr(module, "device_of", lambda tensors: fake)
+    for each in (choose, candidates):
+        monkeypatch.setattr(each, "device_of", lambda tensors: fake)
     return fake
 
 
@@ -154,7 +154,7 @@ def lowered(model, *inputs, train=False, **options):
     """The model for calls like this one, at level 2 if nothing else is said."""
     options = {"level": 2} | options
     fast = optimizer.optimize(model.train(train), inputs or None, **options)
-    assert isinstance(fast, LoweredModule)
+    assert isinstance(fast, module.LoweredModule)
     return fast
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer.core.guards import GUARDS
-from optimizer.core.node import callee, module_of
 from optimizer.testing import assert_equivalent, untouched
+from tests.internals import GUARDS, callee, module_of
 
 EXACT = {each.name for each in optimizer.all_passes() if each.numerics == "exact"}
 # How often a pass fires, and gives no reason where it does not; what a graph in which it fired

@@ -12,8 +12,8 @@ from torch import nn
 
 import optimizer
 from optimizer import InputError
-from optimizer.__main__ import main
 from optimizer.testing import Counterexample, Optimize, Spec, check_spec, randomize, untouched
+from tests.internals import main
 from tests.single_pass import Forward
 
 X = torch.linspace(-1, 1, 4 * 6).reshape(4, 6)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import optimizer
-from optimizer.__main__ import main
+from tests.internals import main
 from tests.single_pass import rows
 
 ROOT = Path(__file__).parent.parent

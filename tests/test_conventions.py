@@ -87,7 +87,6 @@ def test_the_package_does_not_grow() -> None:
 
 def test_no_file_is_a_drawer_for_everything() -> None:
     stems = {path.stem.strip("_") for path in SHIPPED}
-
     assert stems.isdisjoint({"utils", "util", "helpers", "common", "misc"})
 
 
@@ -95,7 +94,6 @@ def test_no_file_is_a_drawer_for_everything() -> None:
 def test_every_file_says_what_it_is_and_why_coverage_leaves_a_line_out(path: Path) -> None:
     text = path.read_text()
     left_out = [line for line in text.splitlines() if "pragma: no" in line]
-
     assert not text or ast.get_docstring(tree(path))
     assert all(re.search(r"# pragma: no (cover|branch) - \w+ \w+", line) for line in left_out)
 
@@ -106,7 +104,6 @@ DECLARED = re.compile(r"^@(?:rewrite|whole_graph)\(.*?^def (\w+)", re.MULTILINE 
 @pytest.mark.parametrize("path", PASSES, ids=named)
 def test_each_pass_of_a_file_is_found(path: Path) -> None:
     declared = set(DECLARED.findall(path.read_text()))
-
     assert declared
     assert declared <= {each.name for each in optimizer.all_passes()}
 
@@ -114,7 +111,6 @@ def test_each_pass_of_a_file_is_found(path: Path) -> None:
 @pytest.mark.parametrize("path", PASSES, ids=named)
 def test_a_pass_imports_only_what_passes_are_made_of(path: Path) -> None:
     ours = {name for name in everywhere(path) if name.startswith("optimizer")}
-
     assert ours <= {f"optimizer.{name}" for name in FOR_PASSES}
     assert packages(path) - {"optimizer", "torch"} <= sys.stdlib_module_names
 
@@ -122,7 +118,6 @@ def test_a_pass_imports_only_what_passes_are_made_of(path: Path) -> None:
 @pytest.mark.parametrize("path", OWN, ids=named)
 def test_a_room_imports_those_before_it_and_nothing_a_pass(path: Path) -> None:
     later = [name for name in own_imports(path) if room(name) > room(module(path))]
-
     assert later == []
     assert {f"optimizer.passes.{each.stem}" for each in PASSES}.isdisjoint(own_imports(path))
 
@@ -135,13 +130,11 @@ def test_no_file_imports_itself_by_way_of_others_and_the_floors_are_few() -> Non
     while sorter.is_active():
         sorter.done(*sorter.get_ready())
         floors += 1
-
     assert floors <= 15
 
 
 def test_the_folders_show_the_architecture() -> None:
     entries = {path.name for path in PACKAGE.iterdir() if path.name[:2] != "__"} - {"py.typed"}
-
     assert {"testing", *ROOMS} < entries
     assert entries.isdisjoint(optimizer.__all__), "a public name hides a room"
     assert len(entries) <= 13
@@ -166,14 +159,12 @@ def test_a_package_imports_only_what_it_may(path: Path) -> None:
     for place, more in ALSO.items():
         if path.is_relative_to(PACKAGE / place):
             allowed |= more
-
     assert packages(path) - allowed <= sys.stdlib_module_names
 
 
 def test_every_package_is_installed() -> None:
     installed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     found = {module(path) for path in PACKAGE.rglob("__init__.py")}
-
     assert set(installed["packages"]) == {"optimizer._models", *found}
 
 
@@ -183,10 +174,21 @@ def test_nothing_imports_the_fuzz_kit_and_no_room_the_analysis() -> None:
 
     others = [path for path in SHIPPED if not path.is_relative_to(PACKAGE / "testing")]
     rooms = [path for path in OWN if room(module(path)) < len(ROOMS)]
-
     assert [named(path) for path in others if imports(path, "optimizer.testing")] == []
     rooms = [path for path in rooms if path.parent.name != "analysis"]
     assert [named(path) for path in rooms if imports(path, "analysis")] == []
+
+
+def test_tests_take_what_is_private_from_one_file() -> None:
+    """So that a module that moves is renamed there alone; `tests.quality` is about the inside."""
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "quality"]
+    ours = {path: [n for n in everywhere(path) if n.startswith("optimizer.")] for path in tests}
+    private = {p.name for p, names in ours.items() for n in names if "._" in n or is_inside(n)}
+    assert private == {"internals.py"}
+
+
+def is_inside(name: str) -> bool:
+    return room(name) < len(ROOMS) and name != "optimizer.analysis"
 
 
 def test_importing_the_package_and_the_models_needs_torch_only() -> None:
@@ -244,7 +246,6 @@ def test_a_package_that_is_missing_costs_only_the_tests_that_are_about_it(path: 
     called = {
         node.func.id for node in nodes if isinstance(node, ast.Call) and hasattr(node.func, "id")
     }
-
     assert found - needed <= sys.stdlib_module_names
     assert "import_torchvision" not in called
 
@@ -252,7 +253,6 @@ def test_a_package_that_is_missing_costs_only_the_tests_that_are_about_it(path: 
 @pytest.mark.parametrize("name", optimizer.__all__)
 def test_every_public_name_is_documented(name: str) -> None:
     documented = (getattr(optimizer, name).__doc__ or "").strip()
-
     assert documented
     assert not documented.startswith(f"{name}("), "dataclasses write a docstring of their own"
 

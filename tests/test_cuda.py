@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import optimizer
-from optimizer.lowering.choose import Times
 from tests import level_2
+from tests.internals import Times
 from tests.level_2 import chosen, pickled, plan_of
 
 pytestmark = pytest.mark.skipif(

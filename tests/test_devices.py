@@ -13,11 +13,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import optimizer
-from optimizer.core.device import Cuda
-from optimizer.core.errors import Refused
-from optimizer.lowering.candidates import AS_IT_IS, POLICIES, Policy, require_one_device
-from optimizer.lowering.choose import Times
 from tests import level_2
+from tests.internals import AS_IT_IS, POLICIES, Cuda, Policy, Refused, Times, require_one_device
 from tests.level_2 import FakeCuda, chosen, fake_gpu, image, lowered, pickled, plan_of
 from tests.single_pass import ForwardOfTwo, rows
 

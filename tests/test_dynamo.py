@@ -18,7 +18,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
-from optimizer._dynamo import backend
+from tests.internals import backend
 from tests.single_pass import Forward, rows
 from tests.test_programs import assert_equal
 

@@ -21,10 +21,8 @@ from torch.testing import assert_close
 
 import optimizer
 from optimizer import InputError
-from optimizer.core.node import name_of_call
-from optimizer.lowering import engines
-from optimizer.lowering.engines import ENGINES, engines_named
 from tests import level_2
+from tests.internals import ENGINES, engines, engines_named, name_of_call
 from tests.level_2 import PACKED, StubEngine, Then, attending, chosen, image, pickled, plan_of
 from tests.single_pass import Forward, ForwardOfThree, rows
 

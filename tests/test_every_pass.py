@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-from optimizer.core.guards import GUARDS
-from optimizer.core.node import callee
-from optimizer.passes import fuse, select
-from optimizer.rewrite.contract import PHASES, whole_graph
 from optimizer.testing import MOTIFS, Spec, assert_equivalent
+from tests.internals import GUARDS, PHASES, callee, fuse, select, whole_graph
 from tests.single_pass import optimized_by, rows
 
 PASSES = {each.name: each for each in optimizer.all_passes()}

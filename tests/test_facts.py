@@ -14,12 +14,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer.core.inputs import opened, storages_in
-from optimizer.core.ops import MAY_COPY
-from optimizer.facts.facts import Facts
-from optimizer.passes.fuse import LinearReLU
-from optimizer.rewrite.affine import layer_like
 from optimizer.testing import assert_equivalent
+from tests.internals import MAY_COPY, Facts, LinearReLU, layer_like, opened, storages_in
 from tests.single_pass import Forward, ForwardOfTwo, rows, texts
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)

@@ -11,8 +11,8 @@ import models
 import optimizer
 from benchmarks import figures
 from optimizer.analysis import Ceilings, roofline
-from optimizer.core.device import device_of
 from tests.conftest import address
+from tests.internals import device_of
 
 pytestmark = pytest.mark.integration
 

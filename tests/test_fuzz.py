@@ -16,7 +16,7 @@ from torch import fx, nn
 
 import optimizer
 from optimizer.testing import FAMILIES, MOTIFS, Optimize, Spec, assert_equivalent, check_spec
-from optimizer.testing._strategies import NOT_RECORDED, models
+from tests.internals import NOT_RECORDED, models
 from tests.repository import commit_number, table
 
 PASSES = {each.name: each for each in optimizer.all_passes()}

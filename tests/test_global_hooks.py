@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as all_modules
 
 import optimizer
-from optimizer.lowering.module import LoweredModule
+from tests.internals import LoweredModule
 from tests.single_pass import Forward
 
 X = torch.linspace(-1, 1, 3 * 8 * 8).reshape(1, 3, 8, 8)

@@ -20,9 +20,8 @@ from torch import nn
 
 import optimizer
 from optimizer import GuardedModule, InputError
-from optimizer.frontend.module import Unchanged
-from optimizer.lowering.choose import Times
 from tests.conftest import address
+from tests.internals import Times, Unchanged
 from tests.level_2 import pickled
 from tests.single_pass import Forward, function_of, rows
 from tests.test_programs import ROWS, Asking, assert_equal

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import optimizer
 from models import import_torchvision
-from optimizer.frontend.dynamo import GuardedModule
+from tests.internals import GuardedModule
 
 # They, and compiling, warn of what torch itself has deprecated.
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]

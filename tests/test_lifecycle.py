@@ -25,8 +25,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import optimizer
-from optimizer.core.context import forked_rng, is_tracing
 from optimizer.testing import assert_equivalent, untouched
+from tests.internals import forked_rng, is_tracing
 from tests.single_pass import Forward, rows, texts
 
 np = pytest.importorskip("numpy")

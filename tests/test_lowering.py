@@ -15,12 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import optimizer
 from optimizer import InputError
-from optimizer.lowering import module as _lowered
-from optimizer.lowering import packed as _packed
-from optimizer.lowering import plan as _plan
-from optimizer.lowering.candidates import AS_IT_IS, CANDIDATES
-from optimizer.lowering.engines import engines_here, engines_named
 from tests import level_2
+from tests.internals import AS_IT_IS, CANDIDATES, engines_here, engines_named, module, packed, plan
 from tests.level_2 import PACKED, Running, Then, chosen, image, lowered, net, pickled, plan_of
 from tests.single_pass import Forward, ForwardOfTwo, function_of, rows
 
@@ -205,8 +201,8 @@ def test_what_changes_a_module_is_seen_and_a_copy_is_another(change, is_lowered,
 def test_weights_that_come_while_others_are_packed_are_not_lost(monkeypatch):
     """By another thread, of which a wrapper of what packs them plays the part."""
     fast = copy.deepcopy(lowered(net(), image()))  # whose weights are packed at the first call
-    make_plan = vars(_lowered)["make_plan"]
-    monkeypatch.setattr(_lowered, "make_plan", lambda *a: (make_plan(*a), _doubled(fast))[0])
+    make_plan = vars(module)["make_plan"]
+    monkeypatch.setattr(module, "make_plan", lambda *a: (make_plan(*a), _doubled(fast))[0])
     fast(image())
     monkeypatch.undo()
     assert_close(fast(image()), fast.run_portable(image()))
@@ -216,8 +212,8 @@ def test_weights_that_come_while_others_are_packed_are_not_lost(monkeypatch):
 def test_the_first_call_on_another_device_is_lowered_as_is_chosen_anew(monkeypatch, pays):
     """Calls look as if they came from there."""
     fast = lowered(net(), image())
-    new = _plan.Key.__new__
-    monkeypatch.setattr(_plan.Key, "__new__", lambda cls, a, _, b: new(cls, a, ("elsewhere",), b))
+    new = plan.Key.__new__
+    monkeypatch.setattr(plan.Key, "__new__", lambda cls, a, _, b: new(cls, a, ("elsewhere",), b))
     raced = level_2.racing(monkeypatch, level_2.last_wins if pays else level_2.all_alike)
 
     assert (plan_of(fast, image()) is not None) is pays
@@ -304,7 +300,7 @@ def test_a_candidate_that_is_no_good_is_rejected_with_the_reason(
 
 
 def test_without_onednn_there_is_channels_last(monkeypatch):
-    monkeypatch.setattr(_packed, "_OPERATORS", ("no_such_operator",))
+    monkeypatch.setattr(packed, "_OPERATORS", ("no_such_operator",))
     fast = lowered(net(), image())
 
     assert chosen(fast) == ["channels_last"]

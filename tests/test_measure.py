@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from optimizer.analysis import measure as _measure
-from optimizer.analysis.measure import Comparison, Measurement, Spread, compare, measure
-from optimizer.core.device import Cuda, Mps, device_named
-from optimizer.core.errors import DeviceError, InputError
+from optimizer import Comparison, DeviceError, InputError, Measurement, compare, measure
 from optimizer.testing import untouched
+from tests.internals import Cuda, Mps, Spread, device_named
+from tests.internals import measure as measuring
 from tests.repository import table
 from tests.single_pass import Forward
 
@@ -74,7 +73,7 @@ def test_a_comparison_pairs_the_calls_of_each_round(monkeypatch):
         order.append(module)
         return 2.0 * len(order) if module is slow else 1.0 * len(order)
 
-    monkeypatch.setattr(_measure, "_timed", timed)
+    monkeypatch.setattr(measuring, "_timed", timed)
     comparison = compare(slow, fast, FLOATS, rounds=6)
 
     assert order == [slow, fast, fast, slow] * 6
@@ -136,7 +135,7 @@ def test_a_device_that_is_absent_is_a_sentence(name, message, monkeypatch):
 def test_a_device_is_waited_for_before_and_after_each_timed_call(monkeypatch):
     device = Mock(**{"peak_memory.return_value": 12345})
     device.name = "fake:7"
-    monkeypatch.setattr(_measure, "device_of", lambda tensors: device)
+    monkeypatch.setattr(measuring, "device_of", lambda tensors: device)
     found = measure(nn.ReLU(), FLOATS, repeats=2)
 
     asked = [name for name, *_ in device.mock_calls]

@@ -16,12 +16,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import optimizer
-from optimizer import passes
-from optimizer.core.node import name_of_call
-from optimizer.lowering.partition import KNOWN
-from optimizer.lowering.trace import Recorder
-from optimizer.rewrite.contract import Pattern
 from optimizer.testing import SHAPES, TOKENS, Spec
+from tests.internals import KNOWN, Pattern, Recorder, name_of_call, passes
 
 # ATen overloads are in no list: they stand for functions that are, in exported programs.
 TABLES = (
@@ -123,4 +119,4 @@ def operators(word: str) -> set[str]:
 
 
 def test_a_word_produces_each_operator_of_a_region() -> None:
-    assert KNOWN - set().union(*map(operators, TOKENS)) == {"contiguous"}  # candidates make it
+    assert KNOWN <= set().union(*map(operators, TOKENS))

@@ -7,11 +7,9 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from optimizer.core.inputs import Call
-from optimizer.lowering.packed import with_packed_weights
-from optimizer.lowering.trace import straight_line
 from tests.conftest import address
-from tests.level_2 import Then, chosen, image, lowered, plan_of
+from tests.internals import with_packed_weights
+from tests.level_2 import Then, chosen, image, line_of, lowered, plan_of
 from tests.single_pass import Forward, function_of, rows
 
 pytestmark = pytest.mark.usefixtures("right_is_enough")
@@ -38,7 +36,7 @@ def spoiled(x):
 
 def packed(model, x):
     """The program for a call, and the functions that it calls where inputs are moderate."""
-    line = straight_line(model.eval(), list(model.parameters()), Call((x,), {}))
+    line = line_of(model.eval(), model.parameters(), x)
     program = with_packed_weights(line.module, line.inputs)
     held = getattr(program, "__closure__", None)  # the code first, then the region's
     code = held[0].cell_contents.args[0] if held else program
@@ -50,8 +48,7 @@ LINEAR = {"a": nn.Linear(6, 6), "b": nn.Linear(6, 6, bias=False)}
 CONVOLUTIONS = {"a": nn.Conv2d(6, 6, 3, padding=1), "b": nn.Conv2d(6, 6, 3, padding=1, groups=6)}
 STRIDED = {"stride": 2, "padding": 1, "dilation": 2}
 GROUPED = {"a": nn.Conv2d(6, 12, 3, groups=6, **STRIDED), "b": nn.Conv2d(6, 12, 3, **STRIDED)}
-SOLID = {"a": nn.Conv3d(6, 12, 3, bias=False, **STRIDED)}
-INFINITE = {"a": nn.Linear(6, 6)}
+SOLID, INFINITE = {"a": nn.Conv3d(6, 12, 3, bias=False, **STRIDED)}, {"a": nn.Linear(6, 6)}
 INFINITE["a"].weight.data[0, 0] = torch.inf
 # One call for each, but for those of these texts, of Linear layers and of convolutions.
 SUMS = {

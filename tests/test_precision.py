@@ -12,13 +12,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import optimizer
-from optimizer.core.inputs import Call
-from optimizer.core.node import name_of_call
-from optimizer.lowering.choose import AS_IT_IS
-from optimizer.lowering.precision import HEADROOM, in_precision
-from optimizer.lowering.trace import straight_line
-from optimizer.verify.equivalence import BOUNDS, relative_error
-from tests.level_2 import attending, image, last_wins, lowered, pickled, racing
+from tests.internals import AS_IT_IS, BOUNDS, HEADROOM, in_precision, name_of_call, relative_error
+from tests.level_2 import attending, image, last_wins, line_of, lowered, pickled, racing
 from tests.single_pass import function_of, rows
 
 pytestmark = pytest.mark.usefixtures("right_is_enough")
@@ -57,7 +52,6 @@ def test_the_answer_is_within_the_budget_and_not_the_models(model, x, precision,
     for other in (copy.deepcopy(fast), pickled(fast)):
         assert torch.equal(other(x), fast(x))
         assert other.state_dict().keys() == fast.state_dict().keys()
-
     exact = reduced(model, x, precision=precision, error_budget=1e-6)
     assert choice(exact).chosen == AS_IT_IS
     assert "its answer is off by" in choice(exact).rejected[precision]
@@ -70,7 +64,6 @@ def test_the_report_states_the_budget_and_the_largest_error_that_was_seen():
     model, x = nn.Linear(4, 1, bias=False), torch.tensor([[10.3, 8.2, 8.2, 1.0]])
     model.weight.data = torch.tensor([[1.0, -1.0, 0.0, 0.0]])
     fast = reduced(model.eval(), x, error_budget=0.04)
-
     error = relative_error(model(x), fast(x))
     assert error > 0.01
     for text in (f"a relative error of {error:.2g} seen", "0.04 allowed", "its precision"):
@@ -105,7 +98,6 @@ def test_where_it_is_slower_nothing_is_lowered(monkeypatch):
     racing(monkeypatch, lambda names: {name: 0.1 + (name != AS_IT_IS) for name in names})
     report = reduced(attending(), image(), check=None).report
     assert "bf16" not in [each.chosen for each in report.choices]
-
     # Nor a whole call that is slower, whatever its regions save.
     racing(monkeypatch, lambda names: last_wins(names) | {"plan": 1.0, "portable": 0.5})
     report = reduced(attending(), image(), check=None).report
@@ -133,7 +125,7 @@ REDUCED = {
 def test_products_are_reduced_and_what_follows_where_nothing_overflows(
     text, low, x, in_low, in_wide
 ):
-    line = straight_line(function_of("x", text, **HELD), list(HELD.values()), Call((x,), {}))
+    line = line_of(function_of("x", text, **HELD), HELD.values(), x)
     before, seen = line.module.code, {}
 
     class Seeing(torch.fx.Interpreter):

@@ -25,10 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import optimizer
-from optimizer.frontend.dynamo import GuardedModule
-from optimizer.frontend.module import OptimizedModule, Unchanged
-from optimizer.frontend.outside import Outside
-from optimizer.frontend.symbolic import capture
+from tests.internals import GuardedModule, OptimizedModule, Outside, Unchanged, capture
 from tests.single_pass import Forward
 
 pytestmark = pytest.mark.filterwarnings(

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import optimizer
-from optimizer._dynamo import backend
 from optimizer.testing import TOKENS, Optimize, Spec, assert_equivalent, check_spec
+from tests.internals import backend
 from tests.test_fuzz import fuzz
 
 ROOT = Path(__file__).parents[1]

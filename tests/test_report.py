@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import optimizer
 from optimizer import workloads
 from optimizer.analysis import measured
-from optimizer.core.report import Choice, Refusal, Rewrite, Size
+from tests.internals import Choice, Refusal, Rewrite, Size
 from tests.single_pass import Forward, rows
 
 X = torch.linspace(-1, 1, 4 * 6).reshape(4, 6)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import optimizer
 from optimizer import InputError
-from optimizer.core.copy import structural_copy
 from tests.conftest import address
+from tests.internals import structural_copy
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 snapshot = partial(structural_copy, share_parameters=False)

@@ -10,11 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from optimizer.core.inputs import Call
-from optimizer.lowering import choose as _choose
-from optimizer.lowering.candidates import AS_IT_IS
-from optimizer.lowering.choose import Chooser, Times, Tuning
-from optimizer.lowering.trace import straight_line
+from tests.internals import AS_IT_IS, Chooser, Times, Tuning, choose
+from tests.level_2 import line_of
 from tests.single_pass import rows
 
 
@@ -22,7 +19,7 @@ from tests.single_pass import rows
 def slept(monkeypatch):
     """Programs by name, whose calls take so many seconds in turn; only they move the clock."""
     now = [0.0]
-    monkeypatch.setattr(_choose.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(choose.time, "perf_counter", lambda: now[0])
 
     def program(seconds):
         each = itertools.cycle(seconds)
@@ -79,7 +76,7 @@ def test_a_plan_is_worth_it_if_it_is_faster_and_surely_so(slept, plan, deadline,
 def test_a_race_ends_when_the_device_is_done(monkeypatch):
     events = []
     device = SimpleNamespace(synchronize=lambda: events.append("wait"))
-    monkeypatch.setattr(_choose, "device_of", lambda tensors: device)
+    monkeypatch.setattr(choose, "device_of", lambda tensors: device)
     Times((torch.ones(1),)).race({"one": lambda x: events.append("run")}, 0, fewest=1)
 
     assert events[:3] == ["wait", "run", "wait"]
@@ -96,7 +93,7 @@ def test_a_region_answers_once_for_all_candidates_and_for_regions_that_are_alike
     monkeypatch.setattr(Times, "call", call)
     layers, x = nn.ModuleList(nn.Conv2d(4, 4, 1, groups=2) for _ in "ab"), torch.randn(2, 4, 4, 4)
     run = lambda x: layers[1](layers[0](x).flip(0))  # noqa: E731
-    line = straight_line(run, [*layers.parameters()], Call((x,), {})).module
+    line = line_of(run, layers.parameters(), x).module
     (chooser := Chooser(Tuning(engines=()))).by_region(line, [x])
     first, second = "packed weights, channels_last", "packed Linear, channels_last"
     assert calls[:6] == [AS_IT_IS] * 2 + [first] * 2 + [second] * 2

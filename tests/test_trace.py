@@ -9,10 +9,8 @@ from torch.testing import assert_close
 
 import optimizer
 from optimizer import Refused
-from optimizer.core.inputs import Call, tensors_in
-from optimizer.core.node import name_of_call
-from optimizer.lowering.trace import straight_line
-from tests.level_2 import Then, fake_gpu, image, lowered, offer, plan_of
+from tests.internals import name_of_call, tensors_in
+from tests.level_2 import Then, fake_gpu, image, line_of, lowered, offer, plan_of
 from tests.single_pass import ForwardOfTwo, function_of, rows, texts
 
 WRITTEN_AROUND = "y = x + 1; view = y[:, :1]; before = y * 3; view.mul_(-2); return before, "
@@ -88,7 +86,7 @@ def given(text, seed):
 def recorded(program, *inputs, held=()):
     if isinstance(program, str):
         return recorded(program_of(program), *given(program, 0))
-    return straight_line(program, held, Call(inputs, {}))
+    return line_of(program, held, *inputs)
 
 
 def called(line):

@@ -9,7 +9,7 @@ import torch
 
 import models
 from models import import_torchvision
-from optimizer.frontend.traceable import Code
+from tests.internals import Code
 from tests.single_pass import Forward
 
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
 import optimizer
-from optimizer.core.inputs import tensors_in
 from tests import level_2
+from tests.internals import tensors_in
 
 NAMES = ["simple_mlp", "simple_cnn", "resnet_block", "linear_bn_relu_100", "tiny_convnet"]
 

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-from optimizer.core.ops import add_over, mul_over
-from optimizer.passes import fuse
-from optimizer.passes.fuse import LinearReLU
 from optimizer.testing import assert_equivalent, inputs_like, randomize
 from tests.conftest import address
+from tests.internals import LinearReLU, add_over, fuse, mul_over
 from tests.single_pass import Forward, ForwardOfTwo, layers_of, optimized_by, spelled, texts, tried
 
 LINEAR, ACTIVATION, OPERAND = "fuse_linear_relu", "reuse_activations", "reuse_operands"

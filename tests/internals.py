@@ -20,7 +20,7 @@ from optimizer.core.report import Choice, Refusal, Rewrite, Size
 from optimizer.facts.facts import Facts
 from optimizer.frontend.dynamo import GuardedModule
 from optimizer.frontend.module import OptimizedModule, Unchanged
-from optimizer.frontend.outside import Outside
+from optimizer.frontend.outside import Outside, restored
 from optimizer.frontend.symbolic import capture
 from optimizer.frontend.traceable import Code
 from optimizer.lowering import candidates, choose, engines, module, packed, plan

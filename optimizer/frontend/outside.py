@@ -58,7 +58,7 @@ class Outside(Code):
         modules = [m for m in self.modules if not isinstance(m, torch.jit.ScriptModule | Prepared)]
         self.modules = [each for each in modules if not _is_installed(type(each).forward)]
         for forward, table in ((type(each).forward, vars(each)) for each in modules):
-            self.objects += table, table["_parameters"], table["_buffers"], table["_modules"]
+            self.objects += table, *(each for each in table.values() if type(each) in _FILLS)
             values = [value for name, value in table.items() if name not in OF_EVERY_MODULE]
             hooks = [hook for name in HOOKS for hook in table[name].values()]
             list(self._visit([forward, *values, *hooks], ""))

@@ -211,7 +211,8 @@ NO_PART = [
     "F.scaled_dot_product_attention(y, y, y, y)", "torch.add(y.pow(2), 1e-6, alpha=-1).sqrt()",
     "F.scaled_dot_product_attention(y, y, y, attn_mask=(y > 0).roll(1, -1))",
     "y / (y.pow(2).mean(-1, keepdim=True) + 1e-30)", "y / (y.mean(-1, keepdim=True) + 1e-6)",
-    "y.where(torch.tensor(False), y+1)", "F.scaled_dot_product_attention(y, y, torch.ones_like(y))",
+    "F.scaled_dot_product_attention(y, torch.ones_like(y), y)", "y.where(torch.tensor(False), y+1)",
+    "F.scaled_dot_product_attention(y, y, torch.ones_like(y))",
 ]  # fmt: skip
 PART = [
     "y / 2", "F.layer_norm(y, (8,), eps=1e-6)", "F.softmax(y, -1)",

@@ -217,7 +217,6 @@ def test_an_interrupt_at_any_line_leaves_the_process_as_it_was(run):
     first = {line: place for place, line in reversed(list(enumerate(noting.lines, 1)))}
     before = process_state()
     interrupted = [line for line in sorted(first)[::EACH] if Interrupting(first[line]).run(run)]
-
     assert {Path(file).parent.name for file, _ in interrupted} >= {"core", "facts", "frontend"}
     assert len(interrupted) > 25
     assert process_state() == before
@@ -381,9 +380,10 @@ def test_the_result_gives_the_same_answers_through(where, optimized):
 @pytest.mark.filterwarnings("ignore:.*jit:DeprecationWarning", "ignore:The TorchScript type")
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_result_without_guards_is_scripted(level):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.ReLU()).eval()
-    fast = optimizer.optimize(model, ROWS, level=level)
-    torch.testing.assert_close(torch.jit.script(fast)(ROWS), model(ROWS))
+    left_as_it_is = nn.LSTMCell(4, 4).eval()
+    for model in (nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.ReLU()).eval(), left_as_it_is):
+        fast = optimizer.optimize(model, ROWS, level=level)
+        torch.testing.assert_close(torch.jit.script(fast)(ROWS), model(ROWS))
     guarded = optimizer.optimize(Guarded().eval(), X[0, 0], level=level)
     with pytest.raises(optimizer.InputError, match=r"use torch\.jit\.trace"):
         torch.jit.script(guarded)

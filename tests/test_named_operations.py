@@ -101,7 +101,6 @@ def test_a_word_produces_each_operation_that_is_named() -> None:
     found = (produced(words[start : start + 8]) for start in range(0, len(words), 8))
     expected, known = named(), set().union(*found)
     assert len(expected) > 200
-
     assert expected - known == set().union(*NOT_MET.values())
 
 

@@ -119,7 +119,7 @@ class _Result(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Return what `torch.jit.script` compiles: code without arguments of any kind."""
+        """Return what `torch.jit.script` compiles, which takes no forward of `*args`."""
         return self.model
 
     def refit(

@@ -196,8 +196,8 @@ def _path_to_norm(value: Any, through: Sequence[str]) -> list[fx.Node]:
     return [*path, value] if name_of_call(value) in ("linalg_vector_norm", "pow") else []
 
 
-def _enters(mask: fx.Node | None) -> bool:
-    """Whether no mask is made in a region: an engine asks outside if each query has a key."""
+def _is_outside(mask: fx.Node | None) -> bool:
+    """Return whether no mask is made inside: an engine asks outside if each query has a key."""
     if mask is None or is_attribute(mask):
         return True
     source = mask.args[0] if name_of_call(mask) == "expand" else mask  # a number may be huge
@@ -217,7 +217,7 @@ _ONLY_WHERE: dict[str, Callable[[dict[str, Any]], bool]] = {
     "pow": lambda args: args["exponent"] == 2,
     "rsqrt": lambda args: _keeps_from_zero(args["self"]),
     "scaled_dot_product_attention": lambda args: (  # of constants, OpenVINO answers wrongly
-        not any(map(is_attribute, (args["key"], args["value"]))) and _enters(args["attn_mask"])
+        not any(map(is_attribute, (args["key"], args["value"]))) and _is_outside(args["attn_mask"])
     ),
     "sqrt": lambda args: _keeps_from_zero(args["self"]),
     "where": lambda args: "index_copy" in map(name_of_call, args["condition"].all_input_nodes),

@@ -277,12 +277,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.aliased |= {storage for storage, count in counts.items() if count > 1}
         writes = self.graph.find_nodes(op="call_function", target=_ATEN.index_copy_.default)
         values = set[int]().union(*map(self._written_last, writes))
-        found = dict[str, fx.Node]()
+        found, seen = dict[str, fx.Node](), self.aliased | storages_in(outputs)
         for node in self.graph.nodes:
             memory = self.memory.get(node, set[int]())
             node.meta["aliased"] = node in writes or not memory.isdisjoint(self.aliased - values)
             read = memory.union(*(self.memory[each] for each in node.all_input_nodes))
-            if read.isdisjoint(self.aliased | storages_in(outputs)):
+            if read.isdisjoint(seen):
                 same = node.all_input_nodes[0] if _is_copy(node) else node
                 node.replace_all_uses_with(found.setdefault(self._value_of(same), same))
         self.graph.eliminate_dead_code()

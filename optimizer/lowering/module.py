@@ -85,8 +85,7 @@ class LoweredModule(Prepared, OptimizedModule):
             with torch.inference_mode(False), torch.no_grad():  # what is kept is written later
                 line = straight_line(self.run_portable, tensors_of(self), call)
                 plan, copied = make_plan(line, chooser), call.copied()
-                times = Times((call.copied(),))
-                inputs = tuple(tensors_in(copied))
+                times, inputs = Times((call.copied(),)), tuple(tensors_in(copied))
                 outputs = times.call("plan", plan.run, inputs)
                 if plan.precision is None:  # else it was held to its budget
                     given, actual = Call(line.inputs, {}), Answer(outputs, (inputs, {}))

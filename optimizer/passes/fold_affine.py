@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from optimizer.core.errors import require
-from optimizer.core.node import arg, attribute_of, callee, is_attribute, module_of, owner
+from optimizer.core.node import adopt, arg, attribute_of, callee, is_attribute, module_of, owner
 from optimizer.core.ops import LINEAR_LAYERS
 from optimizer.facts.facts import dtype, is_read_only, is_unchanged, rank, tensor, weights_exposed
 from optimizer.rewrite.affine import (
@@ -25,7 +25,7 @@ from optimizer.rewrite.affine import (
     wide,
 )
 from optimizer.rewrite.contract import call, rewrite
-from optimizer.rewrite.edit import insert, insert_function, insert_module, supersede
+from optimizer.rewrite.edit import insert, insert_function, supersede
 
 AFFINES = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
@@ -71,7 +71,8 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
     is_norm = affine.op == "call_module"
     require(not (is_norm and _is_one_place(layer)), "its output may be laid out otherwise")
     laid_out_anew = is_norm and may_keep_odd_strides(layer)
-    folded = _call_folded(layer, affine, layer.args, transform)
+    path = _folded_pair(layer, affine, transform)
+    folded = insert(layer, "call_module", path, layer.args, like=layer)
     supersede(layer, folded)
     if laid_out_anew:
         return insert_function(affine, "contiguous", (folded,))
@@ -132,9 +133,10 @@ def fold_affine_forward(affine: fx.Node, layer: fx.Node) -> fx.Node | None:
     require(moderate, "the shift is so large that it would cancel after the layer only")
     alike = tensor(source).stride() == tensor(affine).stride()
     require(alike or isinstance(linear, nn.Linear), "the affine lays its output out otherwise")
-    constants = affine.op != "call_module" and transform.scale.numel() > 1
-    read = _widened(affine, source, 1 - linear.weight.ndim) if constants else source
-    folded = _call_folded(layer, affine, (read,), transform)
+    constants, path = affine.op != "call_module", _folded_pair(layer, affine, transform)
+    widens = constants and transform.scale.numel() > 1
+    read = _widened(affine, source, 1 - linear.weight.ndim) if widens else source
+    folded = insert(affine, "call_module", path, (read,), like=layer)
     supersede(affine, read)
     return folded
 
@@ -240,20 +242,13 @@ def _fits(weight: torch.Tensor, other: torch.Tensor) -> bool:
     return floating and same and weight.device == other.device
 
 
-def _call_folded(
-    layer: fx.Node, affine: fx.Node, args: tuple[Any, ...], transform: Affine
-) -> fx.Node:
-    """Call, where the first of two calls stands, a layer that does both; each pair is folded once.
-
-    `transform` is what `affine` computes.
-    """
+def _folded_pair(layer: fx.Node, affine: fx.Node, transform: Affine) -> str:
+    """Return the path of a layer that also does what `affine` computes; a pair is folded once."""
     first, operand = min(layer, affine), _operand(affine)
     paths: dict[Any, str] = owner(layer).meta.setdefault("folded_pairs", {})
     constants = ("" if n is operand else str(getattr(n, "target", n)) for n in affine.args)
     key = (first is layer, layer.target, affine.target, *constants)
-    if key in paths:
-        return insert(first, "call_module", paths[key], args, like=layer)
-    folded = absorbed(module_of(layer), transform, over_outputs=first is layer)
-    node = insert_module(first, folded, args, f"{layer.target}_folded", like=layer)
-    paths[key] = str(node.target)
-    return node
+    if key not in paths:
+        folded = absorbed(module_of(layer), transform, over_outputs=first is layer)
+        paths[key] = adopt(layer.graph, f"{layer.target}_folded", folded)
+    return paths[key]

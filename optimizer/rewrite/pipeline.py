@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimizer.core.errors import Refused
+from optimizer.core.errors import PassError, Refused
 from optimizer.core.guards import expect_given, expect_tensor
 from optimizer.core.node import callee, source_of
 from optimizer.core.report import Refusal, Rewrite
@@ -116,13 +116,15 @@ class Pipeline:
 
     def _rewrite(self, each: Pass, root: fx.Node, captured: Captured) -> None:
         self._facts.pending_guards.clear()
+        size, replacement = len(root.graph.nodes), None
         try:
             replacement = each.apply(**captured)
         except Refused as refusal:
             remark = Refusal(each.name, root.name, source_of(root), str(refusal))
             self._refused[each.name].append(remark)
-            return
         if replacement is None:
+            if len(root.graph.nodes) != size:
+                raise PassError("it changed the graph, and then refused: require everything first")
             return
         self._facts.guards |= self._facts.pending_guards  # a rewrite that fired rests on them
         self.steps += 1

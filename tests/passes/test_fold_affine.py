@@ -198,6 +198,8 @@ BEFORE: dict[Any, str] = {
     (WIDE, OTHER_DTYPE): 'before("x.int() / c", valid(3), 1)',
     (WIDE, "the shift is so large that it would cancel after the layer only"): """
     before("x - 100.0", valid(3), 1)""",
+    (WIDE, "the folded weights overflow or underflow"): """
+    Forward("m.layer(x * m.c)", layer=valid(3), c=1e-320 * torch.ones(4, 1, 1).double())""",
     (WIDE, "what the layer would keep for gradients is written later"): """
     Forward("m.layer((y := x + 1.0) * 0.5) + y.mul_(2.0).sum()", layer=valid(3))""",
     (WIDE, "the affine lays its output out otherwise"): f"""

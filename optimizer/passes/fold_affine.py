@@ -19,7 +19,6 @@ from optimizer.rewrite.affine import (
     Layer,
     absorbed,
     channels,
-    may_keep_odd_strides,
     reads_odd_strides,
     require_only_reader,
     wide,
@@ -70,7 +69,8 @@ def fold_affine(affine: fx.Node) -> fx.Node | None:
         require(unmixed, "flattening mixes the layer's outputs")
     is_norm = affine.op == "call_module"
     require(not (is_norm and _is_one_place(layer)), "its output may be laid out otherwise")
-    laid_out_anew = is_norm and may_keep_odd_strides(layer)
+    # Of length 1, a Conv1d lays its output out as if channels came last; a BatchNorm does not.
+    laid_out_anew = is_norm and linear.weight.ndim == 3 and reads_odd_strides(layer)
     path = _folded_pair(layer, affine, transform)
     folded = insert(layer, "call_module", path, layer.args, like=layer)
     supersede(layer, folded)

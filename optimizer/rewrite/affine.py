@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from optimizer.core.errors import require
-from optimizer.core.node import arg, module_of
+from optimizer.core.node import arg
 from optimizer.facts.facts import tensor
 
 Layer: TypeAlias = Any  # a Linear, a Conv or a ConvTranspose
@@ -150,11 +150,6 @@ def require_only_reader(node: fx.Node, reader: fx.Node) -> None:
         elif method in ("reshape_as", "view_as", "expand_as"):
             of_shape = user.args[0] is not node
         require(of_shape, "the layer's output is read elsewhere")
-
-
-def may_keep_odd_strides(layer: fx.Node) -> bool:
-    """Return whether a layer lays out an input of length 1 as if its channels came last."""
-    return isinstance(module_of(layer), nn.Conv1d | nn.ConvTranspose1d) and reads_odd_strides(layer)
 
 
 def reads_odd_strides(layer: fx.Node) -> bool:

@@ -232,7 +232,7 @@ def swarm(focus: str | None, number: int) -> list[str]:
         for _ in range(changes):
             program = changed(program)
         programs.append(" ".join([*random.choice(FRESH), *program]))
-    few = [] if focus or number % 32 else random.sample(sorted(NOT_RECORDED), 8) * 2
+    few = [] if focus or number % 32 else random.sample(sorted(NOT_RECORDED), 8) * 4
     every = planted + programs + few
     recorded = [each for each in every if NOT_RECORDED.isdisjoint(each.split())]
     return recorded if recorded and not few else every

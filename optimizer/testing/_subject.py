@@ -64,11 +64,6 @@ class Optimize:
         return "\n".join([*imports, "from optimizer.testing import Optimize"])
 
     @property
-    def promised(self) -> tuple[str, ...]:
-        """The later calls that a pass among `only` does not hold for, as its docstring says."""
-        return ("not finite",) if "recognize_attention" in (self.only or ()) else ()
-
-    @property
     def call(self) -> str:
         """The expression that a test writes for this."""
         return f"{self}(model, inputs)"

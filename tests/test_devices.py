@@ -59,7 +59,6 @@ def test_a_call_is_one_replay_with_the_models_answer_which_its_caller_keeps(gpu,
     assert chosen(fast)[-1] == "CUDA graph"
     assert not any(name.startswith("Stub") for name in chosen(fast))
     assert_answers(fast, net(), 0, 1, 2)
-
     first = fast(*inputs(1))
     fast(*inputs(2))
     assert_close(first, net()(*inputs(1)))
@@ -106,7 +105,6 @@ def test_weights_that_were_written_and_a_pickle_are_recorded_again(gpu):
     fast.load_state_dict({name: each * 2 for name, each in fast.state_dict().items()})
     assert_answers(fast, fast.run_portable, 0, 1)
     assert gpu.records == 2
-
     with torch.inference_mode():
         other(*inputs())
     assert_answers(other, net(), 1, 0)
@@ -124,7 +122,6 @@ def test_threads_take_turns(gpu, monkeypatch):
     fast = lowered(net(), *inputs())
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda seed: fast(*inputs(seed)), range(8)))
-
     assert_close(answers, [net()(*inputs(seed)) for seed in range(8)])
 
 
@@ -137,7 +134,6 @@ def test_a_turn_waits_for_the_one_before_it_on_any_stream(monkeypatch):
         stream.work(1 // 0)
     with turn():
         stream.work()
-
     waits, records = call.wait_event("done"), call.record_event("done")
     assert stream.mock_calls == [waits, records, waits, call.work(), records]
 
@@ -155,7 +151,6 @@ def test_what_cannot_be_recorded_is_launched(gpu, monkeypatch, record, reason):
     monkeypatch.setattr(FakeCuda, "record", record)
     monkeypatch.setattr(Times, "race", lambda *args: level_2.last_wins([*RACE(*args)]))
     fast = lowered(net(), *inputs())
-
     assert chosen(fast)[-1] == AS_IT_IS
     assert reason in fast.report.choices[-1].rejected["CUDA graph"]
     assert_answers(fast, net(), 0, 1)
@@ -167,7 +162,6 @@ def test_an_untimed_graph_is_compared_all_the_same(gpu, monkeypatch):
 
     fast = lowered(net(), *inputs(), tune_seconds=0)
     monkeypatch.setattr(FakeCuda, "record", wrong)
-
     assert chosen(fast)[-1] == "CUDA graph"
     with pytest.raises(optimizer.InputError, match="its answer differs"):
         fast.lower(inputs(batch=3), tune_seconds=0)
@@ -181,7 +175,6 @@ def test_on_mps_no_layout_and_no_kernel_is_tried(monkeypatch):
     level_2.pretend(monkeypatch, "mps")
     model, x = nn.Conv2d(3, 8, 3), image()
     fast = lowered(model, x)
-
     assert chosen(fast) == [AS_IT_IS]
     assert not fast.report.choices[0].rejected
     assert plan_of(fast, x) is not None  # fewer calls, which were measured to pay

@@ -64,6 +64,13 @@ def test_a_lowered_call_gives_the_models_answer_and_layout_and_overwrites_nothin
     assert all(map(torch.equal, inputs, kept))
 
 
+def test_what_was_recorded_is_held_to_the_models_answer(monkeypatch):
+    record = module.straight_line
+    wrong = lambda run, *rest: record(lambda x: run(x) * 1.5, *rest)  # noqa: E731
+    monkeypatch.setattr(module, "straight_line", wrong)
+    assert "its answer differs" in str(optimizer.optimize(net(), image()).report)
+
+
 def test_an_example_that_the_forward_writes_is_timed_on_a_copy():
     x = image()
     kept = x.clone()

@@ -78,7 +78,7 @@ def replace_op(
         with node.graph.inserting_before(node):
             value = insert_call(edited, replacement, args, kwargs)
         take_place(node, value)
-    return _rebuilt(edited)
+    return _copy(edited)
 
 
 def insert_after(
@@ -156,7 +156,7 @@ def decompose(module: fx.GraphModule, rules: Mapping[Target, Callable[..., Any]]
         if operation in inside:
             raise InputError(f"the rules never end: what replaces '{describe(node)}' calls it.")
         pending += [(each, (*inside, operation)) for each in _expand(node, rule_of[operation])]
-    return _rebuilt(edited)
+    return _copy(edited)
 
 
 def replace_pattern(
@@ -181,18 +181,13 @@ def replace_pattern(
     """
     edited = _copy(module)
     replace_matches(edited, pattern, replacement)
-    return _rebuilt(edited)
+    return _copy(edited)
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph, without facts, over what it calls and reads and nothing else."""
     graph = copy.deepcopy(require_graph(module))
     return _tidy(fx.GraphModule(module, graph, type(module).__name__))
-
-
-def _rebuilt(module: fx.GraphModule) -> fx.GraphModule:
-    """Return the same graph with only the modules that it calls."""
-    module.graph.lint()
-    return fx.GraphModule(module, module.graph, type(module).__name__)
 
 
 def _tidy(module: fx.GraphModule) -> fx.GraphModule:

@@ -23,7 +23,7 @@ from optimizer.core.node import describe, shape_text
 from optimizer.core.report import Report, columns
 from optimizer.facts.facts import Effects
 from optimizer.frontend.dynamo import capture_by_dynamo
-from optimizer.frontend.symbolic import capture_call, observe
+from optimizer.frontend.symbolic import capture_call
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,6 @@ def ceilings() -> Ceilings:
     finally:
         torch.set_num_threads(threads)
     return Ceilings(2 * side**3 / product, 2 * source.nbytes / copy)
-
-
-def observed(model: nn.Module, example_inputs: ExampleInputs) -> fx.GraphModule:
-    """Return the graph of a model, or of an optimized module, with facts."""
-    call = as_call(example_inputs)
-    try:
-        module = capture_call(require_module(model), call)
-    except CaptureError:
-        module, call = capture_by_dynamo(model, call)
-    observe(module, call)
-    return module
 
 
 class Operators(Effects):  # type: ignore[no-untyped-call]
@@ -125,25 +114,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The cost of each node in the order of execution, below two ceilings."""
+    """The cost of each node in the order of execution, and of all, below two ceilings."""
 
     rows: tuple[Cost, ...]
     ceilings: Ceilings
-
-    @property
-    def flops(self) -> int:
-        """Of all nodes, as `torch.utils.flop_counter` counts: products, and nothing else."""
-        return sum(row.flops for row in self.rows)
-
-    @property
-    def bytes(self) -> int:
-        """Read and written by all nodes."""
-        return sum(row.bytes for row in self.rows)
-
-    @property
-    def launches(self) -> int:
-        """ATen operators that run a kernel."""
-        return sum(row.launches for row in self.rows)
+    flops: int  # as `torch.utils.flop_counter` counts: of products, and of nothing else
+    bytes: int  # read and written
+    launches: int  # ATen operators that run a kernel
 
     @property
     def seconds(self) -> float:
@@ -194,7 +171,11 @@ def roofline(
         InputError: the model or the inputs cannot be used.
         CaptureError: the model cannot be recorded; the message says why.
     """
-    module = observed(model, example_inputs)
+    call = as_call(example_inputs)
+    try:
+        module = capture_call(require_module(model), call)
+    except CaptureError:
+        module = capture_by_dynamo(model, call)
     facts, nodes = module.meta["facts"], list(module.graph.nodes)
     made, live = [0] * len(nodes), [0] * len(nodes)
     for size, first, last in _lifetimes(nodes, facts.external):
@@ -212,7 +193,8 @@ def roofline(
             ran, unknown = Operators(), str(error).partition("\n")[0]
         work = ran.flops, ran.bytes, ran.launches
         rows.append(Cost(node.name, describe(node), shape_text(node), *work, new, total, unknown))
-    return Roofline(tuple(rows), at or ceilings())
+    sums = (sum(getattr(row, of) for row in rows) for of in ("flops", "bytes", "launches"))
+    return Roofline(tuple(rows), at or ceilings(), *sums)
 
 
 def measured(model: nn.Module, fast: Any, example_inputs: ExampleInputs) -> Report:

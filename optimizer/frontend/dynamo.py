@@ -177,12 +177,12 @@ def _changes_nothing(node: fx.Node) -> bool:
     return node.target is _torch._log_api_usage_once or (node.target, node.args) in _IDLE
 
 
-def capture_by_dynamo(model: nn.Module, call: Call) -> tuple[fx.GraphModule, Call]:
-    """Return the one graph that Dynamo finds, and its call; raise a `CaptureError` otherwise."""
-    graphs: list[tuple[fx.GraphModule, Call]] = []
+def capture_by_dynamo(model: nn.Module, call: Call) -> fx.GraphModule:
+    """Return the one graph that Dynamo finds, with facts; raise a `CaptureError` otherwise."""
+    graphs: list[fx.GraphModule] = []
 
     def record(graph: fx.GraphModule, call: Call) -> nn.Module:
-        graphs.append((capture_graph(graph, call), call))
+        graphs.append(capture_graph(graph, call))
         return graph
 
     backend = partial(DynamoGraph, optimize=record, frozen=True)

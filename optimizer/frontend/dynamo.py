@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
 from traceback import walk_tb
@@ -112,7 +112,7 @@ class DynamoGraph:
 
     def _run(self, snapshot: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
         """Return a function that runs the graph with its weights as attributes."""
-        root, weights = self.module, {self.inputs[i] for i in self.positions}
+        root, weights = self.module, [self.inputs[i] for i in self.positions]
         attributes = dict(root.named_children()) | root._parameters | root._buffers
         for name, value in attributes.items():
             hold(snapshot, name, value)
@@ -134,16 +134,13 @@ def _is_weight(node: fx.Node, value: Any) -> bool:
     return bool(held or isinstance(value, nn.Parameter))
 
 
-def _copied(module: fx.GraphModule, weights: Container[fx.Node] = ()) -> fx.Graph:
+def _copied(module: fx.GraphModule, weights: Iterable[fx.Node] = ()) -> fx.Graph:
     """Return a copy of a graph that reads `weights` off its owner."""
     graph = fx.Graph()
-    copies: dict[fx.Node, Any] = {}
-    for node in module.graph.nodes:
-        if node in weights:
-            copies[node] = graph.get_attr(node.name)
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = {"source": line_of(node.meta.get("stack_trace") or "")}
+    copies: dict[fx.Node, fx.Node] = {each: graph.get_attr(each.name) for each in weights}
+    graph.output(graph.graph_copy(module.graph, copies))
+    for node, copied in copies.items():
+        copied.meta = {"source": line_of(node.meta.get("stack_trace") or "")}
     return graph
 
 

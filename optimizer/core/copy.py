@@ -74,7 +74,7 @@ def snapshot(model: nn.Module) -> tuple[nn.Module, bool]:
 
 
 def _copied(value: Any, memo: dict[Any, Any]) -> Any:
-    """Do as `copy.deepcopy`, ten times as fast on what modules are made of."""
+    """Do as `copy.deepcopy`, twice as fast on what modules are made of."""
     kind: Any = type(value)
     if kind in _IMMUTABLE or (kind is tuple and _IMMUTABLE.issuperset(map(type, value))):
         return value
@@ -178,12 +178,9 @@ class _Snapshot:
 
     def __init__(self, model: nn.Module, storages: Storages) -> None:
         self.storages = storages
-        self.parameters: dict[int, torch.Tensor] = {}
-        of_rnns: set[int] = set()
-        for module in model.modules():
-            weights = {id(each): each for each in module._parameters.values() if each is not None}
-            self.parameters |= weights
-            of_rnns |= weights.keys() if isinstance(module, nn.RNNBase) else set()
+        tables = [(each, each._parameters.values()) for each in model.modules()]
+        self.parameters = {id(p): p for _, table in tables for p in table if p is not None}
+        of_rnns = {id(p) for of, table in tables if isinstance(of, nn.RNNBase) for p in table}
         self.tensors = self.parameters | {id(each): each for each in held_tensors(model)}
         ordinary = {key: each for key, each in self.tensors.items() if is_ordinary(each)}
         self.places = {key: each.untyped_storage()._cdata for key, each in ordinary.items()}

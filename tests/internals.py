@@ -10,7 +10,7 @@ from optimizer.analysis import measure
 from optimizer.analysis.measure import Spread
 from optimizer.core.context import forked_rng, is_tracing
 from optimizer.core.copy import structural_copy
-from optimizer.core.device import Cuda, Mps, device_named, device_of
+from optimizer.core.device import Cuda, Mps, device_of
 from optimizer.core.errors import Refused
 from optimizer.core.guards import GUARDS
 from optimizer.core.inputs import Call, opened, storages_in, tensors_in

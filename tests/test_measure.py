@@ -11,7 +11,7 @@ from torch import nn
 
 from optimizer import Comparison, DeviceError, InputError, Measurement, compare, measure
 from optimizer.testing import untouched
-from tests.internals import Cuda, Mps, Spread, device_named
+from tests.internals import Cuda, Mps, Spread, device_of
 from tests.internals import measure as measuring
 from tests.repository import table
 from tests.single_pass import Forward
@@ -119,17 +119,12 @@ def test_bad_arguments_are_a_sentence_with_the_reason(ask, message):
     assert "\n" not in str(caught.value)
 
 
-@table(
-    "name message",
-    ("cuda:1", "cuda is not available here: pass inputs on the cpu, or run on a machine with an"),
-    ("mps", "mps is not available here"),
-    ("xla", "'xla' is not a device that can be measured: use cpu, cuda or mps."),
-)
-def test_a_device_that_is_absent_is_a_sentence(name, message, monkeypatch):
-    for device in (torch.cuda, torch.backends.mps):
-        monkeypatch.setattr(device, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match=message):
-        device_named(name)
+def test_the_device_is_that_of_a_tensor_off_the_cpu_and_one_that_can_be_measured():
+    for name in ("cpu", "cuda:1", "mps"):
+        tensors = [FLOATS, Mock(device=torch.device(name)), FLOATS]
+        assert device_of(tensors).name == name
+    with pytest.raises(DeviceError, match="'meta' is not a device that can be measured: use cpu,"):
+        device_of([FLOATS.to("meta")])
 
 
 def test_a_device_is_waited_for_before_and_after_each_timed_call(monkeypatch):

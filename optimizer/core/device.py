@@ -1,4 +1,4 @@
-"""What a device is asked: is it here, is it done, how much memory did a run take."""
+"""What a device is asked: is it done, how much memory did a run take."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Cuda(Device):
 
     is_measured = False
 
-    def __init__(self, index: int | None = None) -> None:
-        self.name = "cuda" if index is None else f"cuda:{index}"
+    def __init__(self, index: int) -> None:
+        self.name = f"cuda:{index}"
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.name)
@@ -133,27 +133,15 @@ class Mps(Device):
         return max(0, int(mode.most) - before)
 
 
-def device_named(name: str | torch.device) -> Device:
-    """Return the device "cpu", "cuda", "cuda:1" or "mps"; raise a DeviceError if it is not here."""
-    kind, _, index = str(name).partition(":")
-    if kind == "cpu":
-        return Device()
-    backends = {"cuda": (torch.cuda, "an NVIDIA GPU"), "mps": (torch.backends.mps, "an Apple GPU")}
-    if kind not in backends:
-        raise DeviceError(f"'{name}' is not a device that can be measured: use cpu, cuda or mps.")
-    backend, hardware = backends[kind]
-    if not backend.is_available():
-        raise DeviceError(
-            f"{kind} is not available here: pass inputs on the cpu, or run on a machine with"
-            f" {hardware}."
-        )
-    return Mps() if kind == "mps" else Cuda(int(index) if index else None)
-
-
 def device_of(tensors: Iterable[torch.Tensor]) -> Device:
     """Return the device of the first tensor that is not on the CPU, or else the CPU."""
-    elsewhere = (tensor.device for tensor in tensors if tensor.device.type != "cpu")
-    return device_named(next(elsewhere, torch.device("cpu")))
+    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    if device.type == "cuda":
+        return Cuda(device.index)
+    kinds = {"cpu": Device, "mps": Mps}
+    if device.type not in kinds:
+        raise DeviceError(f"'{device}' is not a device that can be measured: use cpu, cuda or mps.")
+    return kinds[device.type]()
 
 
 class _AllocatedAfterEachOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ from optimizer.core.errors import CaptureError, EquivalenceError, OptimizerWarni
 from optimizer.core.inputs import Call, ExampleInputs, as_call, map_tensors, require_module
 from optimizer.core.node import arg, clean, describe, run_nodes
 from optimizer.core.report import Rewrite
-from optimizer.frontend.symbolic import capture, capture_call, leaves_nothing_behind
+from optimizer.frontend.symbolic import capture_call, leaves_nothing_behind
 from optimizer.passes import select
 from optimizer.rewrite.contract import Pass
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
@@ -52,20 +52,19 @@ def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> N
     """
     call, model, fast = as_call(example_inputs), require_module(model), require_module(fast)
     with undisturbed():
-        pure = False
+        recorded = None
         with suppress(CaptureError):
-            pure = leaves_nothing_behind(capture_call(model, call))
+            recorded = capture_call(model, call)
+        pure = recorded is not None and leaves_nothing_behind(recorded)
         expected = oracle.reference(model, call, is_pure=pure, random=not pure)
         for remark in oracle.incomparable(expected.output):
             warnings.warn(f"output{remark}", OptimizerWarning, stacklevel=2)
         actual = oracle.answer(fast, call, random=not pure)
         if part := oracle.compare_answers(model, call, expected, actual, exact=False):
             message = str(part)
-            if isinstance(fast, fx.GraphModule):
-                with suppress(CaptureError):
-                    before = values(capture(model, call.kwargs or call.args), call)
-                    where = first_divergence(before, values(fast, call))
-                    message += f"; the first value to differ is {where}" * bool(where)
+            if recorded is not None and isinstance(fast, fx.GraphModule):
+                where = first_divergence(values(recorded, call), values(fast, call))
+                message += f"; the first value to differ is {where}" * bool(where)
             raise EquivalenceError(f"{message}.")
 
 

@@ -85,7 +85,7 @@ def first_divergence(
 
 def values(module: fx.GraphModule, call: Call) -> dict[str, Result]:
     """Return the result of each node in one call, up to an error, by the node it stands for."""
-    graph, (args, kwargs) = structural_copy(module).graph, call.copied()
+    graph, (args, kwargs) = structural_copy(module, share_parameters=False).graph, call.copied()
     names = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
     inputs = dict(zip(names, args, strict=False)) | kwargs
     given = {node: inputs.get(name, arg(node, 0)) for name, node in names.items()}

@@ -69,10 +69,8 @@ BAD = {
 def test_bad_input_is_a_typed_error_in_one_sentence(call: str) -> None:
     """It is raised before any work, but for what only a call of the model tells."""
     of_passes = "no pass" in BAD[call] or "explain" in call
-
     with pytest.raises(PassError if of_passes else InputError) as caught:
         eval(call)
-
     message = str(caught.value)
     assert of_passes or isinstance(caught.value, ValueError)
     assert BAD[call] in message
@@ -115,13 +113,11 @@ def test_any_value_is_honoured_or_a_typed_error(name, argument, tmp_path, monkey
         except Exception as error:
             if not isinstance(error, OptimizerError) or "\n" in str(error):
                 wrong.append((value, repr(error)))
-
     assert wrong == []
 
 
 def test_a_training_mode_model_is_optimized_with_one_warning() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Identity(), nn.BatchNorm1d(5)).train()
-
     with pytest.warns(UserWarning, match="training mode") as caught:
         fast = optimize(X, model)
 
@@ -210,3 +206,12 @@ def test_an_input_that_the_model_writes_is_rounded_as_an_output_is(level: int) -
     optimizer.check(cached(), fast, CACHED)
     with pytest.raises(EquivalenceError, match=r"input\[0\]\[0\]: relative error .* more than"):
         optimizer.check(cached(), cached(1e-6), CACHED)
+
+
+def test_a_check_that_fails_leaves_the_weights_that_a_graph_writes():
+    weight = nn.Parameter(torch.ones(2), requires_grad=False)
+    model, other = (Forward(f"m.w.mul_(2) {sign} x", w=weight) for sign in "+-")
+    fast = optimizer.capture(other, torch.ones(2))
+    with pytest.raises(optimizer.EquivalenceError, match="the first value to differ"):
+        optimizer.check(model, fast, torch.ones(2))
+    assert [each.tolist() for each in (*fast.parameters(), weight)] == [[1, 1], [1, 1]]

@@ -55,7 +55,8 @@ def check_spec(
             warnings.simplefilter("error", OptimizerWarning)
             nothing_said_of_the_model()
             candidate = _judged(model, inputs, subject, exact)
-            for call in (each for each in calls if each not in _promised(candidate)):
+            promised = _promised(candidate)
+            for call in (each for each in calls if each not in promised):
                 LATER_CALLS[call](model, candidate, inputs, exact=exact)
     except Exception as error:
         suspect.__cause__ = error

@@ -83,8 +83,8 @@ _HOLDS = {
     "norm_trains_within": "self.norm = nn.BatchNorm1d(1)",
     "own_complex": "self.turn = nn.Parameter(torch.ones(()))",
     "hides": "self.register_buffer('held', torch.ones(()))",
-    "shares": "self.register_buffer('kept', torch.tensor(2.0, dtype=torch.float64))\n"
-    "self.register_buffer('held', self.kept.detach(), persistent=False)",
+    "shares": "self.register_buffer('held', torch.ones(2, dtype=torch.float64), persistent=False)\n"
+    "self.register_buffer('kept', self.held[0])",
 }
 # The body of the forward; what it changes for a while is put back also where torch refuses.
 _BODIES = {
@@ -100,7 +100,7 @@ _BODIES = {
     "keeps_value": "self.kept = input * 2.0\nreturn input + self.kept",
     "writes_buffer": "self.total.add_(1.0)\nreturn input * self.total",
     "writes_input": "return input.mul_(2.0)",
-    "shares": "return input * self.kept + self.held",
+    "shares": "return input * self.kept + self.held[1]",
     "draws_alike": "return input + torch.rand_like(input)",
     "draws_in_place": "return input + torch.empty_like(input).uniform_()",
     "draws_in_vain": "torch.rand(3)\nreturn input * 2.0",

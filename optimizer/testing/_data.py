@@ -190,17 +190,10 @@ def _expanded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[:1].expand(tensor.shape)
 
 
-def _odd(tensor: torch.Tensor) -> torch.Tensor:
-    """Strides that say nothing, of dimensions with one element, are not what torch would choose."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.as_strided(tensor.shape, [7 if size == 1 else step for size, step in steps])
-
-
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda tensor: tensor,
     "channels_last": _channels_last,
     "transposed": lambda tensor: tensor.transpose(0, -1).contiguous().transpose(0, -1),
     "strided": _strided,
-    "odd": _odd,
     "expanded": _expanded,
 }

@@ -135,7 +135,6 @@ def test_a_write_to_the_snapshot_is_seen(forward, held):
     for module in (fast.model, eager):
         module.linear.weight.data.mul_(3)
         module.scale.mul_(2)
-
     assert_same(eager(ROWS), fast(ROWS))
     assert bool(holder) is held
 
@@ -145,10 +144,8 @@ def test_a_write_to_the_snapshot_is_seen(forward, held):
 def test_gradients_of_an_input_are_the_models(call):
     fast, eager = guarded(), running()
     one, other = (ROWS.clone().requires_grad_() for _ in range(2))
-
     call(fast, one).sum().backward()
     eager(other).sum().backward()
-
     torch.testing.assert_close(one.grad, other.grad)
     assert not fast(ROWS).requires_grad
     with pytest.raises(InputError, match="constants"):
@@ -161,9 +158,7 @@ def test_the_same_bits_are_those_of_weights_that_require_gradients():
     text = "y = m.linear(x) * (1 if x.sum().isnan() else 2); return (y + 1).tanh(), y + 1"
     model = Forward(text, linear=nn.Linear(4, 4, dtype=torch.float64)).eval()
     images = torch.randn(4, 4, 4, dtype=torch.float64)
-
     fast = optimizer.optimize(model, images, level=0)
-
     assert isinstance(fast, GuardedModule), fast.report
     for x in (images, images.transpose(0, 2), images.mT, images[:, :1]):
         assert all(map(torch.equal, fast(x), model(x)))
@@ -218,9 +213,7 @@ PREPARED = [
 def test_what_a_call_that_is_prepared_changes_is_put_back(text):
     fast, eager = guarded(text), running(text)
     weights, numbers, given = copy.deepcopy(fast.model.state_dict()), torch.get_rng_state(), [0]
-
     fast.lower((ROWS[:2], given))
-
     now = (fast.model.state_dict(), torch.get_rng_state(), given)
     assert_equal((weights, numbers, [0]), now)
     for x in (ROWS[:2], ROWS, ROWS[:2]):
@@ -229,12 +222,10 @@ def test_what_a_call_that_is_prepared_changes_is_put_back(text):
 
 def test_what_a_call_that_fails_wrote_is_put_back():
     fast = guarded("m.flag.add_(1); return x[x.isnan().any(1) * 9] if len(x) < 6 else x.view(7)")
-
     with pytest.raises(RuntimeError, match="shape"):
         fast.lower(torch.cat([ROWS, ROWS]))
     with pytest.raises(InputError):
         fast.lower(3)
-
     assert torch.equal(fast.model.flag, torch.ones(4))
     fast(ROWS)
     with pytest.raises(IndexError):
@@ -246,7 +237,6 @@ def test_what_a_call_that_fails_wrote_is_put_back():
 def test_a_call_that_dynamo_fails_at_is_the_last_that_it_records(split):
     model = running(f"{split}return x * float(m.half * len(x))", half=Fraction(3, 2))
     fast = optimizer.optimize(model, ROWS, level=1, **FAST)
-
     assert_same(model(ROWS), fast(ROWS))
     with pytest.raises(RuntimeError, match="fake") if split else nullcontext():
         fast(ROWS[:2])  # of which a part was made, if it is split
@@ -254,9 +244,19 @@ def test_a_call_that_dynamo_fails_at_is_the_last_that_it_records(split):
     assert "Dynamo failed" in str(fast.report)
 
 
+@pytest.mark.parametrize(("channels", "graphs"), [(3, 3), (4, 2)])
+def test_each_size_of_an_image_is_recorded_for_itself(channels, graphs):
+    """With symbols for it, Dynamo takes minutes to record a Swin."""
+    forward = "x * more[0].mean() + more[0].shape[-1]"
+    images = [torch.ones(1, channels, size, size) for size in (8, 6, 5)]
+    fast = optimizer.optimize(running(forward), (ROWS, images[0]), level=1, **FAST)
+    for image in images:
+        assert_same(running(forward)(ROWS, image), fast(ROWS, image))
+    assert recordings(fast) == graphs
+
+
 def test_threads_may_call_one_result_at_once():
     fast, inputs = guarded(), [ROWS[: 1 + i % 3] + i for i in range(24)]
-
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(torch.no_grad()(fast), inputs))
 

@@ -136,9 +136,7 @@ def as_call(example_inputs: ExampleInputs) -> Call:
             " positional arguments, or a mapping of keyword arguments by name."
         )
     if any(tensor.is_meta for tensor in tensors_in(call)):
-        raise InputError(
-            "an example input is on the meta device and holds no data: pass a tensor that does."
-        )
+        raise InputError("an example input is on the meta device: pass a tensor that holds data.")
     if any(isinstance(leaf, Iterator) for leaf in pytree.tree_leaves(call)):
         raise InputError("an example input is an iterator, to be read once only: pass a list.")
     return call
@@ -153,10 +151,7 @@ def require_module(model: object) -> nn.Module:
         )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
-            raise InputError(
-                f"'{name}' is on the meta device and holds no data: load the model's weights"
-                " onto a real device first."
-            )
+            raise InputError(f"'{name}' is on the meta device: first load the model's weights.")
     return model
 
 

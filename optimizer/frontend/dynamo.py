@@ -202,6 +202,11 @@ def _compiled(model: nn.Module, backend: Callable[..., Any], **options: Any) -> 
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        for each in (*args, *kwargs.values()) if torch.compiler.is_dynamo_compiling() else ():
+            # An RGB image, whose sizes take minutes where they are symbols and not numbers.
+            if torch.is_tensor(each) and each.dim() > 3 and each.shape[-3] == 3:
+                torch._dynamo.mark_static(each, -2)
+                torch._dynamo.mark_static(each, -1)
         return model(*args, **kwargs)
 
     def compile_graph(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:

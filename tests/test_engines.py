@@ -133,13 +133,13 @@ def test_onnx_runtime_gives_the_models_answer():
 
 def assert_gives_the_answer(engine, model, x):
     fast = lowered(model, x, engine, only=(), tune_seconds=0)
-    [title] = chosen(fast)
 
-    assert title.startswith(f"{ENGINES[engine].title} ")
+    assert chosen(fast)[0].startswith(f"{ENGINES[engine].title} ")
     assert len(compiled(fast, x)) == 1
     for each in (x, torch.ones_like(x)):  # under a mask of these, a query has no key
         assert_close(fast(each), model(each), equal_nan=True)
-    assert fast(x).stride() == model(x).stride()
+    with torch.device("meta"):  # where new tensors of the caller's are
+        assert fast(x).stride() == model(x).stride()
 
 
 _BLOCK = "x = x + m.down(F.silu(m.gate(y := {})) * m.up(y)); "

@@ -184,7 +184,7 @@ def _by_openvino(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads:
             request = idle.pop()
         except IndexError:
             request = compiled.create_infer_request()
-        outputs = [torch.empty(shape, dtype=dtype) for shape, dtype in types]
+        outputs = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in types]
         for place, tensor in enumerate(tensors):
             request.set_input_tensor(place, shared(tensor))
         for place, tensor in enumerate(outputs):

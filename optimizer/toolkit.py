@@ -40,10 +40,7 @@ def find(module: fx.GraphModule, target: Target | tuple[Target, ...]) -> list[fx
     targets = target if isinstance(target, tuple) else (target,)
     for each in targets:
         if isinstance(each, nn.Module) or not (callable(each) or isinstance(each, str)):
-            raise InputError(
-                f"{each!r} cannot be looked for: pass a function, a module's class or the name"
-                " of a method."
-            )
+            raise InputError(f"pass a function, a module's class or a method's name, not {each!r}.")
     spellings = set(map(spelled, targets))
     return [node for node in require_graph(module).nodes if callee(node) in spellings]
 
@@ -98,9 +95,10 @@ def insert_after(
     """
     if node.op == "output":
         raise InputError("nothing comes after the output: insert after the node that it returns.")
-    is_input = node.op == "placeholder"
-    last = node.graph.find_nodes(op="placeholder")[-1] if is_input else node
-    if any(isinstance(each, fx.Node) and last < each for each in (*args, *kwargs.values())):
+    last = node.graph.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node
+    read: list[fx.Node] = []
+    fx.node.map_arg((args, kwargs), read.append)
+    if any(last < each for each in read):
         raise InputError(f"an argument is computed after '{node.name}': insert after that one.")
     users = list(node.users if readers is None else readers)
     with node.graph.inserting_after(last):

@@ -226,10 +226,7 @@ def overwrite(x: Tensor) -> None:
 overwrite.__module__ = "torch_scatter"  # a package whose name begins with torch's
 
 
-CALLED = {"statistics": (lambda m, x: m.bn(x),), "unknown code": (lambda m, x: overwrite(x),)}
-
-
-@rows("call", CALLED)
+@rows("call", {"statistics": (lambda m, x: m.bn(x),), "unknown code": (lambda m, x: overwrite(x),)})
 def test_what_may_write_meanwhile_leaves_a_match_alone(call):
     model = Forward(lambda m, x: (y := x + m.bn.running_mean, call(m, x), y.relu() + x)[2])
     model.bn = nn.BatchNorm1d(3)
@@ -250,6 +247,8 @@ REFUSED = {
     "replace_op(g, nn.ReLU, 'gelu')": "no method 'gelu'",
     "insert_after(n[-1], torch.neg)": "output",
     "insert_after(n[1], torch.add, n[2])": "computed after 'conv'",
+    "insert_after(n[1], lambda a, b: b[0], [n[2]])": "computed after 'conv'",
+    "insert_after(n[1], 3)": "no method '3'",
     "remove_node(n[0])": "signature",
     "remove_node(n[3])": "reads relu, conv: name with instead=",
     "remove_node(n[1], instead=n[2])": "not computed before",

@@ -104,17 +104,15 @@ def insert_call(
     root: fx.GraphModule, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> fx.Node:
     """Call a method by its name, a module, a new module of a class, or a function."""
+    if not (callable(target) or hasattr(torch.Tensor, str(target))):
+        raise InputError(f"a tensor has no method '{target}': name one that it has.")
     if isinstance(target, str):
-        if not hasattr(torch.Tensor, target):
-            raise InputError(f"a tensor has no method '{target}': name one that it has.")
         return root.graph.call_method(target, args, kwargs)
     if isinstance(target, type) and issubclass(target, nn.Module):
         try:
             target = target().train(root.training)
         except TypeError as error:
-            raise InputError(
-                f"{target.__name__} cannot be made without arguments ({error}): pass a module."
-            ) from error
+            raise InputError(f"{target.__name__} needs arguments: pass a module.") from error
     _require_takes(target, args, kwargs)
     if isinstance(target, nn.Module):
         name = adopt(root.graph, type(target).__name__.lower(), target)
@@ -131,9 +129,7 @@ def _require_takes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if choices:
         name = getattr(target, "__name__", type(target).__name__)
         shown = ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())])
-        raise InputError(
-            f"{name} does not take ({shown}): write a rule for it and use toolkit.decompose."
-        )
+        raise InputError(f"{name} does not take ({shown}): use toolkit.decompose with a rule.")
 
 
 def signatures(target: Any) -> list[inspect.Signature]:

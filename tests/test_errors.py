@@ -167,6 +167,7 @@ PAIRS: dict[str, tuple[Any, Any, str]] = {
     "the structure": ((X, X), [X, X], "structure"),
     "a number": ((X, 1), (X, 2), r"output\[1\]: is 2, not 1"),
     "the type of a number": ((X, 1), (X, 1.0), r"output\[1\]: is 1.0, not 1"),
+    "an answer where the other raises": (X, nn.Linear(9, 9), "output: raised RuntimeError: mat1"),
     "what it leaves in its input": (Forward("x.add_(1.0)"), Forward("x + 1.0"), r"input\[0\]\[0\]"),
     "a number beside NaN": (NAN, NAN + 1, "relative error"),
     "a NaN for a number": (NAN, NAN.nan_to_num(0.5), "inf"),

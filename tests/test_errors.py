@@ -32,7 +32,7 @@ UNUSED = Forward("m.no_work_is_done")  # a call of it would be another error
 OVERFLOWS = Forward("y = x.byte(); y[x < 9] = 256; return y").eval()  # no shape tells
 BAD = {
     "optimize(model=torch.relu)": NO_MODULE,
-    "optimize(model=nn.ReLU)": "already constructed",
+    "optimize(model=nn.ReLU)": "pass one, constructed",
     "optimizer.check(UNUSED, torch.relu, X)": NO_MODULE,
     "optimizer.check(torch.relu, UNUSED, X)": NO_MODULE,
     "optimizer.capture(torch.relu, X)": NO_MODULE,
@@ -51,8 +51,8 @@ BAD = {
     "optimize(X, UNUSED, level=2, cuda_graph='no')": "cuda_graph is 'no': pass True or False",
     "optimize(X, UNUSED, level=2, error_budget=0.5)": "error_budget=0.5 is for a precision",
     "optimize(X, UNUSED, precision=['bf16'], level=3)": "precision=['bf16'] does not exist",
-    "optimize(X, UNUSED, level=3)": "level=3 goes with precision=",
-    "optimize(X, UNUSED, level=2, precision='bf16')": "level=3 goes with precision=",
+    "optimize(X, UNUSED, level=3)": "level=3 and precision=",
+    "optimize(X, UNUSED, level=2, precision='bf16')": "level=3 and precision=",
     "optimize(X, UNUSED, level=3, precision='bf16', error_budget=0)": "error_budget is 0",
     "optimize(X, UNUSED, level=2, tune_seconds=-1)": "tune_seconds",
     "optimize(X, UNUSED, level=2, tune_seconds=torch.nan)": "tune_seconds",

@@ -98,7 +98,7 @@ def folded_then(text):
 OUTPUTS = """
     y.to_sparse(); y[0, 0].to_sparse_csr(); torch.quantize_per_tensor(y, 0.1, 0, torch.quint8);
     y.to_mkldnn(); torch.fft.fft(y.double()).conj(); y.detach().numpy(); (y, y.sum().item());
-    (y, math.nan)
+    (y, math.nan); (y[0].float() @ y[0]).double()
 """
 
 

@@ -145,10 +145,7 @@ def as_call(example_inputs: ExampleInputs) -> Call:
 def require_module(model: object) -> nn.Module:
     """Return `model`; raise an InputError unless it is a module whose tensors hold data."""
     if not isinstance(model, nn.Module):
-        raise InputError(
-            f"model is of type {type(model).__name__}, no torch.nn.Module: pass the module itself,"
-            " already constructed."
-        )
+        raise InputError(f"model is {type(model)}, no torch.nn.Module: pass one, constructed.")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
             raise InputError(f"'{name}' is on the meta device: first load the model's weights.")
@@ -185,7 +182,5 @@ def require_writable(name: str, path: str | os.PathLike[str]) -> Path:
 def require_graph(module: object) -> fx.Graph:
     """Return the graph of a captured module; raise an InputError unless it is one."""
     if not isinstance(module, fx.GraphModule):
-        raise InputError(
-            f"module is of type {type(module).__name__}, no graph: pass optimizer.capture(model)."
-        )
+        raise InputError(f"{type(module).__name__} is no graph: pass optimizer.capture(model).")
     return module.graph

@@ -342,8 +342,7 @@ class Unchanged(_Result):
     def _require_copy(self) -> None:
         if "model" not in self._modules:
             raise InputError(
-                "the model cannot be copied, and this calls the one that was given: change that"
-                " one, and optimize it again."
+                "the model cannot be copied, so this calls the one that was given: change that one."
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

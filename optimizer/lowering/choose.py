@@ -145,10 +145,7 @@ class Tuning(NamedTuple):
         require_seconds(self.tune_seconds)
         require_flags(cuda_graph=self.cuda_graph)
         if (self.reduced is None) is (level == REDUCED):
-            raise InputError(
-                "level=3 goes with precision='bf16', 'fp16' or 'int8', and each of these with"
-                " level=3."
-            )
+            raise InputError("level=3 and precision='bf16', 'fp16' or 'int8' go together only.")
         return self._replace(engines=engines_named(self.engines) if level >= LOWERED else ())
 
     @property

@@ -260,7 +260,8 @@ def _worse(
     try:
         double = structural_copy(model).double()
         wide = call.map(lambda each: each.double() if each.is_floating_point() else each.clone())
-        truth, _ = leaves_of(answer(double, wide, random=False).output)
+        with _Widened():  # type: ignore[no-untyped-call]
+            truth, _ = leaves_of(answer(double, wide, random=False).output)
         return [each for each in parts if not _as_good(each, truth)]
     except Exception:  # whatever a user's forward raises
         return parts
@@ -274,6 +275,14 @@ def _as_good(part: Difference, truth: Mapping[str, Any]) -> bool:
     else:
         old, new = (relative_error(true, each) for each in (part.old, part.new))
     return new <= _WORSE_THAN_EAGER * old < math.inf
+
+
+class _Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Compute in float64 where a forward names a narrower dtype."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = {name: torch.float64 if v in BOUNDS else v for name, v in (kwargs or {}).items()}
+        return func(*args, **wide)
 
 
 aten = torch.ops.aten

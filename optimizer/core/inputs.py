@@ -132,8 +132,7 @@ def as_call(example_inputs: ExampleInputs) -> Call:
         call = Call((), dict(example_inputs))
     else:
         raise InputError(
-            f"example_inputs is of type {type(example_inputs).__name__}: pass a tensor, a tuple of"
-            " positional arguments, or a mapping of keyword arguments by name."
+            f"pass a tensor, a tuple or keyword arguments by name, and no {type(example_inputs)}."
         )
     if any(tensor.is_meta for tensor in tensors_in(call)):
         raise InputError("an example input is on the meta device: pass a tensor that holds data.")

@@ -170,8 +170,7 @@ class Prepared(_Result):
         """Refuse, with an InputError, to be trained: what was prepared would stay as it is."""
         if requires_grad:
             raise InputError(
-                "the weights of this module are constants: train the original model and refit this"
-                " one, or optimize it with level=1."
+                "its weights are constants: train the original, and refit this or use level=1."
             )
         return super().requires_grad_(False)
 
@@ -226,8 +225,7 @@ class OptimizedModule(_Result, fx.GraphModule):
             reason = f" ({error})"
         if not isinstance(recipe, Recipe):
             raise InputError(
-                "the original model is not known here: load the checkpoint into it and optimize it"
-                f" again{reason}."
+                f"the original model is not known here{reason}: load it there and optimize again."
             )
         model = loaded(_copy_on(recipe.model, recipe.devices), state_dict)
         inputs = recipe.example_inputs() if example_inputs is None else example_inputs

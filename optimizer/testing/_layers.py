@@ -7,6 +7,7 @@ from optimizer.testing._machine import Emit, Machine, Value
 from optimizer.testing._words import CALL, KEYWORD, Word, by_rank, layer
 
 MATRIX_PRODUCT = "{v} @ self.{m}.weight + self.{m}.bias"
+NORM = "F.batch_norm({v}, self.{m}.running_mean, self.{m}.running_var, "
 ADDMM = "torch.addmm(self.{m}.bias, {v}, self.{m}.weight.t()%s)"
 
 
@@ -146,6 +147,7 @@ NORMS: dict[str, Word] = {
     "bn_train": batchnorm(training=True),
     "bn_train_mean": batchnorm(", eps=0.5, momentum=None", training=True),
     "bn_kw": batchnorm(", eps=0.125", KEYWORD),
+    "bn_F": batchnorm(call=NORM + "self.{m}.weight, eps=self.{m}.eps)"),
     "layernorm": "nn.LayerNorm({last}, eps=0.5)",
     "layernorm_plain": "nn.LayerNorm({last}, elementwise_affine=False)",
     "rmsnorm": "nn.RMSNorm({last}, eps=0.5)",
@@ -206,15 +208,8 @@ RARE_LAYERS: dict[str, Word] = {
     "addmm_scaled": linear(ADDMM % ", alpha=2.0, beta=0.5", ranks=(2,)),
     "addmm_number": addmm_other("1"),
     "addmm_row": addmm_other("1, {last}"),
-    "bn_F_train_bare": batchnorm(
-        call="F.batch_norm({v}, self.{m}.running_mean, self.{m}.running_var, training=True)",
-        training=True,
-    ),
-    "bn_F_by_size": batchnorm(
-        call="F.batch_norm({v}, self.{m}.running_mean, self.{m}.running_var,"
-        " training={v}.shape[0] > 4)",
-        training=True,
-    ),
+    "bn_F_train_bare": batchnorm(call=NORM + "training=True)", training=True),
+    "bn_F_by_size": batchnorm(call=NORM + "training={v}.shape[0] > 4)", training=True),
 }
 
 _LITERAL = "{n} = torch.tensor([0.5, 2.0]); "

@@ -64,7 +64,7 @@ MOTIFS: dict[str, Motif] = {
         dup scale swap offset add; conv again bn; dup conv bn swap again again add; dup conv swap
         again bn swap bn_eighth add; dup conv swap again scale swap scale add; dup conv swap conv
         again; linear flatten halve; conv dup bn reshape_as; max_pool avg_pool_ceil conv bn
-        adaptive_avg_F
+        adaptive_avg_F; dup conv rsub swap again lower add; linear rows dup bn add
         """,
     ),
     "fold_affine_forward": _motif(
@@ -223,7 +223,8 @@ MOTIFS: dict[str, Motif] = {
         relu cycle_back; cycle relu cycle halve cycle; unsqueeze t01 relu t01; t01 softmax_first
         t01; t12 softmax_last t12; cycle relu_F_inplace cycle_back; dup t01 relu_F_inplace t01
         add; t01 relu_statement t01; t01_of_two_ranks; T_of_row_and_column; t01_of_one_row; t12
-        flip t12; dup t_ends swap movedim add t_ends; dup tanh swap t01 tanh cycle
+        flip t12; dup t_ends swap movedim add t_ends; dup tanh swap t01 tanh cycle; t01
+        prelu_channels t01
         """,
     ),
 }

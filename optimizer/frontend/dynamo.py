@@ -312,7 +312,7 @@ class GuardedModule(Prepared):
             example_inputs: a tensor, a tuple of positional, or a mapping of keyword arguments.
 
         Raises:
-            InputError: `example_inputs` has no use, or the model rejects it.
+            InputError: `example_inputs` has no use, or a call with it raises.
         """
         call, count = as_call(example_inputs).copied(), len(self._reports)
         tensors = (*self.model.parameters(), *held_tensors(self.model))
@@ -320,7 +320,7 @@ class GuardedModule(Prepared):
             try:
                 self(*call.args, **call.kwargs)
             except Exception as error:  # whatever a user's forward raises
-                raise InputError(f"the model rejects these inputs: {error}") from error
+                raise InputError(f"the model cannot be called so: {error}") from error
         return tuple(choice for report in self._reports[count:] for choice in report.choices)
 
     def _forget(self) -> None:

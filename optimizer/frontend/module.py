@@ -225,7 +225,7 @@ class OptimizedModule(_Result, fx.GraphModule):
             reason = f" ({error})"
         if not isinstance(recipe, Recipe):
             raise InputError(
-                f"the original model is not known here{reason}: load it there and optimize again."
+                f"the original is not known here{reason}: load the weights there and optimize it."
             )
         model = loaded(_copy_on(recipe.model, recipe.devices), state_dict)
         inputs = recipe.example_inputs() if example_inputs is None else example_inputs

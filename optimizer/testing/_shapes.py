@@ -156,6 +156,7 @@ ASSIGNMENTS: dict[str, Word] = {
     "mask_rows": "{v}[{v}[..., 0] > 0] = 0.0;",
     "mask_gather": "{v}[{v} > 1] = {b}[{v} > 1];",
     "mask_fill": "{v}.masked_fill_({v} > 0, 0.5);",
+    "mask_fill_row": "{v}.masked_fill_({v}[0] > 0, 0.5);",
     "mask_add": "{v}[{v} > 0] += 1.0;",
     "mask_scale": "{v}[{v} > 0] *= 2.0;",
     "mask_rows_add": "{v}[{v}[..., 0] > 0] += 1.0;",

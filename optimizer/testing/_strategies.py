@@ -193,10 +193,10 @@ def swarm(focus: str | None, number: int) -> list[str]:
         return [each for each in kept if random.random() < 0.5] or kept[:1]
 
     def another(program: list[str]) -> list[str]:
-        """The same with another word in the place of one, often of its kin."""
+        """The same with a word of its kin in the place of one."""
         place = random.randrange(max(1, len(program)))
-        others = random.choice([own, planted, *[kin(each) for each in program[place : place + 1]]])
-        return [*program[:place], random.choice(others), *program[place + 1 :]]
+        others = [random.choice(kin(each)) for each in program[place : place + 1]]
+        return [*program[:place], *others, *program[place + 1 :]]
 
     def changed(program: list[str]) -> list[str]:
         """The same with one word more, with another one, or with something else around a part."""
@@ -208,7 +208,7 @@ def swarm(focus: str | None, number: int) -> list[str]:
         held = " ".join(random.choices(HELD, k=random.choice((1, 2)))).split()
         return random.choice(
             [
-                *[[*before, word, *program[start:]], another(program)] * 2,
+                *[[*before, word, *program[start:]], another(program), another(program)] * 2,
                 [*before, "dup", *part, "swap", *deed, "swap", *after],
                 [*before, "dup", *part, "swap", *deed, *second, join, *after],
                 [*before, "dup", *part, "swap", *second, join, *after],

@@ -120,6 +120,7 @@ ARITHMETIC: dict[str, Word] = {
     "add_method": "{w}.add({v})",
     "swish_gate": "{w} * torch.sigmoid({v})",
     "attention_scaled": "F.softmax(({v} * 0.5) @ {v}.mT, dim=-1) @ {v}",
+    "attention_scaled_twice": "F.softmax(({v} * 0.5) @ {v}.mT / 4, dim=-1) @ {v}",
     "attention_narrow": in_four(
         "{v} + F.softmax({v} @ {v}.mT, dim=-1, dtype=torch.float32) @ {v}.float()"
     ),

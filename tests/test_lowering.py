@@ -201,7 +201,7 @@ def test_what_changes_a_module_is_seen_and_a_copy_is_another(change, is_lowered,
     assert not torch.equal(expected.float(), before)
     assert other is fast or torch.equal(fast(x), before)
     assert not any(each.requires_grad for each in other.requires_grad_(False).parameters())
-    with pytest.raises(InputError, match="train the original model and refit"):
+    with pytest.raises(InputError, match="train the original, and refit"):
         other.requires_grad_()
 
 

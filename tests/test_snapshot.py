@@ -329,7 +329,7 @@ def test_a_loaded_model_without_the_originals_code_says_what_to_do():
     again = pickle.loads(pickle.dumps(fast))
 
     assert torch.equal(again(X), fast(X))
-    with pytest.raises(InputError, match="optimize it again"):
+    with pytest.raises(InputError, match="load the weights there and optimize it"):
         again.refit({})
 
 

@@ -129,7 +129,6 @@ LAYERS: dict[str, Word] = {
         "nn.Sequential(nn.Linear({c}, {c}), nn.BatchNorm1d({c}, eps=0.5), nn.ReLU())",
         "nn.Sequential(nn.Conv{d}d({c}, {c}, 1), nn.BatchNorm{d}d({c}, eps=0.5), nn.ReLU())",
     ),
-    "linear_in": layer("nn.ModuleDict({'in': nn.Linear({last}, {last})})", "self.{m}['in']({v})"),
     "linear_mm": linear("torch.mm({v}, self.{m}.weight.t()) + self.{m}.bias", ranks=(2,)),
     "linear_mm_method": linear("{v}.mm(self.{m}.weight.t()) + self.{m}.bias", ranks=(2,)),
     "linear_matmul_method": linear("{v}.matmul(self.{m}.weight.t()) + self.{m}.bias"),

@@ -244,15 +244,15 @@ def test_a_call_that_dynamo_fails_at_is_the_last_that_it_records(split):
     assert "Dynamo failed" in str(fast.report)
 
 
-@pytest.mark.parametrize(("channels", "graphs"), [(3, 3), (4, 2)])
+@pytest.mark.parametrize(("channels", "graphs"), [(3, 8), (4, 2)])
 def test_each_size_of_an_image_is_recorded_for_itself(channels, graphs):
-    """With symbols for it, Dynamo takes minutes to record a Swin."""
+    """With symbols, Dynamo takes minutes for a Swin. A ninth is left unmarked."""
     forward = "x * more[0].mean() + more[0].shape[-1]"
-    images = [torch.ones(1, channels, size, size) for size in (8, 6, 5)]
+    images = [torch.ones(1, channels, size, size) for size in range(8, 18)]
     fast = optimizer.optimize(running(forward), (ROWS, images[0]), level=1, **FAST)
     for image in images:
         assert_same(running(forward)(ROWS, image), fast(ROWS, image))
-    assert recordings(fast) == graphs
+    assert (recordings(fast), vars(image)) == (graphs, {})
 
 
 def test_threads_may_call_one_result_at_once():

@@ -258,7 +258,6 @@ def holding(forward):
 def test_an_overload_has_the_same_answer(text):
     model = holding(text)
     fast = optimizer.optimize(model, X, level=1)
-
     torch.testing.assert_close(fast(X), model(X))
     assert fast.report.front_end == "symbolic"
 
@@ -270,6 +269,8 @@ def test_an_overload_has_the_same_answer(text):
 def test_what_cannot_be_recorded_is_told(reason, forward):
     with pytest.raises(optimizer.CaptureError, match=reason):
         optimizer.capture(Forward(forward))
+    with pytest.raises(optimizer.CaptureError, match="cannot be copied"):
+        optimizer.check(Forward("x"), Forward("x", held=(row for row in X)), X)
 
 
 def test_a_pattern_may_read_a_parameter_and_what_stands_instead_brings_its_own():
@@ -281,7 +282,6 @@ def test_a_pattern_may_read_a_parameter_and_what_stands_instead_brings_its_own()
     with torch.no_grad():
         module.weight.mul_(2)
         expected = module.weight * shifted.linear(X) + shifted.row
-
     torch.testing.assert_close(replace_pattern(module, relu, shifted)(X), expected)
 
 

@@ -177,6 +177,7 @@ BEFORE: dict[Any, str] = {
     Forward("(m.layer((y := x - 0.5) * m.c), y)", layer=valid(3), c=torch.rand(4, 1, 1));
     before("x * c", up(4, 6, 3, stride=2, groups=2), 1, 4, 1, 1)""",
     (WIDE, 2, GRAY): 'before("(x - 0.485) / c", valid(3), 4, 1, 1)',
+    ((2, 4, 6), 1, (2, 1, 6)): 'nn.Linear(6, 8), before("x * c", nn.Conv1d(4, 5, 3), 4, 1)',
     (WIDE[1:], 1, GRAY[1:]): 'before("x * c", valid(3), 4, 1, 1)',
     (GRAY, 1, WIDE): 'before("x * c * c", valid(3), 4, 1, 1)',
     # a BatchNorm of no elements takes any channels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -34,6 +35,21 @@ def project(folder, **suite):
         (folder / package / "__init__.py").touch()
     (folder / ".gitignore").write_text(".asv\n__pycache__\nresults\n*.tried\n")
     return folder
+
+
+def installed_by_pip(source, folder):
+    """Return the folder that pip installed a package in, alone."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(folder), str(source)], check=True)
+    return folder
+
+
+def declared(folder, entry_points):
+    """Write what an installed package without code, that declares such entry points, leaves."""
+    about = folder / "elsewhere-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(entry_points)
 
 
 def wait_for(condition, seconds=90):

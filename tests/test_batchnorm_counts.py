@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from typing import Any
 
@@ -39,9 +40,7 @@ SHAPES = {"torchvision r3d_18": (1, 3, 4, 32, 32), "torchvision maxvit_t": (1, 3
 def load(name: str, **settings: Any) -> nn.Module:
     library, _, model = name.partition(" ")
     if library == "timm":
-        import timm
-
-        built: nn.Module = timm.create_model(model)
+        built: nn.Module = importlib.import_module("timm").create_model(model)
     else:
         built = import_torchvision().models.get_model(model, weights=None, **settings)
     randomize(built, torch.Generator().manual_seed(0))

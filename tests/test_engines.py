@@ -131,6 +131,27 @@ def test_onnx_runtime_gives_the_models_answer():
     assert_gives_the_answer("onnxruntime", *OF_OPENVINO["attention under a mask"])
 
 
+# How many products are large, and are read inside alone.
+APART = {
+    "m.layer(x)": {(64, 384): 0}, "F.gelu(x @ m.layer.weight.t())": {(64, 384): 1},
+    "F.gelu(m.layer(x))": {(2, 32, 384): 1, (63, 384): 0, (64, 383): 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", APART)
+def test_without_avx_512_openvino_fuses_nothing_into_a_large_product(text, monkeypatch):
+    for name, (shape, large) in itertools.product(("AVX2", "AVX512"), APART[text].items()):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=name: name)
+        model, x = over(text, layer=nn.Linear(shape[-1], 16)), image(*shape)
+        fast = lowered(model, x, "openvino", only=(), tune_seconds=0)
+        [run] = filter(isfunction, vars(plan_of(fast, x).func.program).values())
+        for _ in range(3):
+            run = getclosurevars(run).nonlocals["run"]
+        made = getclosurevars(run).nonlocals["compiled"]
+        assert len(made.outputs) == 1 + large * (name == "AVX2")
+        assert_close(fast(x), model(x))
+
+
 def assert_gives_the_answer(engine, model, x):
     fast = lowered(model, x, engine, only=(), tune_seconds=0)
 

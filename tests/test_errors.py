@@ -36,7 +36,7 @@ BAD = {
     "optimizer.check(UNUSED, torch.relu, X)": NO_MODULE,
     "optimizer.check(torch.relu, UNUSED, X)": NO_MODULE,
     "optimizer.capture(torch.relu, X)": NO_MODULE,
-    "optimize(3, UNUSED)": "arguments by name, and no <class 'int'>",
+    "optimize(3, UNUSED)": "arguments by name, and no int",
     "optimize({1: X}, UNUSED)": "keyword arguments by name",
     "optimize(WIDE)": REJECTS,
     "optimize(WIDE, check=None)": REJECTS,

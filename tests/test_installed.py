@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository import table
+from tests.repository import installed_by_pip, table
 
 pytestmark = pytest.mark.integration
 
@@ -25,14 +25,10 @@ MODELS_OF_THE_USER = {
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that pip installed a copy of the checkout in."""
-    folder = tmp_path_factory.mktemp("installed")
-    copied = folder / "checkout"
-    copied.mkdir()
+    copied = tmp_path_factory.mktemp("checkout")
     for name in ("optimizer", "models", "pyproject.toml", "README.md", "LICENSE"):
         (copied / name).symlink_to(ROOT / name)
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--quiet"]
-    subprocess.run([*pip, "--target", str(folder / "packages"), str(copied)], check=True)
-    return folder / "packages"
+    return installed_by_pip(copied, tmp_path_factory.mktemp("packages"))
 
 
 def ran(*arguments: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:

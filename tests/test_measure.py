@@ -102,7 +102,7 @@ def test_nothing_is_left_behind_where_the_model_rejects_its_inputs():
     assert gradients == [False]
 
 
-REJECTED = "the Forward rejects the example inputs (ValueError: invalid literal"
+REJECTED = "the Forward rejects these example inputs (ValueError: invalid literal"
 
 
 @table(

@@ -56,6 +56,5 @@ def calls(model: nn.Module) -> int:
 @pytest.mark.parametrize("name", [*STEPS, *LISTS])
 def test_four_times_the_nodes_are_four_times_the_work(name: str) -> None:
     calls(repeated(name, 1))  # what is made ready once
-
     few, many = (calls(repeated(name, times)) for times in (40, 160))
     assert many < 4.15 * few  # counted, it is at most 3.98

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from benchmarks import subjects
 from benchmarks.peers._process import worker
 from benchmarks.subjects import HUNTED, PEER, VARIANT, all_subjects, named, names
 from tests.quality import hunt
-from tests.repository import table
+from tests.repository import declared, installed_by_pip, table
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,10 +21,7 @@ ROOT = Path(__file__).parents[1]
 def installed(tmp_path_factory):
     """The folder that pip put the example of docs/own_subject into."""
     source = shutil.copytree(ROOT / "docs" / "own_subject", tmp_path_factory.mktemp("a") / "source")
-    folder = tmp_path_factory.mktemp("site")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--target", str(folder), str(source)], check=True)
-    return folder
+    return installed_by_pip(source, tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture
@@ -64,10 +59,7 @@ class TestThePackageOfTheDocs:
     ("fx_fuse = somewhere:subject", all_subjects, "two subjects named 'fx_fuse': rename some"),
 )  # fmt: skip
 def test_what_a_package_declares_wrong_names_it(line, ask, said, tmp_path, monkeypatch):
-    info = tmp_path / "elsewhere-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{subjects.GROUP}]\n{line}\n")
+    declared(tmp_path, f"[{subjects.GROUP}]\n{line}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=said):
         ask()

@@ -255,7 +255,7 @@ REFUSED = {
     "decompose(g, {nn.ReLU: lambda x: torch.relu(x) + 0})": "never end",
     "decompose(g, {nn.ReLU: two_values})": "one value",
     "decompose(g, {nn.ReLU: lambda x: x if x.sum() > 0 else -x})": "the rule for F.relu",
-    "replace_pattern(g, PAIR, A_CONV)": "has no 'bn'",
+    "replace_pattern(g, PAIR, A_CONV)": "the weights of 'bn'",
     "replace_pattern(g, *LAYERS)": "'1' is a Conv2d in the pattern",
     "replace_pattern(g, PAIR, lambda norm: None)": "'norm'",
     "replace_pattern(g, two_values, torch.neg)": "one value",

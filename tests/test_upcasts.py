@@ -17,6 +17,7 @@ import optimizer
 from tests import level_2
 from tests.internals import tensors_in
 
+pytestmark = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 NAMES = ["simple_mlp", "simple_cnn", "resnet_block", "linear_bn_relu_100", "tiny_convnet"]
 
 
@@ -25,8 +26,7 @@ class Wide(TorchDispatchMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype = dtype
-        self.found: Counter[str] = Counter()
+        self.dtype, self.found = dtype, Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -42,33 +42,24 @@ def wide(run: Callable[..., Any], inputs: Sequence[Any], dtype: torch.dtype) -> 
 
 
 @pytest.fixture(params=NAMES)
-def workload(request: pytest.FixtureRequest) -> models.Workload:
-    return models.load(request.param)
+def loaded(request: pytest.FixtureRequest, dtype: torch.dtype) -> tuple[nn.Module, tuple[Any, ...]]:
+    workload = models.load(request.param)
+    return workload.module.to(dtype), tuple(each.to(dtype) for each in workload.example_inputs)
 
 
-def in_dtype(
-    workload: models.Workload, dtype: torch.dtype
-) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    inputs = workload.example_inputs
-    given = tuple(each.to(dtype) if each.is_floating_point() else each for each in inputs)
-    return workload.module.to(dtype), given
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_of_rewrites(workload: models.Workload, dtype: torch.dtype) -> None:
-    model, inputs = in_dtype(workload, dtype)
+def test_of_rewrites(loaded: Any, dtype: torch.dtype) -> None:
+    model, inputs = loaded
     fast = optimizer.optimize(model, inputs, check=None, level=1)
 
     assert wide(fast, inputs, dtype) <= wide(model, inputs, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_of_what_runs_on_a_gpu(
-    workload: models.Workload, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    loaded: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     level_2.fake_gpu(monkeypatch)
     level_2.racing(monkeypatch, level_2.last_wins)
-    model, inputs = in_dtype(workload, dtype)
+    model, inputs = loaded
     fast = level_2.lowered(model, *inputs, check=None, cuda_graph=False)
     plan = level_2.plan_of(fast, *inputs)
 
@@ -77,9 +68,7 @@ def test_of_what_runs_on_a_gpu(
     assert wide(plan or partial(fast, *inputs), (), dtype) <= wide(model, inputs, dtype)
 
 
-def test_an_upcast_is_seen() -> None:
-    x = torch.ones(3, dtype=torch.float16)
+def test_an_upcast_is_seen(dtype: torch.dtype) -> None:
+    seen = wide(lambda x: x.float().to(dtype), (torch.ones(3, dtype=dtype),), dtype)
 
-    assert wide(lambda x: x.float().half(), (x,), x.dtype) == {
-        "aten._to_copy.default torch.float32": 1
-    }
+    assert seen == {"aten._to_copy.default torch.float32": 1}

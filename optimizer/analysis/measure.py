@@ -20,7 +20,7 @@ from torch import nn
 
 from optimizer.core.context import forked_rng, undisturbed
 from optimizer.core.device import Device, device_of
-from optimizer.core.errors import InputError
+from optimizer.core.errors import REJECTED, InputError, raised_as
 from optimizer.core.inputs import Call, ExampleInputs, as_call, require_module, tensors_in
 
 _WARMUP = 3
@@ -158,14 +158,8 @@ def _rounds(
         for module in modules:
             for _ in range(warmup):
                 args, kwargs = call.copied()
-                try:
+                with raised_as(InputError, REJECTED.format(type(module).__name__)):
                     module(*args, **kwargs)
-                except Exception as error:
-                    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                    raise InputError(
-                        f"the {type(module).__name__} rejects the example inputs ({reason}):"
-                        " pass inputs that it can be called with."
-                    ) from error
         times = [[_timed(modules[i], call, device) for i in order] for _ in range(rounds)]
         measurements = []
         for number, module in enumerate(modules):

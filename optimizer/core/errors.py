@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class OptimizerError(Exception):
     """Base of every error this package raises on purpose, with one line for a message."""
@@ -36,6 +39,21 @@ class OptimizerWarning(UserWarning):
 
 class Refused(Exception):  # noqa: N818 - a remark in the report, not an error
     """A rewrite, a recording or a plan would not be safe here; the message says why."""
+
+
+REJECTED = "the {} rejects these example inputs ({{}}): pass inputs that it can be called with."
+
+
+@contextmanager
+def raised_as(kind: type[OptimizerError], message: str) -> Iterator[None]:
+    """Raise what a user's code raises as an error of this kind, with it in the message."""
+    try:
+        yield
+    except OptimizerError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
+        raise kind(message.format(reason)) from error
 
 
 def require(condition: bool, reason: str) -> None:

@@ -131,9 +131,8 @@ def as_call(example_inputs: ExampleInputs) -> Call:
     elif isinstance(example_inputs, Mapping) and all(isinstance(k, str) for k in example_inputs):
         call = Call((), dict(example_inputs))
     else:
-        raise InputError(
-            f"pass a tensor, a tuple or keyword arguments by name, and no {type(example_inputs)}."
-        )
+        kind = type(example_inputs).__name__
+        raise InputError(f"pass a tensor, a tuple or keyword arguments by name, and no {kind}.")
     if any(tensor.is_meta for tensor in tensors_in(call)):
         raise InputError("an example input is on the meta device: pass a tensor that holds data.")
     if any(isinstance(leaf, Iterator) for leaf in pytree.tree_leaves(call)):

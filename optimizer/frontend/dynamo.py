@@ -25,7 +25,7 @@ from torch.overrides import get_testing_overrides
 
 from optimizer.core.context import forked_rng, is_tracing, is_watched, undisturbed
 from optimizer.core.copy import held_tensors, is_ordinary, on_storage, structural_copy
-from optimizer.core.errors import CaptureError, InputError, require
+from optimizer.core.errors import CaptureError, InputError, raised_as, require
 from optimizer.core.inputs import Call, ExampleInputs, as_call, hides_tensors, tensors_in
 from optimizer.core.node import has_global_hooks, hold, line_of, reason_of
 from optimizer.core.ops import FACTORIES
@@ -316,11 +316,9 @@ class GuardedModule(Prepared):
         """
         call, count = as_call(example_inputs).copied(), len(self._reports)
         tensors = (*self.model.parameters(), *held_tensors(self.model))
-        with restored(Outside(self.model), *tensors), forked_rng(), torch.no_grad():
-            try:
-                self(*call.args, **call.kwargs)
-            except Exception as error:  # whatever a user's forward raises
-                raise InputError(f"the model cannot be called so: {error}") from error
+        rejected = raised_as(InputError, "the model cannot be called so: {}")
+        with restored(Outside(self.model), *tensors), forked_rng(), torch.no_grad(), rejected:
+            self(*call.args, **call.kwargs)
         return tuple(choice for report in self._reports[count:] for choice in report.choices)
 
     def _forget(self) -> None:

@@ -112,10 +112,8 @@ class _Result(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         keys = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
         if keys and keys != set(self.state_dict()):
-            raise InputError(
-                "this is no checkpoint of the optimized model, whose layers are not those of the"
-                " original: pass one of the original model to refit(state_dict)."
-            )
+            other = "a checkpoint of the original, or of a model with other layers"
+            raise InputError(f"this is {other}: pass one of the original to refit(state_dict).")
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -169,9 +167,7 @@ class Prepared(_Result):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Refuse, with an InputError, to be trained: what was prepared would stay as it is."""
         if requires_grad:
-            raise InputError(
-                "its weights are constants: train the original, and refit this or use level=1."
-            )
+            raise InputError("weights are constants: train the original, and refit or use level=1.")
         return super().requires_grad_(False)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -224,9 +220,8 @@ class OptimizedModule(_Result, fx.GraphModule):
         except Exception as error:  # whatever importing a user's module raises
             reason = f" ({error})"
         if not isinstance(recipe, Recipe):
-            raise InputError(
-                f"the original is not known here{reason}: load the weights there and optimize it."
-            )
+            advice = "load the weights there and optimize it"
+            raise InputError(f"the original is not known here{reason}: {advice}.")
         model = loaded(_copy_on(recipe.model, recipe.devices), state_dict)
         inputs = recipe.example_inputs() if example_inputs is None else example_inputs
         check = None if example_inputs is None else "final"
@@ -339,9 +334,7 @@ class Unchanged(_Result):
 
     def _require_copy(self) -> None:
         if "model" not in self._modules:
-            raise InputError(
-                "the model cannot be copied, so this calls the one that was given: change that one."
-            )
+            raise InputError("the model cannot be copied, so this calls it: change that one.")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""

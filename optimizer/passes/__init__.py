@@ -61,10 +61,8 @@ def select(
 ) -> tuple[Pass, ...]:
     """Return the passes that `optimize` runs, or raise InputError or PassError of what is none."""
     if type(level) is not int or level not in range(REDUCED + 1):
-        raise InputError(
-            f"level {level!r} does not exist: use 0 (the same bits), 1 (up to rounding), 2"
-            " (with kernels of the device) or 3 (in a lower precision)."
-        )
+        kinds = "0 (the same bits), 1 (up to rounding), 2 (kernels) or 3 (lower precision)"
+        raise InputError(f"level {level!r} does not exist: use {kinds}.")
     listed = all_passes() if only is None else _listed("only", only)
     selected = [each if isinstance(each, Pass) else _by_name(each) for each in listed]
     disabled = {_by_name(name).name for name in _listed("disable", disable)}

@@ -218,20 +218,16 @@ def _by_graph(wanted: fx.GraphModule, part: fx.GraphModule) -> Build:
 
 def _kept_paths(wanted: fx.GraphModule, part: fx.GraphModule) -> set[str]:
     """Return the paths of the pattern that the replacement has too."""
+    names = ", ".join(sorted(paths_of(wanted)))
     for path in sorted(paths_of(wanted)):
         theirs = attribute(wanted, path)
         if path not in paths_of(part):
             if not isinstance(theirs, nn.Module) or theirs.state_dict():
-                raise InputError(
-                    f"the replacement has no '{path}', whose weights would be lost: pass a"
-                    f" function of {', '.join(sorted(paths_of(wanted)))} that returns the module"
-                    " to call."
-                )
+                advice = f"pass a function of {names} that returns the module to call."
+                raise InputError(f"the replacement loses the weights of '{path}': {advice}")
         elif type(attribute(part, path)) is not type(theirs):
-            raise InputError(
-                f"'{path}' is a {type(theirs).__name__} in the pattern and none in the"
-                " replacement: pass a function that makes one of the other."
-            )
+            advice = "pass a function that makes one of the other."
+            raise InputError(f"'{path}' is a {type(theirs).__name__} in the pattern only: {advice}")
     return paths_of(wanted) & paths_of(part)
 
 

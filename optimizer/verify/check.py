@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from optimizer.core.context import forked_rng, undisturbed
 from optimizer.core.copy import structural_copy
-from optimizer.core.errors import CaptureError, EquivalenceError, OptimizerError, OptimizerWarning
+from optimizer.core.errors import CaptureError, EquivalenceError, OptimizerWarning, raised_as
 from optimizer.core.inputs import Call, ExampleInputs, as_call, map_tensors, require_module
 from optimizer.core.node import arg, clean, describe, run_nodes
 from optimizer.core.report import Rewrite
@@ -59,13 +59,8 @@ def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> N
         expected = oracle.reference(model, call, is_pure=pure, random=not pure)
         for remark in oracle.incomparable(expected.output):
             warnings.warn(f"output{remark}", OptimizerWarning, stacklevel=2)
-        try:
+        with raised_as(EquivalenceError, "output: raised {}."):
             actual = oracle.answer(fast, call, random=not pure)
-        except OptimizerError:
-            raise
-        except Exception as error:  # whatever a user's forward raises
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
-            raise EquivalenceError(f"output: raised {reason}.") from error
         if part := oracle.compare_answers(model, call, expected, actual, exact=False):
             message = str(part)
             if recorded is not None and isinstance(fast, fx.GraphModule):

@@ -1,7 +1,7 @@
 """Compare the answers of two modules, by an oracle that can tell rounding from a bug.
 
-The parts of an answer are compared by their places. An array is its elements, a sparse tensor its
-indices and values, a distribution or a dataclass its attributes. What has no parts and no equality
+The parts of an answer are compared by their places. An array or a sparse tensor
+is its elements, a distribution or a dataclass its attributes. What has no parts and no equality
 of its own, such as a generator or a function, cannot be compared.
 """
 
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer.core.context import forked_rng
 from optimizer.core.copy import is_ordinary, structural_copy
-from optimizer.core.errors import CaptureError, DeviceError, InputError
+from optimizer.core.errors import REJECTED, InputError, raised_as
 from optimizer.core.inputs import Call, is_size, tensors_in
 from optimizer.frontend.outside import Outside, restored
 
@@ -42,13 +42,6 @@ _ONE_OF_ITS_KIND = (
     type, type(None), type(...), enum.Enum, ModuleType, BuiltinFunctionType, torch.dtype,
     torch.layout, torch.memory_format, torch._ops.OpOverload,
 )  # fmt: skip
-_SPARSE = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
 
 
 @dataclass(frozen=True)
@@ -110,14 +103,8 @@ def answer(
 
 def reference(model: nn.Module, call: Call, **options: bool) -> Answer:
     """Return the model's `answer`; raise an `InputError` if it rejects the inputs."""
-    try:
+    with raised_as(InputError, REJECTED.format("model itself")):
         return answer(model, call, **options)
-    except (CaptureError, DeviceError):
-        raise
-    except Exception as error:  # whatever a user's forward raises
-        reason = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
-        message = f"the model itself rejects these example inputs ({reason})"
-        raise InputError(f"{message}: pass inputs that it can be called with.") from error
 
 
 def difference(expected: Answer, actual: Answer, *, exact: bool = False) -> Difference | None:
@@ -440,9 +427,6 @@ def _parts_of_tensor(tensor: torch.Tensor) -> dict[str, Any] | None:
     if tensor.is_nested:  # it may have no shape
         return {"layout": str(tensor.layout), "rows": list(tensor.unbind())}
     common = {"shape": tuple(tensor.shape), "layout": str(tensor.layout)}
-    if tensor.layout in _SPARSE:
-        whole = tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor
-        return common | {name: getattr(whole, name)() for name in _SPARSE[tensor.layout]}
     if tensor.is_quantized:
         return common | {"dtype": str(tensor.dtype), "values": tensor.dequantize()}
     if tensor.layout is not torch.strided:

@@ -91,7 +91,7 @@ def operations(graph: fx.GraphModule) -> Iterator[Any]:
 def produced(words: Iterable[str]) -> set[str]:
     """What words call on a shape of each rank: several stand in one program, each on its input."""
     shapes = {len(shape): shape for shape in reversed(SHAPES)}.values()
-    program = tuple(each for word in words for each in ("dup", "dup", word, "drop"))
+    program = tuple(" ".join(f"dup dup {word} turned drop drop" for word in words).split())
     graphs = [Spec(program, shape, entry="graph").build() for shape in shapes]
     return {key(each) for graph in graphs for each in operations(graph)}  # type: ignore[arg-type]
 

@@ -35,6 +35,8 @@ def as_graph(model: nn.Module) -> fx.GraphModule:
 class _Proxy(fx.Proxy):
     """Stands for a tensor; what is written to it, or to a view that is no call, is recorded."""
 
+    __array_priority__ = torch.Tensor.__array_priority__  # numpy's numbers leave products to it
+
     def __getattr__(self, name: str) -> Any:
         # Named tuples of results have these, which are methods of sparse tensors.
         if name not in ("values", "indices") and callable(getattr(torch.Tensor, name, None)):

@@ -6,9 +6,9 @@ from optimizer.testing._words import Word, by_rank, product
 
 
 def gathered(before: str = "", mask: str = "{n}", after: str = "", source: str = "{b}") -> Word:
-    """What `mask` chooses of `source`, written under mask `{n}` after `before`."""
+    """What `mask` chooses of `source`, and one more, written under mask `{n}` after `before`."""
     chosen = f"{{n}} = {{v}} > 0.5; {{n}}_chosen = {source}[{mask}]"
-    return f"{chosen}; {before}{{v}}[{{n}}] = {{n}}_chosen;{after}"
+    return f"{chosen}; {before}{{v}}[{{n}}] = {{n}}_chosen + 1.0;{after}"
 
 
 MATMUL = product("{w} @ {v}.mT")
@@ -156,7 +156,6 @@ ASSIGNMENTS: dict[str, Word] = {
     "mask_rows": "{v}[{v}[..., 0] > 0] = 0.0;",
     "mask_gather": "{v}[{v} > 1] = {b}[{v} > 1];",
     "mask_fill": "{v}.masked_fill_({v} > 0, 0.5);",
-    "mask_fill_row": "{v}.masked_fill_({v}[0] > 0, 0.5);",
     "mask_add": "{v}[{v} > 0] += 1.0;",
     "mask_scale": "{v}[{v} > 0] *= 2.0;",
     "mask_rows_add": "{v}[{v}[..., 0] > 0] += 1.0;",

@@ -21,24 +21,10 @@ from optimizer.testing.motifs import MOTIFS
 
 # Equal sizes turn crashes into silent errors, distinct ones show wrong shapes: both are needed.
 SHAPES: tuple[Shape, ...] = (
-    (2, 3),
-    (3, 3),
-    (2, 3, 3),
-    (4, 4, 4),
-    (2, 3, 5),
-    (2, 4, 4, 4),
-    (3, 3, 3, 3),
-    (2, 3, 5, 7),
-    (2, 2, 3, 3, 3),
-    (1, 4),
-    (0, 3),
-    (5,),
-    (7, 5),
-    (2, 1, 3),
-    (1, 1, 1, 1),
-    (2, 0, 3),
+    (2, 3), (3, 3), (2, 3, 3), (4, 4, 4), (2, 3, 5), (2, 4, 4, 4), (3, 3, 3, 3), (2, 3, 5, 7),
+    (2, 2, 3, 3, 3), (1, 4), (0, 3), (5,), (7, 5), (2, 1, 3), (1, 1, 1, 1), (2, 0, 3),
     (0, 4, 3, 3),
-)
+)  # fmt: skip
 
 # The vocabularies that a model without an alphabet of its own may be written in.
 SWARMS = range(1024)
@@ -46,6 +32,7 @@ SWARMS = range(1024)
 WRITES = (
     "idouble_statement", "write_read", "write_layer", "write_bias", "arg idouble_statement drop",
     "recall idouble_statement drop", "dup contiguous iview_statement drop", "out_weight",
+    "dup relu_inplace hook drop",
 )  # fmt: skip
 # What stand-ins do not record: Dynamo does, which takes a second a model.
 NOT_RECORDED = frozenset((
@@ -212,6 +199,7 @@ def swarm(focus: str | None, number: int) -> list[str]:
                 [*before, "dup", *part, "swap", *deed, "swap", *after],
                 [*before, "dup", *part, "swap", *deed, *second, join, *after],
                 [*before, "dup", *part, "swap", *second, join, *after],
+                [*before, "dup", *part, *deed, join, *after],
                 [*before, *part, *deed, "recompute", join, *after],
                 [*before, *part, f"recompute_{random.choice(OTHERWISE)}", join, *after],
                 [*before, word, *deed, "recompute", join, *part, *after],

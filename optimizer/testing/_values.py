@@ -140,7 +140,7 @@ ARITHMETIC: dict[str, Word] = {
     "imul": "{v} *= -1.0;",
     "idiv": "{v}.div_(2.0)",
     "ineg": "torch.neg_({v});",
-    "into": "torch.mul({v}, 0.5, out={v});",
+    "into": "torch.mul({v}, 0.5, out={v})",
     "icopy": "{v}.copy_({v}.tanh());",
     "izero": "{v}[:1].zero_();",
     "ishift": "{v} += 1.0;",
@@ -280,7 +280,7 @@ RARE: dict[str, Word] = {
     "size_tensor": "{v} * torch.mul({v}.shape[0], 2).float()",
     "lower": "{v} - 1.0",
     "quarter": "{v} / 4.0",
-    "reciprocal": "(1.0 / {v}).clamp(-9, 9)",
+    "reciprocal": "(1.0 / {v}).abs().clamp(max=9.0)",
     "over_zero": "({v} / 0.0).nan_to_num(1.0, 9.0, -9.0)",
     "over_minus_zero": "({v} / -0.0).nan_to_num(1.0, 9.0, -9.0)",
     "slice_twos": "{v} + {v}[..., 0:4:2].sum()",
@@ -314,8 +314,9 @@ RARE: dict[str, Word] = {
     "softmax_first": "torch.softmax({v}, dim=0)",
     "softmax_last": "torch.softmax({v}, dim=-1)",
     "rows": "{v}.flatten(0, -2)",
-    "t01_of_two_ranks": by_rank(
-        (3,), "({v}.transpose(0, 1) + {v}[0].transpose(0, 1)).transpose(0, 1)"
+    "t01_of_two_ranks": (
+        "{n} = torch.arange(8).view(2, 2, 2) + ({v} > 0).any(); "
+        "{v} + (({n}.transpose(0, 1) + {n}[0].transpose(0, 1)).transpose(0, 1) * {n}).sum()"
     ),
     "assert_finite": assert_finite,
 }

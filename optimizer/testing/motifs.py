@@ -78,7 +78,7 @@ MOTIFS: dict[str, Motif] = {
         relu_statement conv; scale flatten_rows linear; bn_train conv; scale conv again; relu
         scale idouble_statement conv; offset conv_k3; linear1 widen linear; bn conv_written again;
         lower conv_k3; offset conv_groups; relu bn_tiny linear; arg_narrow_scaled linear;
-        first_channel relu t12 bn conv stack
+        first_channel relu t12 bn conv stack; shift out scale_last linear; offset out scale conv_t
         """,
     ),
     "fold_constants": _motif(
@@ -163,9 +163,10 @@ MOTIFS: dict[str, Motif] = {
         "tanh clone relu; tanh dup clone swap relu add; linear clone shift",
         """
         clone relu; tanh clone; tanh clone t01; tanh clone idouble; tanh dup clone swap
-        idouble_statement add; tanh dup clone swap idouble_statement drop relu; tanh dup clone
-        relu swap idouble_statement add; tanh clone t01 idouble_statement relu; tanh clone flatten
-        relu; tanh t01 clone relu; flatten tanh every_other clone center; tanh clone clone relu
+        idouble_statement add; tanh dup clone idouble_statement add; tanh dup clone swap
+        idouble_statement drop relu; tanh dup clone relu swap idouble_statement add; tanh clone t01
+        idouble_statement relu; tanh clone flatten relu; tanh t01 clone relu; flatten tanh
+        every_other clone center; tanh clone clone relu
         """,
     ),
     "remove_identities": _motif(
@@ -185,7 +186,7 @@ MOTIFS: dict[str, Motif] = {
         conv dup t01 swap leaky; conv relu_inplace leaky; conv relu_statement leaky; bn_train
         leaky; linear_matmul leaky; conv leaky dup mask; linear leaky_negative; conv leaky_module
         again; dup linear leaky_module swap linear again add; linear gelu_module; linear gelu_F;
-        conv leaky again; dup conv leaky_module swap again add
+        conv leaky again; dup conv leaky_module swap again add; dup into silu_F add
         """,
     ),
     "reuse_operands": _motif(

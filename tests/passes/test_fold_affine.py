@@ -170,7 +170,7 @@ BEFORE: dict[Any, str] = {
     (WIDE, (nn.Conv2d,)): """
     norm(2), nn.Conv2d(4, 8, 3, groups=4); norm(2), valid(2, stride=2, dilation=2);
     norm(2), valid(1, padding="same"); norm(2), valid(3, padding=1, padding_mode="reflect")""",
-    ((5, 4), (nn.Linear,)): "norm(1), nn.Linear(4, 6)",
+    ((5, 300), (nn.Linear,)): "norm(1, 300), nn.Linear(300, 300)",  # more than a block
     # Constants repeat a single channel, and what repeats a channel is no example of other calls.
     (WIDE, 1, GRAY): """
     before("x.relu() * c", valid(3), 4, 1, 1);

@@ -240,7 +240,7 @@ def test_a_function_that_calls_itself_one_of_torchs_is_the_users(level):
 # Of an overload some arguments mean something else than of the function of torch.
 OVERLOADS = """
     torch.mul(x, 2, out=torch.empty_like(x)).t(); F.linear(bias=m.row, weight=m.matrix, input=x);
-    torch.ops.aten.mm.default(x, m.matrix);
+    torch.ops.aten.mm.default(x, m.matrix); x @ m.row.T;
     torch.ops.aten.addmm.default(m.matrix[:3], x, m.matrix);
     torch.ops.aten.add_.Tensor(torch.ops.aten.clone.default(x), x, alpha=2);
     torch.ops.aten.convolution.default(x.T[None], m.kernel, None, [1], [0], [1], True, [0], 1);

@@ -37,7 +37,7 @@ _LOCK = threading.Lock()
 _PRODUCTS = frozenset((
     "linear", "mm", "addmm", "bmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu",
 ))  # fmt: skip
-_MANY_ROWS, _LONG = 64, 384  # of a large product, and of each
+_MANY_ROWS, _LONG = 64, 384  # of a large product: its rows, and the numbers in each
 _TYPES = {"f32": torch.float32, "boolean": torch.bool}  # by OpenVINO's names
 
 
@@ -160,8 +160,8 @@ def _by_openvino(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads:
     Concurrent calls take a request each.
     Source: https://docs.openvino.ai, "Python API", `FrontEndManager` and `compile_model`.
     """
-    openvino, output = _imported(), graph.graph.output_node()
-    results: Any = output.args[0]
+    openvino = _imported()
+    results: Any = graph.graph.output_node().args[0]
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         _keep_apart(graph.graph)
     model = _converted(graph, inputs)

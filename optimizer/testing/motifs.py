@@ -95,7 +95,8 @@ MOTIFS: dict[str, Motif] = {
         """
         pad conv; pad_ones conv; pad_even bn conv; pad_even conv again; pad_even dup conv add; dup
         pad_even swap idouble_statement drop conv; pad_even conv_t; pad_kw linear; pad_kw
-        conv_unbatched; pad_even conv_reflect; pad_kw conv_same; offset pad_even conv
+        conv_unbatched; pad_even conv_reflect; pad_kw conv_same; offset pad_even conv; pad_crop
+        conv_k3
         """,
     ),
     "fuse_linear_relu": _motif(
@@ -163,10 +164,10 @@ MOTIFS: dict[str, Motif] = {
         "tanh clone relu; tanh dup clone swap relu add; linear clone shift",
         """
         clone relu; tanh clone; tanh clone t01; tanh clone idouble; tanh dup clone swap
-        idouble_statement add; tanh dup clone idouble_statement add; tanh dup clone swap
-        idouble_statement drop relu; tanh dup clone relu swap idouble_statement add; tanh clone t01
-        idouble_statement relu; tanh clone flatten relu; tanh t01 clone relu; flatten tanh
-        every_other clone center; tanh clone clone relu
+        idouble_statement add; tanh dup clone slice add; tanh dup clone swap idouble_statement drop
+        relu; tanh dup clone relu swap idouble_statement add; tanh clone t01 idouble_statement
+        relu; tanh clone flatten relu; tanh t01 clone relu; flatten tanh every_other clone center;
+        tanh clone clone relu
         """,
     ),
     "remove_identities": _motif(
@@ -186,7 +187,8 @@ MOTIFS: dict[str, Motif] = {
         conv dup t01 swap leaky; conv relu_inplace leaky; conv relu_statement leaky; bn_train
         leaky; linear_matmul leaky; conv leaky dup mask; linear leaky_negative; conv leaky_module
         again; dup linear leaky_module swap linear again add; linear gelu_module; linear gelu_F;
-        conv leaky again; dup conv leaky_module swap again add; dup into silu_F add
+        conv leaky again; dup conv leaky_module swap again add; dup into silu add; dup
+        einsum_turned silu out drop tanh
         """,
     ),
     "reuse_operands": _motif(

@@ -128,8 +128,7 @@ BEHIND: dict[Any, str] = {
     (None, UNKNOWN, (5, 3)): "nn.Linear(3, 4), norm(1)",
     (None, "the number of features differs"): "conv(), norm(2, 1)",
     # channels that came last
-    ((2, 3, 3), 1, (2, 1, 3)): """
-    Forward("x.mT"), nn.Conv1d(3, 4, 2, padding=1), norm(1)""",
+    ((2, 3, 3), 1, (2, 1, 3)): 'Forward("x.mT"), nn.Conv1d(3, 4, 2, padding=1), norm(1)',
     # a second reader, as timm's BatchNormAct2d checks the rank of what it is given
     (IMAGE, 1): 'both("(m.bn(y := m.conv(x)), y.ndim, y.shape[0], y.size(1))")',
     (IMAGE, 2): """
@@ -140,6 +139,7 @@ BEHIND: dict[Any, str] = {
     (IMAGE, 0): """
     over("y / y.sum()", conv(), 4, 1, 1); over("c / y", conv(), 4, 1, 1);
     over("torch.add(y, c, alpha=2)", conv(), 4, 1, 1); over("y + y.shape[0]", conv(), 4, 1, 1)""",
+    ((5, 3), READ_ELSEWHERE): f'over("(y * c, y.mH)", {LINEAR}, 4)',
     ((2, 5, 3), READ_ELSEWHERE): f'over("(z := y.flatten(0, 1)) * c + z", {LINEAR}, 4)',
     (IMAGE, READ_ELSEWHERE): 'both("m.bn(y := m.conv(x)) + y.view_as(m.conv(x))")',
     (IMAGE, NOT_ONE): 'over("y * c", nn.Conv2d(3, 1, 3), 4, 1, 1)',  # one channel made four

@@ -64,7 +64,7 @@ ALONE = {
     F.leaky_relu(m.linear(x), 1 - x.shape[0])
     result = F.leaky_relu(m.linear(x), 0.5); result[result > 0] = 0.0; return result""",
     (ACTIVATION, "its input is needed elsewhere"): """
-    F.silu(m.w) + x; F.silu(torch.sigmoid(x)); F.silu(torch.add(x, 1.0, out=x.clone()))""",
+    F.silu(m.w) + x; F.silu(torch.einsum('ij->ji', x)); F.silu(torch.add(x, 1.0, out=x.clone()))""",
     (ACTIVATION, "its result may be laid out otherwise"): "F.silu(x[..., None, None] + 1)",
     (OPERAND, "its operands are needed elsewhere"): "x * m.w; (y := m.linear(x), x + y)",
     (OPERAND, "a gradient of a square needs its root"): "(y := m.linear(x)) * y",

@@ -38,14 +38,14 @@ def project(folder, **suite):
 
 
 def installed_by_pip(source, folder):
-    """Return the folder that pip installed a package in, alone."""
+    """Let pip install a package, without what it needs, in a folder; return that."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(folder), str(source)], check=True)
     return folder
 
 
 def declared(folder, entry_points):
-    """Write what an installed package without code, that declares such entry points, leaves."""
+    """Write the metadata of an installed package that declares such entry points."""
     about = folder / "elsewhere-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")

@@ -18,7 +18,7 @@ from tests.single_pass import Forward
 
 FLOATS = torch.linspace(-1, 1, 1000)
 KILOBYTES_4 = 4000  # of 1000 floats
-PICKY = Forward("int('one\\nand a second line')")
+PICKY = Forward("torch._assert(False, '\\none\\nand a second line')")
 # It writes a buffer, replaces another, changes its mode, and draws random numbers.
 COUNTS_CALLS = Forward(
     "m.a.add_(1), setattr(m, 'b', m.b + 1), m.train(not m.training), torch.rand_like(x)",
@@ -102,7 +102,7 @@ def test_nothing_is_left_behind_where_the_model_rejects_its_inputs():
     assert gradients == [False]
 
 
-REJECTED = "the Forward rejects these example inputs (ValueError: invalid literal"
+REJECTED = "the Forward rejects these example inputs (AssertionError: one): pass"
 
 
 @table(

@@ -45,7 +45,6 @@ def test_only_the_odd_layer_of_two_pairs_is_left_alone(pair, place, names, x, by
         randomize(model.eval().double())
         change(odd[place], name)
         x = torch.randn(x.shape, dtype=torch.float64)
-
         fast = optimizer.optimize(model, x, level=1, only=[by])
 
         assert fast.report.counts() == {by: times}, name

@@ -226,9 +226,10 @@ class Run:
         if isinstance(optimized, LoweredModule):
             try:
                 remark = lower(optimized, self.call, reason, self.tuning, self._output_difference)
-            except Exception:  # without a check, it is the first call
+            except Exception as error:  # without a check, it is the first call
                 self._reference()  # was it the inputs?
-                raise
+                remark = f"not lowered: it raised {type(error).__name__}: {error}"
+                warnings.warn(f"{remark}. Please report it with this model.", OptimizerWarning, 4)
             seconds = time.perf_counter() - self.started
             more = (*optimized.report.remarks, *filter(None, [remark]))
             optimized.meta["report"] = replace(optimized.report, remarks=more, seconds=seconds)

@@ -188,6 +188,7 @@ REGIONS = {
         "F.pad(y, (1, 1, 1, 1), mode='replicate')": 2, "F.avg_pool2d(y, 2, divisor_override=3)": 2,
         "[i := y.argmax() * 0, m.m0(-x).relu().index_select(0, i[None])][1]": 3,  # whole numbers
         "[v := x * 2, y := m.m0(v), v[:1].neg_(), y + v.mean()][3]": 2,  # the first reads v
+        "y + x.max(1).values.mean()": 1,  # a part of what is made outside
     }.items()
 }  # fmt: skip
 

@@ -56,6 +56,7 @@ BAD = {
     "optimize(X, UNUSED, level=3, precision='bf16', error_budget=0)": "error_budget is 0",
     "optimize(X, UNUSED, level=2, tune_seconds=-1)": "tune_seconds",
     "optimize(X, UNUSED, level=2, tune_seconds=torch.nan)": "tune_seconds",
+    "optimize(X, UNUSED, level=2, tune_seconds=10**400)": "tune_seconds",
     "optimize(X, UNUSED, level=2, engines=('magic',))": "there is no 'magic'",
     "optimize(X, nn.Linear(3, 5, device='meta'))": "'weight' is on the meta device",
     "optimize(X, a_model('meta'))": "'extra' is on the meta device",

@@ -82,11 +82,15 @@ def is_tracing() -> bool:
 def is_watched() -> bool:
     """Return whether a dispatch mode, a transform or a hook sees what a call runs or calls."""
     return bool(
-        torch.compiler.is_compiling()
+        sees_calls()
         or torch._C._is_tracing()
         or torch._C._is_any_autocast_enabled()
         or torch._C._len_torch_dispatch_stack()
         or _functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or has_global_hooks()
     )
+
+
+def sees_calls() -> bool:
+    """Return the same, but for what the dispatch keys of a thread tell."""
+    compiling, in_forward_ad = torch.compiler.is_compiling(), forward_ad._current_level >= 0
+    return compiling or in_forward_ad or has_global_hooks()

@@ -159,7 +159,7 @@ def require_flags(**flags: object) -> None:
 
 def require_seconds(seconds: object) -> float:
     """Return `tune_seconds`; raise an InputError unless it is a time."""
-    if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+    if not isinstance(seconds, int | float) or not 0 <= seconds < 1e99:
         raise InputError(f"tune_seconds is {seconds!r}: pass a number of seconds, or 0.")
     return float(seconds)
 

@@ -1,4 +1,1 @@
-"""What is known of a graph before it is rewritten.
-
-What enters is a graph and example inputs; what leaves is a fact for each node.
-"""
+"""What is known of a graph before it is rewritten: a fact for each node."""

@@ -1,10 +1,7 @@
-"""Names and literals of a graph that are safe in the code and the module that fx makes of it.
+"""Names and literals that are safe in the code, and in the module, that fx makes of a graph.
 
-fx prints arguments by their repr; in that of numpy's numbers, or of objects, are unknown names.
-
-The weights and layers of a model become attributes of the module that is made of its graph, which
-has a `report`, a `code` and a `graph` too; and code prints their names, also one that is a word of
-Python's, or the `nan` of a repr.
+fx prints arguments by their repr, in which numpy's numbers and objects have unknown names. Weights
+and layers become attributes of a module that has a `report`, a `code` and a `graph` too.
 """
 
 from __future__ import annotations

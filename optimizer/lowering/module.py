@@ -25,8 +25,8 @@ from optimizer.facts.facts import obstacle
 from optimizer.frontend.module import OptimizedModule, Prepared
 from optimizer.frontend.symbolic import capture_call
 from optimizer.lowering.candidates import require_one_device
-from optimizer.lowering.choose import Chooser, Runs, Times, Tuning
-from optimizer.lowering.plan import Key, Plan, make_plan, signature_of
+from optimizer.lowering.choose import Chooser, Times, Tuning
+from optimizer.lowering.plan import Key, Plan, make_plan, repeats, signature_of
 from optimizer.lowering.trace import straight_line
 from optimizer.verify.equivalence import Answer, Difference, compare_answers
 
@@ -93,7 +93,10 @@ class LoweredModule(Prepared, OptimizedModule):
                     differs = differs or judge(Answer(plan.rebuild(outputs), tuple(copied)))
                     require(differs is None, f"its answer differs ({differs})")
                 if self.meta.get("lowered", {}).get(key) is None:
-                    plan.require_worth_it(self._ways_to_run(plan), times, chooser)
+                    find: Any = partial(signature_of, training=self.training)
+                    portable = lambda call: self.run_portable(*call.args, **call.kwargs)  # noqa: E731
+                    runs = {"plan": lambda call: plan(find(*call)[1]), "portable": portable}
+                    plan.require_worth_it(runs, times, chooser)
         except Refused as error:
             raise InputError(f"such a call is not lowered: {error}.") from error
         finally:
@@ -103,14 +106,6 @@ class LoweredModule(Prepared, OptimizedModule):
         self.meta["lowered"] = {**self.meta.get("lowered", {}), key: decisions}
         return plan
 
-    def _ways_to_run(self, plan: Plan) -> Runs:
-        """Return how a call runs by a plan, with what it takes to find that, and without it."""
-        find: Any = partial(signature_of, training=self.training)
-        return {
-            "plan": lambda call: plan(find(*call)[1]),
-            "portable": lambda call: self.run_portable(*call.args, **call.kwargs),
-        }
-
     def run_portable(self, *args: Any, **kwargs: Any) -> Any:
         """Call the portable code, whatever was lowered."""
         return type(self).forward.__wrapped__(self, *args, **kwargs)  # type: ignore[attr-defined]
@@ -119,10 +114,14 @@ class LoweredModule(Prepared, OptimizedModule):
         """Return what runs a call instead of the portable code; None if nothing does."""
         if not self.meta.get("lowered"):
             return None
+        plans = self._prepared_plans
+        repeated, training, latest = plans.latest
+        if latest and training is self.training and not kwargs and repeated(args):
+            return partial(latest, args)
         if (signature := signature_of(args, kwargs, self.training)) is None:
             return None
         key, tensors = signature
-        plan: Plan | None = self._prepared_plans.get(key)
+        plan: Plan | None = plans.get(key)
         if plan is None:
             lowered = self.meta["lowered"]
             elsewhere = any(each.what == key.what for each in lowered)
@@ -131,6 +130,8 @@ class LoweredModule(Prepared, OptimizedModule):
                 plan = self._prepare_here(key, Call(args, kwargs), decisions)
         if plan is None or not plan.takes(tensors):
             return None
+        if all(type(each) is torch.Tensor for each in args) and not plan.is_open:
+            plans.latest = repeats(args), self.training, plan
         return partial(plan, tensors)
 
     def _prepare_here(self, key: Key, call: Call, decisions: Mapping[str, str]) -> Plan | None:
@@ -142,7 +143,7 @@ class LoweredModule(Prepared, OptimizedModule):
         tuning = tuning._replace(tune_seconds=0) if decisions else tuning
         try:
             return self.prepare(call, Chooser(tuning, decisions))
-        except InputError as error:
+        except Exception as error:  # whatever a backend raises
             self.meta["lowered"] = {**self.meta["lowered"], key: None}
             remarks = (*self.report.remarks, f"on {key.devices[0]}: {str(error).rstrip('.')}")
             self.meta["report"] = replace(self.report, remarks=remarks)
@@ -177,6 +178,7 @@ class _Plans(dict[Hashable, Plan]):
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
+        self.latest: tuple[Any, ...] = None, None, None  # what repeats that call, its mode and plan
 
     def __deepcopy__(self, memo: Any) -> _Plans:
         return _Plans()  # a copy has other weights

@@ -100,7 +100,8 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     for node in graph.nodes:
         if node.op in ("get_attr", "placeholder"):
             continue
-        is_moderate = _is_moderate(node)
+        is_part = name_of_call(node) == "getitem" and node.args[0] not in run  # of a tuple outside
+        is_moderate = _is_moderate(node) and not is_part
         read = (each for inside in run for each in inside.all_input_nodes)
         may_write = node.meta["aliased"] and any(each.meta["aliased"] for each in read)
         if not (is_moderate or may_write) and run.keys().isdisjoint(node.all_input_nodes):

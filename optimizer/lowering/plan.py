@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from optimizer.core.context import is_watched
+from optimizer.core.context import is_watched, sees_calls
 from optimizer.core.errors import require
 from optimizer.core.inputs import storages_in
 from optimizer.facts.facts import outline
@@ -18,6 +18,8 @@ from optimizer.lowering.partition import as_function
 from optimizer.lowering.precision import Precision, in_precision
 from optimizer.lowering.trace import LITERALS, StraightLine
 from optimizer.verify.equivalence import relative_error
+
+_TensorGuards: Any = torch._C._dynamo.guards.TensorGuards  # stubs want sizes to be symbols
 
 
 class Key(NamedTuple):
@@ -34,11 +36,7 @@ def signature_of(
     """Return the key of a call's plan, and its tensors; None for a call that must run as it is."""
     if is_watched():
         return None
-    leaves: Sequence[Any] = args
-    spec: Hashable = None  # pytree takes ten times as long
-    if kwargs or not all(type(arg) is torch.Tensor for arg in args):
-        leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        spec = str(tree)
+    leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
     literals = sum(type(leaf) in LITERALS for leaf in leaves)
     strided = all(tensor.layout is torch.strided for tensor in tensors)
@@ -49,8 +47,23 @@ def signature_of(
     settings = policy_of(tensors).settings()
     if settings is False:
         return None
-    what = (training, spec, *map(outline, leaves))
+    what = (training, str(tree), *map(outline, leaves))
     return Key(what, tuple(tensor.device for tensor in tensors), settings), tensors
+
+
+def repeats(args: tuple[torch.Tensor, ...]) -> Callable[[tuple[Any, ...]], bool]:
+    """Return a function that tells whether later arguments have the signature of these tensors.
+
+    Dynamo's guards compare it in C++: with cold caches, `signature_of` takes 0.15 ms.
+    """
+    sizes, strides = [[*arg.shape] for arg in args], [[*arg.stride()] for arg in args]
+    guards = _TensorGuards(*args, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    settings = policy_of(args).settings
+    known = settings()
+    return lambda given: (
+        (not sees_calls() and len(given) == len(args))  # Dynamo records the first alone
+        and (guards.check(*given) and settings() == known)
+    )
 
 
 _FINDING = 1e-3  # seconds that it takes to find a plan, at most
@@ -108,9 +121,6 @@ class Plan:
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the output for the tensors of a call of this signature. It carries no gradient."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self(tensors)
         return self.rebuild(self.run(*tensors))
 
 

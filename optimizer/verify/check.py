@@ -171,8 +171,7 @@ def bisect(
     model, call = require_module(model), as_call(example_inputs)
     try:
         with undisturbed():
-            pure = leaves_nothing_behind(capture_call(model, call))
-            expected = oracle.reference(model, call, is_pure=pure)
+            expected = oracle.reference(model, call)
             trial = cache(partial(_trial, model, call, passes, expected))
             recorded, whole = trial(0), trial(None)
             if recorded.difference:

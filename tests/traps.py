@@ -32,21 +32,13 @@ NAMES = {each.__name__: each for each in (OrderedDict, Pair, Absolute)}
 
 @dataclass(frozen=True)
 class Trap:
-    """A legal model that a careless rewrite gets wrong.
+    """A legal model that a careless rewrite gets wrong."""
 
-    Attributes:
-        forward: its text, of the arguments `x` and `z`.
-        calls: the arguments of each call; the first ones are the example inputs.
-        holds: statements that give the model `m` more than the usual layers.
-        then: statements on the model in eval mode, after its weights were drawn.
-        kind: the class of the model.
-    """
-
-    forward: str
-    calls: tuple[Any, ...]
-    holds: str = ""
-    then: str = ""
-    kind: type[Forward] = Forward
+    forward: str  # its text, of the arguments `x` and `z`
+    calls: tuple[Any, ...]  # the arguments of each call; the first ones are the example inputs
+    holds: str = ""  # statements that give the model `m` more than the usual layers
+    then: str = ""  # statements on the model in eval mode, after its weights were drawn
+    kind: type[Forward] = Forward  # the class of the model
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)

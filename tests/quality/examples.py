@@ -49,17 +49,12 @@ Counts: TypeAlias = Counter[str]
 
 @dataclass
 class Tried:
-    """What came of some examples in turn: what was done to each, up to the failure, if any.
+    """What came of some examples in turn: what was done to each, up to the failure, if any."""
 
-    Attributes:
-        sound: what the package without a mistake did to each; it does no less.
-        done: how often each pass fired on each, and each kind of kernel was chosen.
-        failure: what is wrong with the last of them.
-    """
-
-    sound: Sequence[Counts] = ()
+    sound: Sequence[Counts] = ()  # what the package without a mistake did to each; it does no less
+    # How often each pass fired on each, and each kind of kernel was chosen.
     done: list[Counts] = field(default_factory=list)
-    failure: str = ""
+    failure: str = ""  # what is wrong with the last of them
 
     def example(self, spec: Spec, name: str, **asked: Any) -> None:
         """Try one more.

@@ -30,21 +30,14 @@ _BATCHES_EACH = 8  # of a process: what kernels keep is let go with it
 
 @dataclass
 class Tally:
-    """What came of so many models.
+    """What came of so many models."""
 
-    Attributes:
-        examples: how many were tried; none is rejected.
-        lowered: how many of them have a program of level 2.
-        regions: of these programs, by what runs them.
-        wrong: what was told of those that the optimizer got wrong.
-        seconds: of the processor, for building, optimizing and comparing them.
-    """
-
-    examples: int = 0
-    lowered: int = 0
-    regions: Counter[str] = field(default_factory=Counter)
+    examples: int = 0  # how many were tried; none is rejected
+    lowered: int = 0  # how many of them have a program of level 2
+    regions: Counter[str] = field(default_factory=Counter)  # of these programs, by what runs them
+    # What was told of those that the optimizer got wrong.
     wrong: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the processor, for building, optimizing and comparing them
 
     def add(self, other: Tally) -> None:
         """Count what came of further models."""

@@ -23,23 +23,14 @@ _DRIFT = 0.03  # of the machine from round to round, which all processes of one 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated.
+    """What is simulated."""
 
-    Attributes:
-        change: of the first cell, upwards; the others have none.
-        cells: so many timed ones.
-        noise: how much processes differ.
-        spiked: the share of processes that meet a spike.
-        spike: how much longer one takes then.
-        noisier: how many times more processes of the new version differ.
-    """
-
-    change: float = 0.0
-    cells: int = 50
-    noise: float = 0.01
-    spiked: float = 0.0
-    spike: float = 0.1
-    noisier: float = 1.0
+    change: float = 0.0  # of the first cell, upwards; the others have none
+    cells: int = 50  # so many timed ones
+    noise: float = 0.01  # how much processes differ
+    spiked: float = 0.0  # the share of processes that meet a spike
+    spike: float = 0.1  # how much longer one takes then
+    noisier: float = 1.0  # how many times more processes of the new version differ
 
     def __str__(self) -> str:
         told = [f"{100 * self.change:.0f} %" if self.change else "none", f"{self.cells} cells"]
@@ -61,17 +52,11 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Tally:
-    """What was said in all runs.
+    """What was said in all runs."""
 
-    Attributes:
-        runs: so many.
-        said: of the first cell, how often each verdict.
-        false: runs in which another cell, or the first in the wrong direction, was told of.
-    """
-
-    runs: int
-    said: Counter[str]
-    false: int
+    runs: int  # so many
+    said: Counter[str]  # of the first cell, how often each verdict
+    false: int  # runs in which another cell, or the first in the wrong direction, was told of
 
 
 def rounds(draw: random.Random, setting: Setting, count: int = _ROUNDS) -> list[dict[str, float]]:

@@ -23,7 +23,7 @@ from optimizer import GuardedModule, InputError
 from tests.conftest import address
 from tests.internals import Times, Unchanged
 from tests.level_2 import pickled
-from tests.single_pass import Forward, function_of, rows
+from tests.single_pass import Forward, ForwardOfTwo, function_of, rows
 from tests.test_programs import ROWS, Asking, assert_equal
 
 # Importing Dynamo and compiling warn of what torch itself has deprecated.
@@ -92,6 +92,10 @@ def test_an_answer_that_graphs_change_is_seen():
     assert isinstance(fast, Unchanged), fast.report
     assert "by Dynamo: its graphs give another answer" in fast.report.remarks[-1]
     torch.testing.assert_close(fast(**inputs), model(**inputs))
+    hurried = "x if not torch.compiler.is_compiling() and z.all() else m.layer(x)"
+    model = ForwardOfTwo(hurried, layer=nn.Linear(4, 4)).eval()
+    fast = optimizer.optimize(model, (x, ~padding), level=1)
+    assert "by Dynamo: its graphs give another answer" in fast.report.remarks[-1]
 
 
 def refitted(fast, other):

@@ -198,11 +198,6 @@ def may_draw(module: fx.GraphModule) -> bool:
     return any(not f or f.random or f.error or not runs_known_code(node) for node, f in facts)
 
 
-def leaves_nothing_behind(module: fx.GraphModule) -> bool:
-    """Return whether a call is sure to change nothing, so that the model itself may be called."""
-    return writes_nothing_lasting(module) and not may_draw(module)
-
-
 def writes_nothing_lasting(module: fx.GraphModule) -> bool:
     """Return whether a call is sure to leave inputs, parameters and buffers as they are."""
     facts: Facts | None = module.meta.get("facts")

@@ -120,6 +120,8 @@ VIEWS: dict[str, Word] = {
     "t": by_rank((2,), "{v}.t()", "{v}.mT"),
     "t_torch": by_rank((2,), "torch.t({v})", "{v}.mT"),
     "mT": "{v}.mT",
+    "mH": "{v}.mH",
+    "adjoint": "{v}.adjoint()",
     "swapaxes": "{v}.swapaxes(0, 1)",
     "swapdims": "torch.swapdims({v}, 0, -1)",
     "movedim": "{v}.movedim(0, -1)",

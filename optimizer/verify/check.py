@@ -24,7 +24,7 @@ from optimizer.core.errors import CaptureError, EquivalenceError, OptimizerWarni
 from optimizer.core.inputs import Call, ExampleInputs, as_call, map_tensors, require_module
 from optimizer.core.node import arg, clean, describe, run_nodes
 from optimizer.core.report import Rewrite
-from optimizer.frontend.symbolic import capture_call, leaves_nothing_behind
+from optimizer.frontend.symbolic import capture_call, may_draw, writes_nothing_lasting
 from optimizer.passes import select
 from optimizer.rewrite.contract import Pass
 from optimizer.rewrite.pipeline import FaultyPassError, Pipeline
@@ -52,10 +52,10 @@ def check(model: nn.Module, fast: nn.Module, example_inputs: ExampleInputs) -> N
     """
     call, model, fast = as_call(example_inputs), require_module(model), require_module(fast)
     with undisturbed():
-        recorded = None
+        recorded, pure = None, False
         with suppress(CaptureError):
             recorded = capture_call(model, call)
-        pure = recorded is not None and leaves_nothing_behind(recorded)
+            pure = writes_nothing_lasting(recorded) and not may_draw(recorded)
         expected = oracle.reference(model, call, is_pure=pure, random=not pure)
         for remark in oracle.incomparable(expected.output):
             warnings.warn(f"output{remark}", OptimizerWarning, stacklevel=2)

@@ -68,7 +68,7 @@ class Difference:
 
 
 class Twice(nn.Module):
-    """Call a module twice: what was taken for a constant may be another value by then."""
+    """Call a module twice, first under masks of ones: it may take another way, unless compiled."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -76,8 +76,13 @@ class Twice(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return both outputs; the second call gets the inputs themselves."""
-        first = Call(args, kwargs).copied()
+        first = Call(args, kwargs).copied().map(_without_gaps)
         return self.module(*first.args, **first.kwargs), self.module(*args, **kwargs)
+
+
+def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    is_mask = not tensor.is_floating_point() and torch.equal(tensor, tensor.bool()) and tensor.any()
+    return torch.ones_like(tensor) if is_mask else tensor
 
 
 def answer(

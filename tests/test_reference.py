@@ -274,10 +274,8 @@ def test_what_cannot_be_recorded_is_told(reason, forward):
 
 
 def test_a_pattern_may_read_a_parameter_and_what_stands_instead_brings_its_own():
-    relu, shifted = (
-        holding("torch.relu(x * m.weight[0])"),
-        holding("m.linear(x) * m.weight + m.row"),
-    )
+    relu = holding("torch.relu(x * m.weight[0])")
+    shifted = holding("m.linear(x) * m.weight + m.row")
     module = optimizer.capture(relu)
     with torch.no_grad():
         module.weight.mul_(2)

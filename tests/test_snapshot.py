@@ -176,6 +176,8 @@ def test_a_copy_is_new_in_all_but_its_weights_and_shares_what_the_model_shares()
     original: Any = Net()
     original.names, original.loose = {"a": [1]}, (1, [original.conv])
     original.same, original.history = original.names, {0: original.scale * original.conv.bias}
+    original.config = type("Shy", (), {"n": property(lambda self: 1 / 0)})()
+    vars(original.config)["n"] = 1  # which it does not give
 
     copied = structural_copy(original)  # where deepcopy refuses the history
 

@@ -91,6 +91,6 @@ def is_watched() -> bool:
 
 
 def sees_calls() -> bool:
-    """Return the same, but for what the dispatch keys of a thread tell."""
+    """Return whether a compiler, forward-mode gradients or hooks of all modules see a call."""
     compiling, in_forward_ad = torch.compiler.is_compiling(), forward_ad._current_level >= 0
     return compiling or in_forward_ad or has_global_hooks()

@@ -120,7 +120,7 @@ def _copied_object(value: Any, memo: dict[Any, Any]) -> Any:
     copied = copy.deepcopy(value, memo)
     for name, attribute in getattr(value, "__dict__", {}).items():
         plain = type(attribute) in _IMMUTABLE and not name.startswith("__")  # which wrappers set
-        if plain and getattr(copied, name, None) != attribute == attribute:
+        if plain and getattr(copied, "__dict__", {}).get(name) != attribute == attribute:
             raise TypeError(f"the copy of a {type(value).__name__} has another '{name}'")
     return copied
 

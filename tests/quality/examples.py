@@ -52,8 +52,7 @@ class Tried:
     """What came of some examples in turn: what was done to each, up to the failure, if any."""
 
     sound: Sequence[Counts] = ()  # what the package without a mistake did to each; it does no less
-    # How often each pass fired on each, and each kind of kernel was chosen.
-    done: list[Counts] = field(default_factory=list)
+    done: list[Counts] = field(default_factory=list)  # how often passes and kernels served each
     failure: str = ""  # what is wrong with the last of them
 
     def example(self, spec: Spec, name: str, **asked: Any) -> None:

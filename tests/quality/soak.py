@@ -35,8 +35,7 @@ class Tally:
     examples: int = 0  # how many were tried; none is rejected
     lowered: int = 0  # how many of them have a program of level 2
     regions: Counter[str] = field(default_factory=Counter)  # of these programs, by what runs them
-    # What was told of those that the optimizer got wrong.
-    wrong: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # what was told of those that are
     seconds: float = 0.0  # of the processor, for building, optimizing and comparing them
 
     def add(self, other: Tally) -> None:

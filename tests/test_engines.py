@@ -350,10 +350,11 @@ while kept:
 # OpenVINO kept a transposed copy of the weights, and glibc what losing candidates had freed.
 MEMORY = """
 import gc, torch, optimizer
-from optimizer.lowering.choose import Chooser
+from optimizer.lowering.choose import Chooser, Times
 
 gc.disable()  # a search for garbage comes by chance
-Chooser._is_needless = lambda *_: False  # all candidates are made
+Chooser._is_needless = lambda *_: False  # all candidates are made, and the engine wins
+Times.race = lambda _, runs, *rest, **more: {n: 0.5 + (n in ("portable", "as it is")) for n in runs}
 
 def held():
     return int(open("/proc/self/status").read().split("VmRSS:")[1].split()[0]) * 1024

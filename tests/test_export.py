@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import optimizer
-from tests.single_pass import Forward
+from tests.single_pass import Forward, rows
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
 
@@ -22,8 +22,8 @@ def test_an_exported_program_keeps_its_dynamic_sizes_and_its_buffers() -> None:
 
     fast = optimizer.optimize(program, level=1)
 
-    for rows in (3, 8):
-        torch.testing.assert_close(fast(torch.ones(rows, 4)), model(torch.ones(rows, 4)))
+    for size in (3, 8):
+        torch.testing.assert_close(fast(torch.ones(size, 4)), model(torch.ones(size, 4)))
     with pytest.raises(AssertionError, match="Guard failed"):  # as the program's own module says
         fast(torch.ones(9, 4))
     assert torch.equal(program.state_dict["count"], torch.zeros(4))
@@ -31,15 +31,12 @@ def test_an_exported_program_keeps_its_dynamic_sizes_and_its_buffers() -> None:
 
 # torch's own pickling and decompositions use what torch has deprecated.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-@pytest.mark.parametrize(
-    ("layer", "norm", "shape"),
-    [
-        (nn.Conv1d(4, 6, 3, padding=1), nn.BatchNorm1d, (2, 4, 5)),
-        (nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d, (2, 4, 5, 5)),
-        (nn.Conv3d(4, 6, 3, padding=1), nn.BatchNorm3d, (2, 4, 5, 5, 5)),
-        (nn.Linear(4, 6), nn.BatchNorm1d, (2, 4)),
-    ],
-)
+@rows("layer norm shape", {
+    "1d": (nn.Conv1d(4, 6, 3, padding=1), nn.BatchNorm1d, (2, 4, 5)),
+    "2d": (nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d, (2, 4, 5, 5)),
+    "3d": (nn.Conv3d(4, 6, 3, padding=1), nn.BatchNorm3d, (2, 4, 5, 5, 5)),
+    "linear": (nn.Linear(4, 6), nn.BatchNorm1d, (2, 4)),
+})  # fmt: skip
 def test_every_layer_has_one_spelling(layer: nn.Module, norm: Any, shape: Any) -> None:
     model, x = nn.Sequential(layer, norm(6), nn.Dropout(), nn.ReLU()).eval(), torch.randn(shape)
     nn.init.normal_(model[1].running_mean)

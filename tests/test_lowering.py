@@ -109,10 +109,13 @@ def test_what_repeats_the_call_before_but_for_its_options_is_another_call():
     fast = lowered(model, x)
     for args, kwargs in (((2.0,), {}), ((), {"scale": 2.0})):
         assert_close((fast(x), fast(x, *args, **kwargs)), (model(x), model(x, *args, **kwargs)))
-    assert plan_of(fast, leaf) is not None  # without gradients
-    assert fast(leaf).requires_grad
+    assert (plan_of(fast, leaf) is None, fast(leaf).requires_grad) == (False, True)
     fast.training = True
     assert plan_of(fast, x) is None
+    model, same = of_two("[z.add_(1), F.relu(y + x)][1]"), image()
+    fast = lowered(model, x, image())
+    fast(x, image())
+    assert_close(fast(same, same.detach()), model(x, x.detach()))
 
 
 _LARGE = image() / image().abs().max()

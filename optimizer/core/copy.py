@@ -142,7 +142,7 @@ def _like(model: nn.Module, copied: nn.Module, memo: dict[Any, Any]) -> nn.Modul
 def _holds_the_same(module: nn.Module, copied: nn.Module, memo: dict[Any, Any]) -> bool:
     """Return whether a copy has the hooks of a module, and the same values and tensors, if any."""
     plain = {name: value for name, value in vars(module).items() if type(value) in _IMMUTABLE}
-    values = all(getattr(copied, name, value) == value for name, value in plain.items())
+    values = all(vars(copied).get(name, value) == value for name, value in plain.items())
     old_tensors, new_tensors = ({**m._parameters, **m._buffers} for m in (module, copied))
     pairs = ((old, new_tensors.get(name)) for name, old in old_tensors.items())
     weights = all(

@@ -91,7 +91,7 @@ def insert_after(
     a class. All of the node's readers read the result if `readers` is None.
 
     Raises:
-        InputError: `node` is the output, or an argument is computed later than it.
+        InputError: `node` is the output, an argument is computed later, or a reader reads another.
     """
     if node.op == "output":
         raise InputError("nothing comes after the output: insert after the node that it returns.")
@@ -101,6 +101,8 @@ def insert_after(
     if any(last < each for each in read):
         raise InputError(f"an argument is computed after '{node.name}': insert after that one.")
     users = list(node.users if readers is None else readers)
+    if not node.users.keys() >= set(users):
+        raise InputError(f"a reader does not read '{node.name}': pass some of its users.")
     with node.graph.inserting_after(last):
         added = insert_call(owner(node), target, (node, *args), kwargs)
     for reader in users:

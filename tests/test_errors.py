@@ -62,6 +62,7 @@ BAD = {
     "optimize(X, a_model('meta'))": "'extra' is on the meta device",
     "optimize(X, UNUSED, only=['fold_batchnrm'])": "no pass named 'fold_batchnrm'",
     "optimize(X, UNUSED, disable=[3])": "no pass named 3",
+    "optimizer.analysis.roofline(UNUSED, X, 3)": "at is 3: pass optimizer.analysis.Ceilings",
     "optimizer.explain('compose_transpose')": "compose_transposes or",
 }
 

@@ -249,6 +249,7 @@ REFUSED = {
     "insert_after(n[1], torch.add, n[2])": "computed after 'conv'",
     "insert_after(n[1], lambda a, b: b[0], [n[2]])": "computed after 'conv'",
     "insert_after(n[1], 3)": "no method '3'",
+    "insert_after(n[1], torch.neg, readers=[n[1]])": "does not read 'conv'",
     "remove_node(n[0])": "signature",
     "remove_node(n[3])": "reads relu, conv: name with instead=",
     "remove_node(n[1], instead=n[2])": "not computed before",

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils.flop_counter import flop_registry
 
 from optimizer.analysis.measure import compare, measure
-from optimizer.core.errors import CaptureError
+from optimizer.core.errors import CaptureError, InputError
 from optimizer.core.inputs import ExampleInputs, as_call, require_module, storages_in, tensors_in
 from optimizer.core.node import describe, shape_text
 from optimizer.core.report import Report, columns
@@ -132,11 +132,6 @@ class Roofline:
         """Return the least memory that a call in this order takes above its weights and inputs."""
         return max(row.live for row in self.rows)
 
-    @property
-    def highest(self) -> Cost:
-        """Return the first node at which most memory is taken."""
-        return max(self.rows, key=lambda row: row.live)
-
     def __str__(self) -> str:
         head = "kernels", "MFLOP", "MB", "us", "bytes alive"
         rows = [("node", "calls", "shape", *(f"{name:>11}" for name in head), "bound by")]
@@ -149,7 +144,8 @@ class Roofline:
 
     def totals(self) -> str:
         """Return all of it in one line."""
-        unknown, most = sum(bool(row.unknown) for row in self.rows), self.highest
+        unknown = sum(bool(row.unknown) for row in self.rows)
+        most = max(self.rows, key=lambda row: row.live)
         rest = f", and {unknown} nodes of which nothing is known" if unknown else ""
         return (
             f"{self.launches} kernels, {self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.1f} MB,"
@@ -168,9 +164,11 @@ def roofline(
     while it runs is not seen. What a mask chooses is counted as if it chose all.
 
     Raises:
-        InputError: the model or the inputs cannot be used.
+        InputError: an argument cannot be used.
         CaptureError: the model cannot be recorded; the message says why.
     """
+    if not isinstance(at, Ceilings | None):
+        raise InputError(f"at is {at!r}: pass optimizer.analysis.Ceilings, or None to measure.")
     call = as_call(example_inputs)
     try:
         module = capture_call(require_module(model), call)

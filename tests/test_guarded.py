@@ -262,14 +262,11 @@ def test_each_size_of_an_image_is_recorded_for_itself(channels, graphs):
 def test_threads_may_call_one_result_at_once():
     fast, inputs = guarded(), [ROWS[: 1 + i % 3] + i for i in range(24)]
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(torch.no_grad()(fast), inputs))
-
-    assert_same([*map(running(), inputs)], found)
+        assert_same([*map(running(), inputs)], [*threads.map(torch.no_grad()(fast), inputs)])
 
 
 def test_beyond_so_many_recordings_calls_are_still_right():
     fast, eager = guarded("x * len(m.seen)"), running("x * len(m.seen)")
-
     for count in range(12):
         fast.model.seen[:] = eager.seen[:] = range(count)
         assert_same(eager(ROWS), fast(ROWS))
@@ -292,9 +289,7 @@ def test_a_model_is_not_made_slower_by_its_graphs_nor_changed_by_the_race(share,
 
     monkeypatch.setattr("optimizer._optimize.Times", Times)
     monkeypatch.setattr(Times, "race", race)
-
     fast = optimizer.optimize(running(counting), (ROWS, []), level=1)
-
     assert isinstance(fast, kind)
     assert ("not faster in graphs: 1.00" in str(fast.report)) is (kind is Unchanged)
     assert count == [0]
@@ -307,9 +302,7 @@ def test_nothing_keeps_the_weights_of_a_result_that_is_gone():
     fast(ROWS[:2])
     alive = [weakref.ref(parameter) for parameter in fast.parameters()]
     assert weights_held() > before
-
     del fast
-
     assert weights_held() == before
     assert [each() for each in alive] == [None] * len(alive)
 

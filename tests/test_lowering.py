@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -92,11 +93,17 @@ def test_calls_of_other_sizes_and_layouts_run_the_portable_code_until_they_are_l
         assert_close(fast(x), model(x))
     for each in (fast, lowered(model)):
         (choice,) = each.lower(other)
-
         assert (choice.region, choice.chosen) == ("2 x conv2d, 1 x linear", PACKED)
         assert plan_of(each, other) is not None
         assert_close(each(other), model(other))
     assert plan_of(fast, image()) is not None
+
+
+def test_a_plan_keeps_neither_inputs_nor_outputs_of_a_call():
+    fast, x = lowered(net(), image()), image()
+    kept = weakref.ref(x), weakref.ref(fast(x))
+    del x
+    assert [each() for each in kept] == [None, None]
 
 
 class _Scaled(nn.Conv2d):

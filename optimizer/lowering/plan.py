@@ -58,10 +58,10 @@ def repeats(args: tuple[torch.Tensor, ...]) -> Callable[[tuple[Any, ...]], bool]
     """
     sizes, strides = [[*arg.shape] for arg in args], [[*arg.stride()] for arg in args]
     guards = _TensorGuards(*args, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    settings = policy_of(args).settings
+    settings, count = policy_of(args).settings, len(args)  # to name `args` below would keep them
     known = settings()
     return lambda given: (
-        (not sees_calls() and len(given) == len(args))  # Dynamo records the first alone
+        (not sees_calls() and len(given) == count)  # Dynamo records the first alone
         and (guards.check(*given) and settings() == known)
     )
 

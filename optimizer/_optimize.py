@@ -169,7 +169,8 @@ class Run:
 
     def _by_dynamo(self, reason: str) -> GuardedModule | str:
         """Return the graphs that Dynamo finds, or the reason why not."""
-        if not (self.call and self.is_snapshot and self.expected and self.front_end == SYMBOLIC):
+        is_known = self.expected and not isinstance(self.model, torch.jit.ScriptModule)
+        if not (self.call and self.is_snapshot and is_known and self.front_end == SYMBOLIC):
             return reason
         release_freed_memory()  # what a recording that failed left: it holds the weights
         copied, _ = snapshot(self.model)
@@ -334,7 +335,7 @@ def _weights(model: nn.Module) -> Answer:
 def _remarks(model: nn.Module, call: Call | None) -> Iterator[str]:
     if call is None:
         yield "no example inputs: rewrites that need a shape were refused, and nothing was checked"
-    if model.training:
+    if getattr(model, "training", False):  # a frozen ScriptModule has no mode
         remark = "the model is in training mode: what depends on it is left alone; call .eval()"
         warnings.warn(remark, OptimizerWarning, stacklevel=5)
         yield remark

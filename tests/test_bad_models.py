@@ -22,7 +22,7 @@ from optimizer import EquivalenceError, InputError
 from optimizer.testing import untouched
 from tests.single_pass import Forward, ForwardOfTwo, function_of, rows
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.(script|freeze). is deprecated")
 X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
 ANOTHER = torch.ones(2, 4, 4, 4)
 
@@ -98,9 +98,9 @@ LEFT_AS_IT_IS = {
     "holds a lock": (
         lambda: net("_ = m.held.locked(); return m.pair(x)", threading.Lock()), "cannot be copied"
     ),
-    "is scripted": (
-        lambda: torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)).eval()),
-        "its forward cannot be recorded",
+    "is scripted": (lambda: torch.jit.script(nn.Conv2d(3, 4, 3).eval()), "it is TorchScript: "),
+    "is frozen": (
+        lambda: torch.jit.freeze(torch.jit.script(nn.Conv2d(3, 4, 3).eval())), "it is TorchScript: "
     ),
     "holds a sparse parameter":
         (lambda: net(MULTIPLIED, nn.Parameter(torch.eye(5).to_sparse())), "torch.sparse_coo"),
@@ -126,16 +126,16 @@ def state_of(model):
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [
         [(name, id(t), t.dtype, t.layout, t._version, t.requires_grad) for name, t in tensors],
-        [(name, m.training, sorted(vars(m))) for name, m in model.named_modules()],
+        [(name, vars(m).get("training"), sorted(vars(m))) for name, m in model.named_modules()],
     ]
 
 
 @rows("make words", LEFT_AS_IT_IS)
 def test_a_model_runs_unchanged_with_a_remark_if_it(make, words):
     model = make()
-    before, expected = state_of(model), answers(model)
+    expected, before = answers(model), state_of(model)
 
-    fast = optimizer.optimize(model, X, check="final" if "recorded" in words else None, level=1)
+    fast = optimizer.optimize(model, X, check="final" if "TorchScript" in words else None, level=1)
     assert all(map(torch.equal, answers(fast), expected))
     is_itself = words == "cannot be copied"
     with pytest.raises(InputError, match="change that one") if is_itself else nullcontext():

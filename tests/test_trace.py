@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import optimizer
 from optimizer import Refused
-from tests.internals import name_of_call, tensors_in
+from tests.internals import name_of_call, storages_in, tensors_in
 from tests.level_2 import Then, fake_gpu, image, line_of, lowered, offer, plan_of
 from tests.single_pass import ForwardOfTwo, function_of, rows, texts
 
@@ -134,6 +134,7 @@ def test_self_attention_is_looked_into():
     line = recorded(lambda x: layer(x, x, x)[0], x, held=list(layer.parameters()))
     assert {"linear", "scaled_dot_product_attention"} <= {*called(line)} or "bmm" in called(line)
     assert_close(line.module(x)[0], layer(x, x, x)[0])
+    assert storages_in([*line.module.buffers()]) == storages_in([*layer.parameters()])
 
 
 WEIGHT, HIDDEN = torch.ones(3), torch.ones(3)
@@ -142,6 +143,8 @@ REFUSED = {
     "a number": (lambda x: x * x.sum().item(), "depends on values"),
     "a branch": (lambda x: x if x.sum() > 0 else -x, "depends on values"),
     "numpy": (lambda x: x + torch.from_numpy(x.numpy()), "depends on values"),
+    "a sparse value": (lambda x: x.to_sparse().to_dense(), "more than its storage"),
+    "a sparse constant": (lambda x: torch.eye(2).to_sparse() @ x, "more than its storage"),
     "a mask": (lambda x: x[x > 0].reshape(-1, 1), "a size depends on values"),
     "a global": (lambda x: x + HIDDEN, "cannot be followed"),
     "a generator": (lambda x: x.bernoulli(generator=torch.Generator()), "code cannot name"),

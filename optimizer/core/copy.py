@@ -130,9 +130,9 @@ def _like(model: nn.Module, copied: nn.Module, memo: dict[Any, Any]) -> nn.Modul
     modules = dict(model.named_modules())
     for name, new in copied.named_modules():
         old = modules.get(name, new)
-        new.training = old.training
         if isinstance(old, torch.jit.ScriptModule):
-            continue  # torch copies it, and its tables are no dicts
+            continue  # torch copies it, and its tables are no dicts; frozen, it has no mode
+        new.training = old.training
         if new in modules.values() or not _holds_the_same(old, new, memo):
             where = f"'{name}'" if name else type(model).__name__
             raise TypeError(f"its class has a way of its own, whose copy is not like {where}")

@@ -316,7 +316,7 @@ class Unchanged(_Result):
 
     def __init__(self, model: nn.Module, report: Report, *, owns: bool) -> None:
         super().__init__()
-        self.report, self.training = report, model.training
+        self.report, self.training = report, getattr(model, "training", False)
         if owns:
             self.model = model
         else:

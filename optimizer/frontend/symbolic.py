@@ -47,6 +47,8 @@ def capture(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx
 def capture_call(model: nn.Module, call: Call | None) -> fx.GraphModule:
     """Do as `capture` does, for arguments that are known to be usable."""
     try:
+        is_script = isinstance(model, torch.jit.ScriptModule)
+        require(not is_script, "it is TorchScript: optimize the module that it was made of")
         require(not has_global_hooks(), "hooks of all modules see each call: remove them first")
         module = _captured(model, call, record_factories=call is None)
         if call is not None and _writes_a_constant(module):

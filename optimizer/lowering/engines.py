@@ -96,9 +96,7 @@ def in_aten(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphM
 
 
 class _Recorder(Recorder):  # type: ignore[no-untyped-call]
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.split.Tensor:  # OpenVINO wants a last part as large as the others
             sizes = [part.shape[(*args, 0)[2]] for part in func(*args)]

@@ -116,7 +116,7 @@ class LoweredModule(Prepared, OptimizedModule):
             return None
         plans = self._prepared_plans
         repeated, training, latest = plans.latest
-        if latest and training is self.training and not kwargs and repeated(args):
+        if training is self.training and not kwargs and repeated(args):
             return partial(latest, args)
         if (signature := signature_of(args, kwargs, self.training)) is None:
             return None

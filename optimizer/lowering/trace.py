@@ -99,9 +99,7 @@ def _rebuild(output: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
 class _Reads(TorchFunctionMode):
     """Refuse what hands data to Python; below a mode, layers take no fast path of their own."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         require(name not in READS_DATA, f"what '{name}' returns depends on values")
         return func(*args, **(kwargs or {}))
@@ -130,9 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for place, tensor in enumerate(inputs):
             self._note(self.graph.placeholder(f"input_{place}"), tensor)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func._opname)
         if name not in self.whole:
             with self:
@@ -228,6 +224,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _keep(self, value: Any) -> set[int]:
         for tensor in tensors_in(value):
+            strided = tensor.layout is torch.strided and not tensor.is_quantized
+            require(strided, "a value is more than its storage and shape")
             storage = tensor.untyped_storage()
             if storage._cdata not in self.lifetimes:
                 self.lifetimes[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -259,7 +257,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 constant = tensor.detach() if shared else exact_copy(tensor)
             self.root.register_buffer(name, constant)
             node = self.constants[tensor] = self.graph.get_attr(name)
-            node.meta["val"], self.memory[node] = without_data(constant), self._keep(tensor)
+            self.memory[node], node.meta["val"] = self._keep(tensor), without_data(constant)
         return self.constants[tensor]  # type: ignore[no-any-return]
 
     def _require_traced(self, value: Any) -> None:
@@ -363,6 +361,4 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def without_data(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same shape, strides and dtype on the meta device."""
-    strided = tensor.layout is torch.strided and not tensor.is_quantized
-    require(strided, "a value is more than its storage and shape")
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

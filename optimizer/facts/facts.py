@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -50,14 +50,6 @@ from optimizer.core.node import (
 EVERY_MASK_IS_FULL = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
 _TRAINED = ("batch_norm", "dropout", "instance_norm", "rrelu")  # they draw or write if told to
-
-
-class Outcome(NamedTuple):
-    """What a call yields, and what else it does."""
-
-    value: Any
-    writes: Set[int] = frozenset()
-    random: bool = False
 
 
 class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -219,14 +211,14 @@ class Facts:
     def input(self, node: fx.Node, example: Any) -> None:
         """Record the example that a placeholder is given."""
         require(not hides_tensors(example), "an input is an object that may hold tensors")
-        fact = self._learned(node, Outcome(self.to_meta(example)))
+        fact = self._learned(node, self.to_meta(example), Effects())
         self.record(node, replace(fact, rank_varies=False, inputs=frozenset({node})))
 
     def evaluate(self, node: fx.Node) -> None:
         """Run one node on meta tensors and record what it yields and does."""
         self.devices |= devices_named_by(node)
         try:
-            fact = self._learned(node, self._outcome(node))
+            fact = self._learned(node, *self._outcome(node))
         except Exception as error:  # an operator that needs data, or a bug of the model
             self.failures.append(node)
             reason = str(error).split("\n")[0] or type(error).__name__
@@ -234,11 +226,11 @@ class Facts:
             fact = Fact(storages=reach, writes=reach, error=reason)
         self.record(node, fact)
 
-    def _learned(self, node: fx.Node, outcome: Outcome) -> Fact:
+    def _learned(self, node: fx.Node, yielded: Any, effects: Effects) -> Fact:
         """Return what is known of a node from what a run of it yielded and did."""
         facts: list[Fact] = [each.meta["fact"] for each in node.all_input_nodes]
-        value = map_tensors(lambda t: t.detach().to("meta"), outcome.value)  # its shape may change
-        lasting = {each for each in outcome.writes if each in self.holders or each in self.external}
+        value = map_tensors(lambda t: t.detach().to("meta"), yielded)  # its shape may change
+        lasting = {each for each in effects.writes if each in self.holders or each in self.external}
         words, known = name_of_call(node).split("_"), runs_known_code(node)
         counted = any(isinstance(each.value, int) for each in facts)  # by a number that is computed
         some_sizes = words[0] == "getitem" and isinstance(value, tuple)
@@ -247,7 +239,7 @@ class Facts:
             value,
             _as_inputs_hold(storages_in(value), facts) | self._hidden_in(node, value, facts),
             _as_inputs_hold(lasting, facts),
-            outcome.random or _may_draw_for_more(node, facts),
+            effects.random or _may_draw_for_more(node, facts),
             varies or not known or "squeeze" in words or any(each.rank_varies for each in facts),
             frozenset().union(*(each.inputs for each in facts)),
         )
@@ -268,23 +260,23 @@ class Facts:
         shares = name in ops.MAY_COPY or "dropout" in name or (name == "getitem" and numbers)
         return facts[0].storages if facts and shares else frozenset()
 
-    def _outcome(self, node: fx.Node) -> Outcome:
+    def _outcome(self, node: fx.Node) -> tuple[Any, Effects]:
         """Return what a node yields and does, remembered or by running it."""
+        effects = Effects()
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
         if node.op in ("get_attr", "output"):
-            return Outcome(self.to_meta(attribute_of(node)) if node.op == "get_attr" else args)
+            return self.to_meta(attribute_of(node)) if node.op == "get_attr" else args, effects
         module = module_of(node) if node.op == "call_module" else None
         plain = module is None or _is_plain_within(module)
         require(plain, "it has hooks or parametrizations, which are left alone")
         form = None if kwargs else _form(module or node.target, args)
         if form in _layouts:
             shape, strides, dtype = _layouts[form]
-            return Outcome(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
-        effects = Effects()
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta"), effects
         value = self.run(node, effects)
         if not (effects.writes or effects.random):
             value = _as_new(value, module, args, form)
-        return Outcome(value, effects.writes, effects.random)
+        return value, effects
 
     def run(self, node: fx.Node, effects: Effects) -> Any:
         """Call what a node calls on meta tensors, and collect what its operators do."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from optimizer.core.errors import Refused, require
 from optimizer.core.guards import key_of
-from optimizer.core.node import arg, attribute_of, computation, owner, run_nodes, tensors_of
+from optimizer.core.node import adopt, arg, attribute_of, computation, owner, run_nodes, tensors_of
 from optimizer.facts.facts import (
     aliases,
     fact,
@@ -27,7 +27,7 @@ from optimizer.facts.facts import (
     weights_exposed,
 )
 from optimizer.rewrite.contract import call, rewrite, whole_graph
-from optimizer.rewrite.edit import insert_buffer
+from optimizer.rewrite.edit import insert
 
 DROPOUTS = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
@@ -151,7 +151,7 @@ def fold_constants(last: fx.Node) -> fx.Node | None:
     with torch.no_grad():
         value = _value_of(nodes, lambda each: each)
     require(value.dtype == tensor(last).dtype, "autocast gives it another dtype")
-    return insert_buffer(last, value, f"{last.name}_folded")
+    return insert(last, "get_attr", adopt(last.graph, f"{last.name}_folded", value))
 
 
 def _is_constant(node: fx.Node) -> bool:

@@ -57,11 +57,6 @@ def insert_module(
     return insert(before, "call_module", name, args, like=like)
 
 
-def insert_buffer(before: fx.Node, value: torch.Tensor, stem: str) -> fx.Node:
-    """Read a new buffer just before a node, under a fresh name close to `stem`."""
-    return insert(before, "get_attr", adopt(before.graph, stem, value))
-
-
 def insert_copy(before: fx.Node, node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """Call what a node calls once more, on other operands, just before a node."""
     with node.graph.inserting_before(before):

@@ -35,9 +35,10 @@ from optimizer.verify.equivalence import Answer
 
 _WHOLE = KNOWN | {"gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
 _LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
-# Leaves of a call but tensors.
-LITERALS = frozenset((bool, int, float, str, type(None), torch.Size))
+LITERALS = frozenset((bool, int, float, str, type(None), torch.Size))  # leaves, but tensors
 _ATEN: Any = torch.ops.aten
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_COMPOSITE: Any = torch._C.DispatchKey.CompositeImplicitAutograd
 _SAME = frozenset(("alias", "detach", "lift_fresh"))  # as their argument
 
 
@@ -130,11 +131,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func._opname)
-        if name not in self.whole:
-            with self:
-                inside = func.decompose(*args, **kwargs)
-            if inside is not NotImplemented:
-                return inside
+        if name not in self.whole and _has_kernel(func.name(), _COMPOSITE):
+            with self:  # by C++: in Python, as what Dynamo imports has it, an idle dropout copies
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
         if name in _LIKE or not any(tensor in self.nodes for tensor in tensors_in((args, kwargs))):
             return self._constant(func, args, kwargs)
         if written := tensors_in(written_by(func, args, kwargs)):
@@ -183,13 +182,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _as_new(self, func: Any, args: Any, kwargs: Any) -> fx.Node | None:
         """Return the call of the functional form of an operator, if its result lies alike."""
-        operators = getattr(torch.ops, func.namespace)
-        pure = getattr(operators, func._opname.removesuffix("_"), None)
+        pure = getattr(getattr(torch.ops, func.namespace), func._opname.removesuffix("_"), None)
         if pure is None:
             return None
-        target = kwargs.get("out", args[0])
+        names = (each.name for each in func._schema.arguments)
+        named = dict(zip(names, args, strict=False)) | kwargs  # polygamma_(x, n) is polygamma(n, x)
+        target = named.pop("out", args[0])
         with self:
-            result = pure(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+            result = pure(**named)
         alike = isinstance(result, torch.Tensor) and layout_of(result) == layout_of(target)
         return self.nodes[result] if alike and result is not target else None
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from optimizer.testing._classes import KEPT, PYTHON
-from optimizer.testing._machine import Emit, Machine, Value
-from optimizer.testing._words import CALL, KEYWORD, Word, by_rank, layer
+from optimizer.testing._machine import CALL, KEYWORD, Emit, Machine, Value, Word, by_rank, layer
 
 MATRIX_PRODUCT = "{v} @ self.{m}.weight + self.{m}.bias"
 NORM = "F.batch_norm({v}, self.{m}.running_mean, self.{m}.running_var, "

@@ -3,19 +3,73 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
 import torch
+from torch import fx
 
+from optimizer.core.inputs import as_call
 from optimizer.testing._assemble import Spec
-from optimizer.testing._locate import first_divergent_node
-from optimizer.testing._reduce import smallest
+from optimizer.testing._strategies import SHAPES
+from optimizer.testing._tokens import FAMILIES
+from optimizer.verify.check import first_divergence, values
+
+SIMPLEST = {token: next(iter(family)) for family in FAMILIES.values() for token in family}
+_PLAIN = Spec(())
 
 
+def smallest(spec: Spec, fails: Callable[[Spec], bool]) -> Spec:
+    """A failing program that is minimal: nothing simpler that is tried fails.
+
+    What is tried is to leave out any word or two, to replace a word by the simplest of its
+    family, to make any of the data that of a plain `Spec`, and a shape that is drawn earlier.
+
+    Args:
+        spec: a failing program; it is returned if nothing smaller fails.
+        fails: whether a program fails.
+    """
+    for simpler in _simpler(spec):
+        if fails(simpler):
+            return smallest(simpler, fails)
+    return spec
+
+
+def _simpler(spec: Spec) -> Iterator[Spec]:
+    for tokens in (*_shorter(spec.tokens), *_plainer(spec.tokens)):
+        yield replace(spec, tokens=tokens)
+    for field in fields(Spec)[1:]:
+        plain: dict[str, Any] = {field.name: getattr(_PLAIN, field.name)}
+        if getattr(spec, field.name) != plain[field.name]:
+            yield replace(spec, **plain)
+    if spec.shape in SHAPES:
+        yield from (replace(spec, shape=each) for each in SHAPES[1 : SHAPES.index(spec.shape)])
+
+
+def _shorter(tokens: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Without half of the words, a quarter, ... one; without any two, if they are few."""
+    count = -(-len(tokens) // 2)
+    while count:
+        for start in range(0, len(tokens), count):
+            yield (*tokens[:start], *tokens[start + count :])
+        count //= 2
+    # A transpose often goes only with the one that undoes it.
+    for one, other in combinations(range(len(tokens)), 2):
+        yield (*tokens[:one], *tokens[one + 1 : other], *tokens[other + 1 :])
+
+
+def _plainer(tokens: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for index, token in enumerate(tokens):
+        if SIMPLEST[token] != token:
+            yield (*tokens[:index], SIMPLEST[token], *tokens[index + 1 :])
+
+
+@dataclass(eq=False)
 class Counterexample(AssertionError):  # noqa: N818 - a finding about the subject
     """A generated model that a subject gets wrong.
 
@@ -27,37 +81,22 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
         subject: the function that gets it wrong.
     """
 
-    def __init__(
-        self,
-        spec: Spec,
-        subject: Callable[..., Any],
-        retry: Callable[[Spec], object],
-        *,
-        exact: bool,
-        dtype: torch.dtype,
-        later: tuple[str, ...] = (),
-    ) -> None:
-        super().__init__(spec)
-        self.spec = spec
-        self.subject = subject
-        self.retry = retry
-        self.exact = exact
-        self.dtype = dtype
-        self.later = later
-        self.is_reporting = False
+    spec: Spec
+    subject: Callable[..., Any]
+    retry: Callable[..., object]
+    exact: bool
+    dtype: torch.dtype
+    later: tuple[str, ...] = ()
+    is_reporting: bool = False
 
     def __str__(self) -> str:
         if self.is_reporting:  # a subject that prints what is being handled, as Dynamo does
             return f"{self.__cause__}"
         self.is_reporting = True
         try:
-            return self._report
+            return self.reduced.text()
         finally:
             self.is_reporting = False
-
-    @cached_property
-    def _report(self) -> str:
-        return self.reduced.text()
 
     @cached_property
     def reduced(self) -> Counterexample:
@@ -84,16 +123,40 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
         told = f"{type(self.__cause__).__name__}: {self.__cause__}"
         verdict, _, values = told.partition("\n")
         lines = [f"{self.spec}"]
-        guilty = getattr(self.subject, "guilty", None)
-        if guilty is not None:
-            later = bool(self.later)
-            blamed = guilty(self.spec, exact=self.exact, dtype=self.dtype, later=later)
-            lines.append(f"first guilty pass: {blamed}")
-        parted = first_divergent_node(self.spec, self.subject, exact=self.exact, dtype=self.dtype)
-        lines += [f"first divergent node: {parted}", *values.splitlines()]
+        if hasattr(self.subject, "parts"):
+            lines.append(f"first guilty pass: {self._guilty()}")
+        lines += [f"first divergent node: {self._divergent_node()}", *values.splitlines()]
         # What follows the test are comments, which may be pasted with it.
         details = indent("\n".join(lines), "# ", lambda line: True)
         return f"{verdict}\npaste-ready test:\n\n{self.reproducer()}\n\n{details}"
+
+    def _guilty(self) -> str:
+        """The pass with which the subject's `parts` first go wrong; or the capture."""
+        for name, part in self.subject.parts():  # type: ignore[attr-defined]
+            try:
+                self.retry(self.spec, subject=part)
+            except AssertionError:
+                return str(name)
+        return "none alone: the passes together are wrong, or the failure does not repeat"
+
+    def _divergent_node(self) -> str:
+        """The first node of the candidate whose value differs from what it stands for.
+
+        The model's graph is what the subject's `unchanged` gives, if it has one; else its trace.
+        """
+        model, inputs = self.spec.build(self.dtype), self.spec.inputs(self.dtype)
+        unchanged = getattr(self.subject, "unchanged", lambda model, _: fx.symbolic_trace(model))
+        with self.spec.surroundings():
+            try:
+                graphs = unchanged(model, inputs), self.subject(model, inputs)
+            except Exception as error:  # whatever is wrong with the subject
+                return f"none, for there are no two graphs: {type(error).__name__}"
+            if not all(isinstance(each, fx.GraphModule) for each in graphs):
+                return "none, for there are no two graphs"
+            expected, actual = (values(each, as_call(inputs)) for each in graphs)
+        alike = f"{len(expected.keys() & actual.keys())} of the {len(actual)} nodes"
+        none = f"none: {alike} stand for one of the model's, and agree with it here"
+        return first_divergence(expected, actual, exact=self.exact) or none
 
     def reproducer(self) -> str:
         """A self-contained pytest module that fails as this did."""

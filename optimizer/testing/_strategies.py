@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from optimizer.testing._assemble import Entry, Spec
 from optimizer.testing._data import LAYOUTS
 from optimizer.testing._machine import Shape
-from optimizer.testing._motif import INTERRUPTIONS, Motif, words
 from optimizer.testing._tokens import FAMILIES, TOKENS
-from optimizer.testing.motifs import MOTIFS
+from optimizer.testing.motifs import INTERRUPTIONS, MOTIFS, Motif, words
 
 # Equal sizes turn crashes into silent errors, distinct ones show wrong shapes: both are needed.
 SHAPES: tuple[Shape, ...] = (

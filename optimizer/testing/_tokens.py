@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from optimizer.testing._control import CONTROL
-from optimizer.testing._keywords import RESPELLED
+from optimizer.testing._control import CONTROL, RESPELLED
 from optimizer.testing._layers import CLASSES, CONSTANTS, CONVOLUTIONS, LAYERS, NORMS, RARE_LAYERS
-from optimizer.testing._machine import Emit
-from optimizer.testing._shapes import ASSIGNMENTS, JOINS, POOLS, RESHAPES, VIEWS
-from optimizer.testing._values import ACTIVATIONS, ARITHMETIC, IDENTITIES, RARE, RELUS
-from optimizer.testing._words import Word, emit
+from optimizer.testing._machine import Emit, Word, emit
+from optimizer.testing._values import (
+    ACTIVATIONS,
+    ARITHMETIC,
+    ASSIGNMENTS,
+    IDENTITIES,
+    JOINS,
+    POOLS,
+    RARE,
+    RELUS,
+    RESHAPES,
+    VIEWS,
+)
 
 _WORDS: dict[str, dict[str, Word]] = {
     "relu": RELUS,

@@ -5,8 +5,7 @@ No activation is steep anywhere: a rounding error that goes in must not come out
 
 from __future__ import annotations
 
-from optimizer.testing._machine import Machine, Value
-from optimizer.testing._words import Word, by_rank, layer, product
+from optimizer.testing._machine import Machine, Value, Word, by_rank, layer, product
 
 
 def in_four(text: str) -> Word:
@@ -324,4 +323,208 @@ RARE: dict[str, Word] = {
         "{v} + (({n}.transpose(0, 1) + {n}[0].transpose(0, 1)).transpose(0, 1) * {n}).sum()"
     ),
     "assert_finite": assert_finite,
+}
+
+
+def gathered(before: str = "", mask: str = "{n}", after: str = "", source: str = "{b}") -> Word:
+    """What `mask` chooses of `source`, and one more, written under mask `{n}` after `before`."""
+    chosen = f"{{n}} = {{v}} > 0.5; {{n}}_chosen = {source}[{mask}]"
+    return f"{chosen}; {before}{{v}}[{{n}}] = {{n}}_chosen + 1.0;{after}"
+
+
+MATMUL = product("{w} @ {v}.mT")
+
+RESHAPES: dict[str, Word] = {
+    "reshape_flat": "{v}.reshape(-1)",
+    "reshape_rows": "{v}.reshape(-1, {v}.size(-1))",
+    "view_columns": "{v}.contiguous().view({v}.shape[0], -1)",
+    "reshape_torch": "torch.reshape({v}, {v}.shape)",
+    "unflatten": "{v}.unflatten(1, (2, -1))",
+    "shuffle": "{v}.unflatten(1, (2, {c} // 2)).transpose(1, 2).flatten(1, 2)",
+    "squeeze": "{v}.squeeze(1)",
+    "flatten_all": "torch.flatten({v})",
+    "flatten_module": "torch.flatten({v}, start_dim=-1)",
+    "none_last": "{v}[..., None]",
+    "none_first": "{v}[None]",
+    "expand": "{v}[:1].expand({v}.shape) + {v}",
+    "repeat": "torch.repeat_interleave({v}, 2, dim=-1)",
+    "head": "{v}[:, :-1]",
+    "first_channel": "{v}[:, :1]",
+    "tail": "{v}[:, 1:]",
+    "every_other": "{v}[..., ::2]",
+    "narrow": "{v}.narrow(-1, 1, 1)",
+    "select": "{v}.select(1, 0)",
+    "pick": "{v}[..., -1]",
+    "list_index": "{v}[:, [0, 0]]",
+    "flip": "{v}.flip(-1)",
+    "roll": "torch.roll({v}, 1, -1)",
+    "pad": "F.pad({v}, (1, 0))",
+    "pad_even": "F.pad({v}, (1, 1))",
+    "pad_crop": "F.pad({v}, (-1, -1))",
+    "pad_kw": "F.pad({v}, pad=(0, 0, 1, 1), value=0.0)",
+    "pad_ones": "F.pad({v}, (1, 1), value=1.0)",
+    "chunk_swapped": "torch.cat({v}.chunk(2, 1)[::-1], dim=1)",
+    "flatten_last": "{v}.flatten(-2)",
+    "ravel": "{v}.ravel()",
+    "flatten_nn": "nn.Flatten()",
+    "squeeze_inplace": "{v}.clone().unsqueeze_(0).squeeze_(0)",
+    "pad_module": "nn.ZeroPad{d}d(1)",
+    "pad_ones_module": "nn.ConstantPad{d}d(1, 1.0)",
+    "pad_reflect": "F.pad({v}, {sizes}, mode='reflect')",
+    "pad_replicate": "F.pad({v}, {sizes}, mode='replicate')",
+    "pad_circular": "F.pad({v}, {sizes}, mode='circular')",
+    "upsample": by_rank((3, 4, 5), "F.interpolate({v}, scale_factor=2)"),
+    "upsample_linear": by_rank((3,), "F.interpolate({v}, scale_factor=2, mode='linear')"),
+    "upsample_bilinear": by_rank(
+        (4,), "F.interpolate({v}, size=3, mode='bilinear', align_corners=True)"
+    ),
+    "upsample_trilinear": by_rank((5,), "nn.Upsample(scale_factor=2, mode='trilinear')"),
+    "split": "torch.cat({v}.split(2, 1)[::-1], dim=1)",
+    "split_sizes": "torch.cat({v}.split([1, {v}.shape[1] - 1], 1)[::-1], dim=1)",
+    "channel_shuffle": "nn.ChannelShuffle(2)",
+}
+
+POOLS: dict[str, Word] = {
+    "max_pool": "nn.MaxPool{d}d(2)",
+    "max_pool_padded": "nn.MaxPool{d}d(3, stride=1, padding=1)",
+    "max_pool_dilated": "nn.MaxPool{d}d(2, stride=1, dilation=2)",
+    "max_pool_ceil": "nn.MaxPool{d}d(2, ceil_mode=True)",
+    "max_pool_F": "F.max_pool{d}d({v}, 2, stride=1)",
+    "max_pool_indices": "F.max_pool{d}d({v}, 2, stride=1, return_indices=True)[0]",
+    "avg_pool": "nn.AvgPool{d}d(2)",
+    "avg_pool_padded": "nn.AvgPool{d}d(2, stride=1, padding=1)",
+    "avg_pool_zeros": "nn.AvgPool{d}d(2, padding=1)",
+    "avg_pool_inside": "nn.AvgPool{d}d(2, stride=1, padding=1, count_include_pad=False)",
+    "avg_pool_divisor": "nn.AvgPool{d}d(2, divisor_override=3)",
+    "avg_pool_ceil": "nn.AvgPool{d}d(2, ceil_mode=True)",
+    "avg_pool_F": "F.avg_pool{d}d({v}, 2, stride=1)",
+    "adaptive_avg": "nn.AdaptiveAvgPool{d}d(1)",
+    "adaptive_avg_F": "F.adaptive_avg_pool{d}d({v}, 2)",
+    "adaptive_max": "nn.AdaptiveMaxPool{d}d(2)",
+    "adaptive_max_F": "F.adaptive_max_pool{d}d({v}, output_size=1)",
+    "mean": "{v}.mean(-1)",
+    "mean_keep": "torch.mean({v}, dim=-1, keepdim=True)",
+    "sum": "{v}.sum(1)",
+    "sum_keep": "torch.sum({v}, 0, keepdim=True)",
+    "amax": "{v}.amax(dim=-1)",
+    "max_values": "{v}.max(-1, keepdim=True).values",
+}
+
+JOINS: dict[str, Word] = {
+    "cat": "torch.cat([{w}, {v}], -1)",
+    "cat_kw": "torch.cat(dim=1, tensors=({v}, {w}))",
+    "add_stretched": "{under} + {v}",
+    "stack": "torch.stack(({w}, {v}), 1)",
+    "matmul": product("{w} @ {v}.mT"),
+    "matmul_torch": product("torch.matmul({w}, {v}.transpose(-1, -2))"),
+    "einsum_turned": "torch.einsum('...ij->...ji', {v})",
+    "einsum": product("torch.einsum('...ij,...kj->...ik', {w}, {v})"),
+    "attention": product("torch.softmax({v} @ {w}.transpose(-2, -1) * 0.5, dim=-1) @ {w}"),
+    "attention_F": product("F.scaled_dot_product_attention({v}, {w}, {w})"),
+    "matmul_method": product("{w}.matmul({v}.mT)"),
+    "mm": by_rank((2,), product("torch.mm({w}, {v}.t())"), MATMUL),
+    "mm_method": by_rank((2,), product("{w}.mm({v}.t())"), MATMUL),
+    "bmm": by_rank((3,), product("torch.bmm({w}, {v}.mT)"), MATMUL),
+    "baddbmm": by_rank((3,), product("torch.baddbmm({w} @ {v}.mT, {w}, {v}.mT)"), MATMUL),
+}
+
+VIEWS: dict[str, Word] = {
+    "t01": "{v}.transpose(0, 1)",
+    "t12": "{v}.transpose(-2, -1)",
+    "t01_torch": "torch.transpose({v}, 0, 1)",
+    "t01_kw": "torch.transpose(input={v}, dim0=0, dim1=1)",
+    "t01_swapped": "{v}.transpose(1, 0)",
+    "t_negative": "torch.transpose({v}, -1, -2)",
+    "t_same": "{v}.transpose(0, 0)",
+    "t_ends": "{v}.transpose(0, -1)",
+    "T": by_rank((2,), "{v}.T", "{v}.mT"),
+    "t": by_rank((2,), "{v}.t()", "{v}.mT"),
+    "t_torch": by_rank((2,), "torch.t({v})", "{v}.mT"),
+    "mT": "{v}.mT",
+    "mH": "{v}.mH",
+    "adjoint": "{v}.adjoint()",
+    "swapaxes": "{v}.swapaxes(0, 1)",
+    "swapdims": "torch.swapdims({v}, 0, -1)",
+    "movedim": "{v}.movedim(0, -1)",
+    "moveaxis": "torch.moveaxis({v}, -1, 0)",
+    "movedim_turned": "torch.movedim({v}, (0, 1), (-1, 0))",
+    "movedim_pair": "torch.movedim({v}, (0, 1), (1, 0))",
+    "cycle": "{v}.permute({cycle})",
+    "cycle_back": "{v}.permute(({cycle_back}))",
+    "cycle_torch": "torch.permute({v}, ({cycle}))",
+    "cycle_kw": "{v}.permute(dims=({cycle_negative}))",
+    "cycle_computed": "{v}.movedim({v}.dim() - 1, 0)",
+    "reverse": "{v}.permute({reverse})",
+    "permute_same": "{v}.permute({same})",
+    "flatten": "{v}.flatten(1)",
+    "flatten_rows": by_rank((3, 4, 5), "{v}.flatten(0, 1)"),
+    "unsqueeze": "{v}.unsqueeze(1)",
+    "merge": "{v}.reshape({v}.shape[0] * {v}.size(1), {after})",
+    "add_size": "{v} + ({v}.shape[-1] // 2 + {v}.dim())",
+    "moveaxis_method": "{v}.moveaxis(0, -1)",
+    "swapdims_method": "{v}.swapdims(0, -1)",
+    "swapaxes_torch": "torch.swapaxes({v}, 0, 1)",
+    "transpose_inplace": "{v}.clone().transpose_(0, 1)",
+    "swapaxes_inplace": "{v}.clone().swapaxes_(0, 1)",
+    "swapdims_inplace": "{v}.clone().swapdims_(0, -1)",
+    "t_inplace": by_rank((2,), "{v}.clone().t_()", "{v}.mT"),
+}
+
+ASSIGNMENTS: dict[str, Word] = {
+    "mask": "{v}[{v} > 0.0] = 0.0;",
+    "mask_half": "{v}[{v} <= 0.5] = 1.5;",
+    "mask_int": "{v}[{v} < 0] = 0;",
+    "mask_below": "{v}[{b} >= 1.0] = -1.0;",
+    "mask_both": "{v}[({v} > 0) & ({b} < 2)] = 0.5;",
+    "mask_not": "{v}[~({v} > 0)] = 0.5;",
+    "mask_named": "{n} = {v} > 0.5; {v}[{n}] = 0.25; {v} + {n}",
+    "mask_rows": "{v}[{v}[..., 0] > 0] = 0.0;",
+    "mask_gather": "{v}[{v} > 1] = {b}[{v} > 1];",
+    "mask_fill": "{v}.masked_fill_({v} > 0, 0.5);",
+    "mask_add": "{v}[{v} > 0] += 1.0;",
+    "mask_scale": "{v}[{v} > 0] *= 2.0;",
+    "mask_rows_add": "{v}[{v}[..., 0] > 0] += 1.0;",
+    "mask_row": "{v}[{v}.flatten(1)[:, 0] > 0] = 0.5;",
+    "mask_sub": "{v}[{v} < -0.25] -= 0.5;",
+    "mask_div": "{v}[{v} >= 1] /= 2.0;",
+    "mask_columns": "{v}[:, {v}.sum(0) > 0] = 0.5;",
+    "mask_scalar_tensor": "{v}[{v} > 0] = torch.zeros((), dtype={v}.dtype);",
+    "mask_vector": "{v}[{v} > 0] = {v}[{v} > 0].flip(0);",
+    "mask_scatter": "{v}.masked_scatter_({v} > 0, {b}.clone());",
+    "mask_fill_torch": "torch.masked_fill({v}, {v} < -1, -1.0)",
+    "mask_nonzero": "{v}[({v} > 0).nonzero(as_tuple=True)] = 0.25;",
+    "mask_times": "{v} * ({v} > 0)",
+    "index_rows": "{v}[[0]] = 0.5;",
+    "index_fill": "{v}.index_fill_(-1, torch.tensor([0]), 0.5);",
+    "slice_step": "{v}[..., ::2] *= 2.0;",
+    "ellipsis": "{v}[...] = {b}.clone() + 1.0;",
+    "mask_put": "{v}.index_put_(({v} > 0,), {v}.sum());",
+    "mask_gather_same": gathered(),
+    "mask_gather_stale": gathered("{b}.mul_(2.0); "),
+    "mask_gather_other": gathered(mask="{n}.flip(0)"),
+    "mask_gather_read": gathered(after=" {v} += {n}_chosen.sum();"),
+    "mask_gather_turned": gathered(source="{v}.mT"),
+    "mask_integers": "{n} = ({v} > 0) * 2; {n}[{v} < 0] = 1.5; {v} + {n}",
+    "mask_booleans": "{n} = {v} > 0; {n}[{v} < 0] = torch.nan; {v} + {n}",
+    "mask_complex": "{n} = {v} * 1j; {n}[{v} > 0] = 2.0; {v} + {n}.imag",
+    "mask_integer_tensor": "{v}[{v} > 0] = torch.ones((), dtype=torch.long);",
+    "mask_float_tensor": (
+        "{n} = ({v} > 0) * 2; {n}[{v} < 0] = torch.full((), 1.5, dtype={v}.dtype); {v} + {n}"
+    ),
+    "mask_one_integer": (
+        "{n} = ({v} > 0) * 2; {n}_first = torch.arange({v}.numel()).reshape({v}.shape) < 1; "
+        "{n}_chosen = torch.full_like({v}, 1.5)[{n}_first]; {n}[{n}_first] = {n}_chosen; "
+        "{v} + {n}"
+    ),
+    "index_add_rows": "{n} = torch.arange({v}.dim())[:1]; {v}[{n}] += 1.0;",
+    "mask_view": "{v}.transpose(0, 1)[{v}.transpose(0, 1) > 0] = 0.0;",
+    "slice": "{v}[..., 0] = 1.0;",
+    "mask_copy": "{v}.masked_fill({v} > 0.0, 0.0)",
+    "where": "torch.where({v} > 0, {v}, 0.0)",
+    "mask_gather_moved": gathered("{n}.copy_({n}.flip(0)); "),
+    "mask_one_product": (
+        "{n} = ({v} > 0) * 2; {n}_first = torch.arange({v}.numel()).reshape({v}.shape) < 1; "
+        "{n}[{n}_first] = {n}[{n}_first] * 1.5; {v} + {n}"
+    ),
+    "mask_put_torch": "torch.index_put_({v}, ({v} > 0,), {v}.sum()); {v} + 0.0",
 }

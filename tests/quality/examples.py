@@ -17,17 +17,15 @@ from optimizer.lowering.module import LoweredModule
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import check_spec
 from optimizer.testing._later import LATER_CALLS
-from optimizer.testing._lowering import (
-    Lower,
+from optimizer.testing._strategies import NOT_RECORDED, models, on_each
+from optimizer.testing._subject import (
     LoweringAll,
+    Optimize,
     assert_follows_its_weights,
     assert_loses_no_nan,
 )
-from optimizer.testing._motif import Motif
-from optimizer.testing._strategies import NOT_RECORDED, models, on_each
-from optimizer.testing._subject import Optimize
 from optimizer.testing._tokens import TOKENS
-from optimizer.testing.motifs import MOTIFS
+from optimizer.testing.motifs import MOTIFS, Motif
 
 ENGINES_IN = 4  # one of so many models at level 2 is run by what a user's would be
 MANY = 100  # models about a pass, of which it changes one at least
@@ -142,7 +140,8 @@ def examine(spec: Spec, name: str, *, fires: bool = False, among: Sequence[str] 
     # Of a strided input, the last bit depends on the kernel; of dyadic data it seldom does.
     dyadic = spec.regime == "dyadic" and spec.layout == "contiguous"
     exact = dyadic if lowers else numerics.get(name, "exact") == "exact"
-    subject = Lower() if lowers else Optimize(only=(name,) if name in numerics else ()).on(spec)
+    subject = Optimize(only=(name,) if name in numerics else ()).on(spec)
+    subject = Optimize(2, only=(), spoilt=True) if lowers else subject
     candidate: Any = check_spec(spec, subject, exact=exact, later=later)
     words = [word.removeprefix("unknown_") for word in spec.tokens]  # a wrapper may call any code
     recorded = isinstance(candidate, fx.GraphModule) or not NOT_RECORDED.isdisjoint(words)

@@ -19,10 +19,9 @@ import torch
 from optimizer.lowering.module import LoweredModule
 from optimizer.testing._assemble import Spec
 from optimizer.testing._check import check_spec
-from optimizer.testing._lowering import assert_loses_no_nan
 from optimizer.testing._report import Counterexample
 from optimizer.testing._strategies import models, on_each
-from optimizer.testing._subject import Optimize
+from optimizer.testing._subject import Optimize, assert_loses_no_nan
 
 BATCH = 500
 _BATCHES_EACH = 8  # of a process: what kernels keep is let go with it

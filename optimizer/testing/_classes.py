@@ -167,6 +167,12 @@ KEPT = {f"Kept_{name}": _keeper(name) for name in _KEEPERS}
 PYTHON = {f"Py_{name}": _text(name) for name in _BODIES}
 PYTHON |= {f"Unknown_Py_{name}": _text(name, _UNKNOWN_LAYER) for name in _UNKNOWN}
 
+_BRANCHING = """\
+class Branching(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * (1 if input.sum().isnan() else 2)
+"""
+
 HELPERS = {
     **KEPT,
     **PYTHON,
@@ -211,17 +217,14 @@ def single_linear(size, hold):
     linear.single = torch.float32
     return linear
 """,
-    "Grandparent": """\
-class Untraceable(nn.Linear):
-    def forward(self, input):
-        return super().forward(input) * (1 if input.sum().isnan() else 2)
-
+    "Grandparent": _BRANCHING
+    + """
 
 class Parent(nn.Module):
     def __init__(self, *sizes):
         super().__init__()
         self.before = nn.Linear(*sizes)
-        self.child = Untraceable(*sizes)
+        self.child = Branching(*sizes)
 
     def forward(self, input):
         return self.child(self.before(input).relu())
@@ -240,11 +243,7 @@ class Doubled(nn.Linear):
     def forward(self, input):
         return 2 * super().forward(input)
 """,
-    "Branching": """\
-class Branching(nn.Linear):
-    def forward(self, input):
-        return super().forward(input) * (1 if input.sum().isnan() else 2)
-""",
+    "Branching": _BRANCHING,
     "Constant": """\
 class Constant(nn.Module):
     def __init__(self, *shape):

@@ -7,34 +7,19 @@ import inspect
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from optimizer.testing._machine import Emit, Machine, Value
-
-
-def duplicate(machine: Machine) -> None:
-    machine.stack.append(machine.top)
-
-
-def swap(machine: Machine) -> None:
-    machine.stack[-2:] = machine.stack[-2:][::-1]
+from optimizer.testing._machine import Emit, Machine, Value, returned
 
 
 def drop(machine: Machine) -> None:
     if len(machine.stack) > 1:
         machine.stack.pop()
-
-
-def output(machine: Machine) -> None:
-    machine.outputs.append(machine.top)
-
-
-def argument(machine: Machine) -> None:
-    machine.stack.append(machine.argument())
 
 
 def given(text: str, kind: str) -> Emit:
@@ -82,25 +67,29 @@ def computed(machine: Machine, name: str) -> str:
     return texts[-1].removeprefix(f"{name} = ") if texts else ""
 
 
-def recompute(machine: Machine, *, otherwise: bool = False, anew: bool = False) -> None:
-    """Compute the newest value once more, of what it reads by now, or that anew as well.
+def recomputed(change: Callable[[Machine, str], str]) -> Emit:
+    """Compute the newest value once more, of what it reads by now, as `change` says if at all."""
 
-    Otherwise with another number for the last that it names: half of a fraction, one index more.
-    """
-    text = newest(machine)
-    if otherwise:
-        number = re.compile(r"\b\d+(\.\d+)?\b(?!.*\b\d)")
-        text = number.sub(lambda n: str(float(n[0]) / 2 if n[1] else int(n[0]) + 1), text)
-    if anew:
-        text = re.sub(r"\bv\d+\b", lambda n: f"({computed(machine, n[0]) or n[0]})", text)
-    if text:
-        machine.stack.append(machine.history[-1])
-        machine.write(text)
+    def emit(machine: Machine) -> None:
+        text = newest(machine)
+        changed = change(machine, text) if text else ""
+        if changed:
+            machine.stack.append(machine.history[-1])
+            machine.write(changed)
+
+    return emit
 
 
-def recall(machine: Machine) -> None:
-    """Push a value of before."""
-    machine.stack.append(machine.history[len(machine.history) // 2])
+def otherwise(_: Machine, text: str) -> str:
+    """With another number for the last one: half of a fraction, one index more."""
+    number = re.compile(r"\b\d+(\.\d+)?\b(?!.*\b\d)")
+    return number.sub(lambda n: str(float(n[0]) / 2 if n[1] else int(n[0]) + 1), text)
+
+
+def anew(machine: Machine, text: str) -> str:
+    """The same, with what it reads computed anew as well."""
+    text = otherwise(machine, text)
+    return re.sub(r"\bv\d+\b", lambda n: f"({computed(machine, n[0]) or n[0]})", text)
 
 
 def keyword_only(machine: Machine) -> None:
@@ -144,20 +133,13 @@ def return_weight(machine: Machine) -> None:
         machine.outputs.append(Value(f"self.{layer}.weight", tuple(weight.shape)))
 
 
-def return_made(machine: Machine) -> None:
-    """Let the caller have a tensor that the forward makes of nothing."""
-    machine.outputs.append(Value("torch.zeros(3)", (3,)))
-
-
 def tie(machine: Machine) -> None:
     """Let the two newest layers whose weights have one shape share the Parameter."""
-    weighted = _weighted(machine)
-    shapes = [machine.model.get_parameter(f"{layer}.weight").shape for layer in weighted]
-    for index, newer in enumerate(weighted):
-        for older, shape in zip(weighted[index + 1 :], shapes[index + 1 :], strict=True):
-            if shape == shapes[index]:
-                machine.write(";", finishing=f"self.{newer}.weight = self.{older}.weight")
-                return
+    for newer, older in combinations(_weighted(machine), 2):
+        one, other = (machine.model.get_parameter(f"{each}.weight") for each in (newer, older))
+        if one.shape == other.shape:
+            machine.write(";", finishing=f"self.{newer}.weight = self.{older}.weight")
+            return
 
 
 def finished(text: str, *, norms: bool = True) -> Emit:
@@ -180,12 +162,7 @@ def narrow_scaled(machine: Machine) -> None:
 def optional_given(machine: Machine) -> None:
     """One more argument; all but the first have a default, and are given."""
     machine.optional = "=None"
-    argument(machine)
-
-
-def training(machine: Machine) -> None:
-    """The model itself is in training mode, its layers are not."""
-    machine.finishing.append("self.training = True")
+    machine.stack.append(machine.argument())
 
 
 def returning(form: str) -> Emit:
@@ -198,26 +175,26 @@ def returning(form: str) -> Emit:
 
 
 CONTROL: dict[str, Emit] = {
-    "dup": duplicate,
-    "swap": swap,
+    "dup": lambda machine: machine.stack.append(machine.top),
+    "swap": lambda machine: machine.stack.insert(-1, machine.stack.pop()),
     "drop": drop,
-    "out": output,
+    "out": lambda machine: machine.outputs.append(machine.top),
     "again": again,
-    "recompute": recompute,
-    "recompute_otherwise": partial(recompute, otherwise=True),
-    "recompute_anew": partial(recompute, otherwise=True, anew=True),
-    "recall": recall,
+    "recompute": recomputed(lambda _, text: text),
+    "recompute_otherwise": recomputed(otherwise),
+    "recompute_anew": recomputed(anew),
+    "recall": lambda machine: machine.stack.append(machine.history[len(machine.history) // 2]),
     "first": lambda machine: machine.stack.append(machine.history[0]),
     "write_read": write_read,
     "write_layer": write_layer,
     "write_bias": partial(write_layer, name="bias"),
     "out_weight": return_weight,
-    "out_made": return_made,
+    "out_made": lambda machine: machine.outputs.append(Value("torch.zeros(3)", (3,))),
     "tie": tie,
     "hook": finished("{}.register_forward_hook(double_output)"),
     "pre_hook": finished("{}.register_forward_pre_hook(double_input)"),
     "train_layer": finished("{}.train()", norms=False),  # a norm cannot train on one row
-    "arg": argument,
+    "arg": lambda machine: machine.stack.append(machine.argument()),
     "arg_narrow": given("{v} + {a}", "narrow"),
     "arg_mask": given("{v}[{a}] = 0.5;", "mask"),
     "arg_tested": option("{v} + {o} if {o} is not None else {v}"),
@@ -237,7 +214,8 @@ CONTROL: dict[str, Emit] = {
     "arg_narrow_scaled": narrow_scaled,
     # What it says is said of the whole model: see `Spec`.
     "autocast": lambda machine: None,
-    "training": training,
+    # The model itself is in training mode, its layers are not.
+    "training": lambda machine: machine.finishing.append("self.training = True"),
     "mapping": returning("{keyed}"),
     "listing": returning("[{}]"),
     "nested": returning("{{'first': [{}, None], 'second': (1, {{'third': 2.5}})}}"),
@@ -331,43 +309,39 @@ def respelled(change: Callable[[ast.Call], None]) -> Emit:
     return emit
 
 
-def written_within(machine: Machine) -> None:
-    """Compute the newest value once more, and write what it reads when one part is computed."""
-    tree = ast.parse(newest(machine) or "x")
+def written_within(machine: Machine, text: str) -> str:
+    """What it reads is written when one part is computed."""
     kinds = ast.Call | ast.BinOp | ast.Compare
-    parts = [ast.unparse(each) for each in ast.walk(tree) if isinstance(each, kinds)]
+    parts = [ast.unparse(each) for each in ast.walk(ast.parse(text)) if isinstance(each, kinds)]
     names = {each.name for each in machine.history}
     for part in reversed(parts[1:]):  # the innermost of those that read a value
         for name in [each for each in re.findall(r"\w+", part) if each in names][:1]:
-            machine.stack.append(machine.history[-1])
             rest = parts[0].replace(part, "{n}")
-            machine.write(f"{{n}} = {part}; {name}.mul_(2.0); {rest}")
-            return
+            return f"{{n}} = {part}; {name}.mul_(2.0); {rest}"
+    return ""
 
 
-def turned(machine: Machine, *, within: bool = False) -> None:
-    """Compute the newest value once more, with what stands left and right exchanged.
+def turned(_: Machine, text: str, *, within: bool = False) -> str:
+    """What stands left and right is exchanged.
 
     Of the whole expression, or within it of the last operation with a number.
     """
-    tree = ast.parse(newest(machine) or "x", mode="eval")
+    tree = ast.parse(text, mode="eval")
     operations = [each for each in ast.walk(tree) if isinstance(each, ast.BinOp)]
     if within:
         operations = [o for o in operations if isinstance(o.right, ast.Constant)][::-1]
     for operation in [each for each in operations[:1] if within or each is tree.body]:
         operation.left, operation.right = operation.right, operation.left
-        machine.stack.append(machine.history[-1])
-        machine.write(ast.unparse(tree))
+        return ast.unparse(tree)
+    return ""
 
 
 def into_new(machine: Machine) -> None:
     """Compute the newest value once more into a tensor that the caller gets too."""
-    name, text = f"n{len(machine.statements)}", newest(machine).removesuffix(")")
-    given = f"{{n}} = torch.empty_like({{v}}); {text}, out={{n}})"
+    text = newest(machine).removesuffix(")")
     if text.startswith("torch."):
         machine.stack.append(machine.history[-1])
-        if machine.write(given):
-            machine.outputs.append(Value(name, machine.top.shape))
+        returned(f"{{n}} = torch.empty_like({{v}}); {text}, out={{n}})")(machine)
 
 
 # The functions of layers, and what these take of them after the input.
@@ -404,9 +378,9 @@ RESPELLED: dict[str, Emit] = {
     "by_name": respelled(_by_name),
     "by_position": respelled(_by_position),
     "with_keywords": respelled(_with_keywords),
-    "written_within": written_within,
-    "turned": turned,
-    "turned_within": partial(turned, within=True),
+    "written_within": recomputed(written_within),
+    "turned": recomputed(turned),
+    "turned_within": recomputed(partial(turned, within=True)),
     "into_new": into_new,
     "by_function": by_function,
 }

@@ -104,15 +104,6 @@ def _saying_it_each_time() -> Iterator[None]:
         torch.set_warn_always(before)
 
 
-def _more_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor, 2 * tensor, tensor[:1]])
-
-
-def _longer(tensor: torch.Tensor) -> torch.Tensor:
-    """What is one number in the example, and broadcast or cut to one later, is two."""
-    return torch.cat([tensor, 2 * tensor], -1)
-
-
 def _one_more_dimension(tensor: torch.Tensor) -> torch.Tensor:
     """As large as the last one, so that a BatchNorm may take it for the channels."""
     last = tensor.shape[-1]
@@ -265,9 +256,10 @@ def refitted(model: nn.Module, candidate: nn.Module, inputs: Inputs, *, exact: b
 
 
 LATER_CALLS: dict[str, LaterCall] = {
-    "more rows": on(_more_rows),
+    "more rows": on(lambda tensor: torch.cat([tensor, 2 * tensor, tensor[:1]])),
     "one row": on(lambda tensor: tensor[:1]),
-    "longer rows": on(_longer),
+    # What is one number in the example, and broadcast or cut to one later, is two.
+    "longer rows": on(lambda tensor: torch.cat([tensor, 2 * tensor], -1)),
     "one channel": on(lambda tensor: tensor[:, :1] if tensor.dim() > 1 else tensor),
     "one column": on(lambda tensor: tensor[..., :1]),
     "one row of the last": among(lambda inputs: (*inputs[:-1], inputs[-1][:1])),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from optimizer.testing._classes import KEPT, PYTHON
-from optimizer.testing._machine import CALL, KEYWORD, Emit, Machine, Value, Word, by_rank, layer
+from optimizer.testing._machine import CALL, KEYWORD, Emit, Machine, Word, by_rank, layer, returned
 
 MATRIX_PRODUCT = "{v} @ self.{m}.weight + self.{m}.bias"
 NORM = "F.batch_norm({v}, self.{m}.running_mean, self.{m}.running_var, "
@@ -50,18 +50,6 @@ def held(text: str, *, buffer: bool = False, before: str = "", after: str = "") 
     lines = f"{before}{{n}} = {text}; {after}{{v}} + {{n}}".replace("{c}", "self.{m}")
     members = made % "torch.zeros({last})"
     return lambda machine: machine.write(lines, members=members)
-
-
-def returned(text: str, members: str = "") -> Emit:
-    """Return the newest name that `text` assigns, beside what is made of the top."""
-
-    def emit(machine: Machine) -> None:
-        name = f"n{len(machine.statements)}"
-        if machine.write(text, members=members):
-            shape = tuple(machine.scope[name].shape)
-            machine.outputs.append(Value(name, shape))
-
-    return emit
 
 
 def single(hold: str, spelling: str) -> Emit:

@@ -269,6 +269,18 @@ def product(text: str) -> Emit:
     return lambda machine: machine.write(text, product=True)
 
 
+def returned(text: str, members: str = "") -> Emit:
+    """Return the newest name that `text` assigns, beside what is made of the top."""
+
+    def emit(machine: Machine) -> None:
+        name = f"n{len(machine.statements)}"
+        if machine.write(text, members=members):
+            shape = tuple(machine.scope[name].shape)
+            machine.outputs.append(Value(name, shape))
+
+    return emit
+
+
 def layer(constructor: str, call: str = CALL, *, training: bool = False) -> Emit:
     """A submodule, called on the top as `call` says. None of its sizes is 0."""
 

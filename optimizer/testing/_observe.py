@@ -135,22 +135,7 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether every bit is the same, but those of NaNs."""
-    if _identical(actual, expected):
-        return True
-    if not same_values(actual, expected):
-        return False
-    return torch.equal(_signs(actual), _signs(expected))
-
-
-def _identical(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether every bit is, NaNs included, which is quick to see and most often so."""
-    kind = None if actual.is_complex() else _BITS.get(actual.element_size())
-    if kind is None or actual.dtype != expected.dtype:
-        return False
-    return torch.equal(actual.view(kind), expected.view(kind))
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return same_values(actual, expected) and torch.equal(_signs(actual), _signs(expected))
 
 
 def _signs(tensor: torch.Tensor) -> torch.Tensor:

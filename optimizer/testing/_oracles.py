@@ -104,11 +104,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
     assert state_of(model) == kept, "what the model keeps in Python changed"
 
 
-def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, message: str) -> None:
-    """Assert equality of every bit but those of NaNs."""
-    assert same_bits(actual, expected), message
-
-
 def _assert_same(name: str, expected: Any, actual: Any, judged: Callable[[str], Same]) -> None:
     if not isinstance(expected, torch.Tensor):
         assert type(actual) is type(expected), f"{name}: expected {expected!r}, got {actual!r}"
@@ -159,7 +154,7 @@ def _assert_same_buffers(reference: Outcome, outcome: Outcome, same: Callable[[s
 
 def _identity(model: nn.Module) -> list[object]:
     modules: list[object] = [
-        (name, id(module), type(module), module.training, *map(tuple, _hooks(module)))
+        (name, id(module), type(module), module.training, _hooks(module))
         for name, module in model.named_modules(remove_duplicate=False)
     ]
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
@@ -167,7 +162,6 @@ def _identity(model: nn.Module) -> list[object]:
     return modules + [(name, id(t), t.requires_grad, address(t)) for name, t in named]
 
 
-def _hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
-    yield module._forward_hooks
-    yield module._forward_pre_hooks
-    yield module._backward_hooks
+def _hooks(module: nn.Module) -> list[tuple[int, ...]]:
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return [tuple(each) for each in kinds]

@@ -35,34 +35,17 @@ from optimizer.testing._observe import (
 Drawn: TypeAlias = list[Any]  # what each random operator of a call gave, in order
 
 
-def recorded(drawn: Drawn) -> Watch:
-    """Keep what the random operators of a call give, in `drawn`."""
+def at_random(see: Callable[[Any], object]) -> Watch:
+    """Show what each random operator gives; attention is one, but for a dropout of nothing."""
 
-    def see(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-        if _draws(func, args, kwargs):
-            drawn.append(map_tensors(torch.clone, result))
+    def see_if_drawn(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | {**kwargs}
+        idle = "dropout_p" in names and not given.get("dropout_p")
+        if torch.Tag.nondeterministic_seeded in func.tags and not idle:
+            see(result)
 
-    return Watch(see)
-
-
-def again(drawn: Drawn) -> Watch:
-    """Give what was `drawn` before, in whatever dtype is asked for now."""
-    given = iter(drawn)
-
-    def see(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-        if _draws(func, args, kwargs):
-            for tensor, numbers in zip(tensors_in(result), tensors_in(next(given)), strict=True):
-                tensor.copy_(numbers)
-
-    return Watch(see)
-
-
-def _draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator is random: attention counts as such, also without a dropout."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | {**kwargs}
-    idle = "dropout_p" in names and not given.get("dropout_p")
-    return torch.Tag.nondeterministic_seeded in func.tags and not idle
+    return Watch(see_if_drawn)
 
 
 TOLERANCE = 1e-9
@@ -94,7 +77,9 @@ def judge(
         return lambda name: Near(model, inputs, name)
     rounded = _rounded_otherwise(model, inputs)
     noise = [_observed_in(WIDE, *rounded(seed)) for seed in (1, 2)]
-    noise += [_jittered(model, inputs, seed) for seed in (1, 2)]
+    for seed in (1, 2):
+        with jitter(seed):
+            noise.append(observe(model, inputs))
     return _as_precise(other, [each for each in noise if each is not None])
 
 
@@ -137,13 +122,10 @@ class Near:
     def _jumps(self, expected: torch.Tensor) -> Iterator[float]:
         rounded = _rounded_otherwise(self.model, self.inputs)
         for seed in range(1, _TRIES + 1):
-            yield self._jump(*rounded(seed), seed, expected)
-
-    def _jump(self, model: nn.Module, inputs: Any, seed: int, expected: torch.Tensor) -> float:
-        with jitter(seed):
-            moved = self.observed(model, inputs)
-        same = self.name in moved and moved[self.name].shape == expected.shape
-        return _distance(moved[self.name], expected) if same else 0.0
+            with jitter(seed):
+                moved = self.observed(*rounded(seed)).get(self.name)
+            if moved is not None and moved.shape == expected.shape:
+                yield _distance(moved, expected)
 
 
 def jitter(seed: int) -> Watch:
@@ -164,20 +146,15 @@ def jitter(seed: int) -> Watch:
     return Watch(see)
 
 
-def computed(values: list[torch.Tensor]) -> Watch:
+def _keeping(values: list[torch.Tensor]) -> Watch:
     """Keep all numbers that operators compute: what rounds may cancel in the end."""
-    return Watch(
-        lambda func, args, kwargs, result: values.extend(map(torch.clone, _floating(result)))
-    )
+    return Watch(lambda func, args, kwargs, made: values.extend(map(torch.clone, _floating(made))))
 
 
 @dataclass(frozen=True)
-class SameValues:
+class SameValues(Near):
     """`same_values`; or `Near`, where only these inputs hide that the model rounds."""
 
-    model: nn.Module
-    inputs: Inputs
-    name: str
     __name__ = "same_values"
 
     def __call__(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -185,7 +162,7 @@ class SameValues:
             return True
         both = {dtype: copy.deepcopy(self.model).to(dtype) for dtype in (WIDE, torch.float32)}
         rounds = any(self._rounds(both, seed) for seed in range(_TRIES))
-        return rounds and Near(self.model, self.inputs, self.name)(actual, expected)
+        return rounds and super().__call__(actual, expected)
 
     def _rounds(self, both: Mapping[torch.dtype, nn.Module], seed: int) -> bool:
         """Whether any operator does with other signs and powers of two in the inputs.
@@ -204,7 +181,7 @@ class SameValues:
         drawn, every = _drawn(self.model, inputs), []
         for dtype, model in both.items():
             given, values = _exactly(dtype, inputs), list[torch.Tensor]()
-            if given is None or _repeated(model, given, drawn, computed(values)) is None:
+            if given is None or _repeated(model, given, drawn, _keeping(values)) is None:
                 return True
             every.append(values)
         return not _all_same(*every)
@@ -271,7 +248,7 @@ def _exactly(dtype: torch.dtype, inputs: Inputs) -> Inputs | None:
 
 def _drawn(model: nn.Module, inputs: Inputs) -> Drawn:
     drawn: Drawn = []
-    with recorded(drawn):
+    with at_random(lambda result: drawn.append(map_tensors(torch.clone, result))):
         observe(model, inputs)
     return drawn
 
@@ -283,15 +260,16 @@ def _repeated(
     within: AbstractContextManager[Any] | None = None,
 ) -> Outcome | None:
     """What a model in another precision does with random numbers that were drawn; or None."""
-    given = again(drawn) if drawn else nullcontext()
+    numbers = iter(drawn)
+
+    def repeat(result: Any) -> None:
+        for tensor, before in zip(tensors_in(result), tensors_in(next(numbers)), strict=True):
+            tensor.copy_(before)
+
+    given = at_random(repeat) if drawn else nullcontext()
     with given, suppress(RuntimeError), within or nullcontext():
         return observe(model, inputs)
     return None
-
-
-def _jittered(model: nn.Module, inputs: Inputs, seed: int) -> Outcome:
-    with jitter(seed):
-        return observe(model, inputs)
 
 
 def _rounded_otherwise(

@@ -236,9 +236,6 @@ def around(motif: Motif) -> list[str]:
     """A motif, its near misses, and the words of the families that its own belong to."""
     own = {token for program in motif.fires for token in words(program)}
     near = [family for family in FAMILIES.values() if own & set(family)]
-    return _among(list(dict.fromkeys(chain(*near, FAMILIES["control"]))), motif)
-
-
-def _among(tokens: list[str], motif: Motif) -> list[str]:
+    tokens = list(dict.fromkeys(chain(*near, FAMILIES["control"])))
     thirds = [*motif.fires, *motif.near], list(motif.interrupted())
     return tokens + [p for third in thirds for p in third * max(1, len(tokens) // len(third))]

@@ -5,7 +5,7 @@ No activation is steep anywhere: a rounding error that goes in must not come out
 
 from __future__ import annotations
 
-from optimizer.testing._machine import Machine, Value, Word, by_rank, layer, product
+from optimizer.testing._machine import Machine, Word, by_rank, layer, product, returned
 
 
 def in_four(text: str) -> Word:
@@ -23,17 +23,6 @@ def residual(machine: Machine) -> None:
     """Add the oldest value of the top's shape."""
     oldest = next(value for value in machine.history if value.shape == machine.top.shape)
     machine.write(f"{{v}} + {oldest.name}")
-
-
-def typed(made: str, deeds: str) -> Word:
-    """Return `made`, which is `{n}` in the deeds that follow, beside the top."""
-
-    def emit(machine: Machine) -> None:
-        name = f"n{len(machine.statements)}"
-        if machine.write(f"{{n}} = {made}; {deeds};"):
-            machine.outputs.append(Value(name, machine.top.shape))
-
-    return emit
 
 
 def assert_finite(machine: Machine) -> None:
@@ -278,7 +267,7 @@ ACTIVATIONS: dict[str, Word] = {
 }
 
 RARE: dict[str, Word] = {
-    **{f"{k}_{d}": typed(_KINDS[k], _DEEDS[d]) for k in _KINDS for d in _DEEDS},
+    **{f"{k}_{d}": returned(f"{{n}} = {_KINDS[k]}; {_DEEDS[d]};") for k in _KINDS for d in _DEEDS},
     "size_tensor": "{v} * torch.mul({v}.shape[0], 2).float()",
     "lower": "{v} - 1.0",
     "shift_far": "{v} + 4096.0",

@@ -10,9 +10,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from textwrap import indent
-from types import CodeType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from optimizer.testing._classes import HELPERS
 from optimizer.testing._data import inputs_like, randomize
-from optimizer.testing._machine import Machine, Shape
+from optimizer.testing._machine import Machine, Shape, compiled
 from optimizer.testing._tokens import TOKENS
 
 IN_PLACE = (
@@ -182,17 +181,11 @@ def load(source: str) -> nn.Module:
     if len(_quotable) > 256:
         linecache.cache.pop(_quotable.popleft(), None)
     namespace = {"__name__": "generated", "torch": torch, "nn": nn, "F": functional}
-    exec(_compiled(source, filename), namespace)
+    exec(compiled(source, filename), namespace)
     with torch.random.fork_rng(devices=[]):
         model = namespace["Model"]()  # type: ignore[operator]
     assert isinstance(model, nn.Module)
     return model
-
-
-@lru_cache(256)
-def _compiled(source: str, filename: str) -> CodeType:
-    """The code of a source: a test builds its model several times."""
-    return compile(source, filename, "exec")
 
 
 def _source(machine: Machine, *, bound: bool) -> str:

@@ -18,7 +18,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 # Arrays over the weights of half of all models: somebody has them while these are optimized.
 HELD: MutableMapping[torch.Tensor, Any] = WeakIdKeyDictionary()
 
-
 Shape: TypeAlias = Sequence[int]
 DrawOf: TypeAlias = Callable[[Shape, torch.Generator], torch.Tensor]
 
@@ -163,37 +162,25 @@ def inputs_like(
     return tuple(map(LAYOUTS[layout], made))
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A row number for each row, not in order."""
-    return torch.arange(tensor.shape[0]).flip(0) // 2
-
-
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "value": lambda tensor: tensor,
     "narrow": lambda tensor: tensor.float(),
     "mask": lambda tensor: tensor > 0,
-    "index": _rows,
+    # A row number for each row, not in order.
+    "index": lambda tensor: torch.arange(tensor.shape[0]).flip(0) // 2,
 }
-
-
-def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    """Every second element of memory, from the second on."""
-    return torch.stack([tensor, tensor], -1).flatten(-2)[..., 1::2]
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.movedim(1, -1).contiguous().movedim(-1, 1) if tensor.dim() > 2 else tensor
 
 
-def _expanded(tensor: torch.Tensor) -> torch.Tensor:
-    """One row for all, which nothing may write to."""
-    return tensor[:1].expand(tensor.shape)
-
-
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda tensor: tensor,
     "channels_last": _channels_last,
     "transposed": lambda tensor: tensor.transpose(0, -1).contiguous().transpose(0, -1),
-    "strided": _strided,
-    "expanded": _expanded,
+    # Every second element of memory, from the second on.
+    "strided": lambda tensor: torch.stack([tensor, tensor], -1).flatten(-2)[..., 1::2],
+    # One row for all, which nothing may write to.
+    "expanded": lambda tensor: tensor[:1].expand(tensor.shape),
 }

@@ -124,7 +124,8 @@ class Machine:
         if degree > MAX_DEGREE or not self._takes(made, member, [*finished, *lines]):
             return False
         shape = tuple(getattr(self.scope[name], "shape", ())) if result else self.top.shape
-        if not fits(shape) or prod(shape) == 0 < prod(self.shape):
+        small = 0 < len(shape) <= MAX_RANK and prod(shape) <= MAX_ELEMENTS
+        if not small or prod(shape) == 0 < prod(self.shape):
             return False
         if members and isinstance(getattr(self.model, member, None), nn.Module):
             self.layers.append(member)
@@ -170,8 +171,8 @@ class Machine:
 
     def _execute(self, line: str) -> None:
         for name in HELPERS.keys() & set(re.findall(r"\w+", line)) - self.scope.keys():
-            exec(_compiled(HELPERS[name]), self.scope)
-        exec(_compiled(line), self.scope)
+            exec(compiled(HELPERS[name]), self.scope)
+        exec(compiled(line), self.scope)
 
     def _fields(self, members: str) -> dict[str, object]:
         """What a template names.
@@ -218,11 +219,6 @@ class Machine:
 Emit: TypeAlias = Callable[[Machine], object]
 
 
-def fits(shape: Shape) -> bool:
-    """Whether a value of this shape has a dimension, and is small enough for a fast example."""
-    return 0 < len(shape) <= MAX_RANK and prod(shape) <= MAX_ELEMENTS
-
-
 def _filled(text: str, fields: dict[str, object]) -> str:
     """A template with what its names stand for; what is no name stays, such as a set."""
 
@@ -241,9 +237,9 @@ def _listed(numbers: list[int]) -> str:
 
 
 @lru_cache(4096)
-def _compiled(line: str) -> CodeType:
-    """The code of a line: programs have many in common."""
-    return compile(line, "<line>", "exec")
+def compiled(text: str, filename: str = "<line>") -> CodeType:
+    """The code of a line, which programs have many in common of, or of a program."""
+    return compile(text, filename, "exec")
 
 
 CALL = "self.{m}({v})"

@@ -41,8 +41,12 @@ def smallest(spec: Spec, fails: Callable[[Spec], bool]) -> Spec:
 
 
 def _simpler(spec: Spec) -> Iterator[Spec]:
-    for tokens in (*_shorter(spec.tokens), *_plainer(spec.tokens)):
+    for tokens in _shorter(spec.tokens):
         yield replace(spec, tokens=tokens)
+    for index, token in enumerate(spec.tokens):
+        if SIMPLEST[token] != token:
+            before, after = spec.tokens[:index], spec.tokens[index + 1 :]
+            yield replace(spec, tokens=(*before, SIMPLEST[token], *after))
     for field in fields(Spec)[1:]:
         plain: dict[str, Any] = {field.name: getattr(_PLAIN, field.name)}
         if getattr(spec, field.name) != plain[field.name]:
@@ -61,12 +65,6 @@ def _shorter(tokens: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     # A transpose often goes only with the one that undoes it.
     for one, other in combinations(range(len(tokens)), 2):
         yield (*tokens[:one], *tokens[one + 1 : other], *tokens[other + 1 :])
-
-
-def _plainer(tokens: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    for index, token in enumerate(tokens):
-        if SIMPLEST[token] != token:
-            yield (*tokens[:index], SIMPLEST[token], *tokens[index + 1 :])
 
 
 @dataclass(eq=False)

@@ -98,10 +98,9 @@ LEFT_AS_IT_IS = {
     "holds a lock": (
         lambda: net("_ = m.held.locked(); return m.pair(x)", threading.Lock()), "cannot be copied"
     ),
-    "is scripted": (lambda: torch.jit.script(nn.Conv2d(3, 4, 3).eval()), "it is TorchScript: "),
-    "is frozen": (
-        lambda: torch.jit.freeze(torch.jit.script(nn.Conv2d(3, 4, 3).eval())), "it is TorchScript: "
-    ),
+    "is scripted": (lambda: torch.jit.script(nn.Conv2d(3, 4, 3).eval()), "it is TorchScript"),
+    "is frozen":
+        (lambda: torch.jit.freeze(torch.jit.script(nn.ReLU().eval())), "it is TorchScript"),
     "holds a sparse parameter":
         (lambda: net(MULTIPLIED, nn.Parameter(torch.eye(5).to_sparse())), "torch.sparse_coo"),
     "holds a buffer of another class": (lambda: net(IN_LINEAR, FIVE_ROWS), "class Doubling"),
@@ -134,13 +133,11 @@ def state_of(model):
 def test_a_model_runs_unchanged_with_a_remark_if_it(make, words):
     model = make()
     expected, before = answers(model), state_of(model)
-
     fast = optimizer.optimize(model, X, check="final" if "TorchScript" in words else None, level=1)
     assert all(map(torch.equal, answers(fast), expected))
     is_itself = words == "cannot be copied"
     with pytest.raises(InputError, match="change that one") if is_itself else nullcontext():
         fast.train().requires_grad_(False)
-
     assert state_of(model) == before
     assert fast.report.fired == ()
     [remark] = fast.report.remarks
@@ -222,7 +219,6 @@ def test_arguments_are_those_of_each_call(example):
     model = net("m.pair(x)", kind=Keywords)
 
     fast = optimizer.optimize(model, example, level=1)
-
     assert "fold_affine" in fast.report.counts()
     torch.testing.assert_close(fast(X, ANOTHER, ANOTHER), model(X, ANOTHER, ANOTHER))
     torch.testing.assert_close(fast(x=X, scale=3.0), model(x=X, scale=3.0))
@@ -236,6 +232,5 @@ def test_a_model_may_raise_where_it_is_called_again_with_what_it_wrote(factor, m
     model, x = ForwardOfTwo(text, linear=nn.Linear(64, 64)).eval(), torch.randn(64, 64)
     z = torch.randn(int((x > 0).sum()))
     fast = optimizer.optimize(model, (x.clone(), z))
-
     assert any("called again with the same inputs" in each for each in fast.report.remarks)
     torch.testing.assert_close(fast(x.clone(), z), model(x, z))

@@ -61,10 +61,9 @@ def test_batchnorms_fold(name: str) -> None:
 
 
 def left_in(module: Any) -> int:
-    nodes = module.graph.nodes
-    calls = [module.get_submodule(node.target) for node in nodes if node.op == "call_module"]
-    layers = sum(isinstance(each, _BatchNorm) for each in calls)
-    return layers + sum(node.target is F.batch_norm for node in nodes)
+    layers = [module.get_submodule(n.target) for n in module.graph.find_nodes(op="call_module")]
+    calls = module.graph.find_nodes(op="call_function", target=F.batch_norm)
+    return sum(isinstance(each, _BatchNorm) for each in layers) + len(calls)
 
 
 def test_frozen_batchnorms_fold() -> None:

@@ -225,8 +225,7 @@ def raising(node: fx.Node) -> fx.Node:
 
 def test_a_pass_that_is_rolled_back_does_not_pass() -> None:
     def silent(model, inputs):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return optimizer.optimize(model, inputs, level=1, only=[raising], check=None)
 
     for subject in (raising, silent):

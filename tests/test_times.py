@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +78,6 @@ def test_a_race_ends_when_the_device_is_done(monkeypatch):
     device = SimpleNamespace(synchronize=lambda: events.append("wait"))
     monkeypatch.setattr(choose, "device_of", lambda tensors: device)
     Times((torch.ones(1),)).race({"one": lambda x: events.append("run")}, 0, fewest=1)
-
     assert events[:3] == ["wait", "run", "wait"]
 
 
@@ -88,7 +86,7 @@ def test_beside_an_engine_that_is_by_far_faster_no_kernel_is_tried(slept):
     chooser.engines = {"engine": None}
     times.seconds |= {AS_IT_IS: [1.0, 1.0], "engine": [0.7, 0.7]}
     programs = slept(**{AS_IT_IS: (1.0,), "engine": (0.7,)})
-    makers = {name: partial(lambda made, timed: made, each) for name, each in programs.items()}
+    makers = {name: lambda _, made=each: made for name, each in programs.items()}
     made = chooser.choose("", "", makers, ["engine", "kernel"], [], times)
     assert (made, chooser.choices[0].rejected) == (programs["engine"], {})
 

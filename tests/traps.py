@@ -306,8 +306,7 @@ def page() -> str:
     lines = dict(others())
     for name, trap in TRAPS.items():
         example = copy.deepcopy(next(trap.arguments()))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             fast = optimizer.optimize(trap.build(), example, level=1, tune_seconds=0)
         lines[name] = line(name, outcome(fast.report))
     return "\n".join([HEAD, *(lines[name] for name in sorted(lines, key=lambda n: (number(n), n)))])

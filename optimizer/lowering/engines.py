@@ -132,8 +132,7 @@ def _by_onnx_runtime(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], thre
     """
     import onnxruntime
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         exported = torch.onnx.export(graph, tuple(inputs), dynamo=True, verbose=False)
     assert exported is not None
     options = onnxruntime.SessionOptions()
@@ -259,8 +258,7 @@ def _by_inductor(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], threads:
     It writes kernels: by Triton on a GPU, and by a C++ compiler on the CPU, which must be there.
     Source: `torch._inductor.compile`, and its setting `freezing`.
     """
-    with _LOCK, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what it imports, and of precision on a GPU
+    with _LOCK, warnings.catch_warnings(action="ignore"):  # of imports, of precision on a GPU
         from torch import _inductor
 
         with tracing(TracingContext(FakeTensorMode())):

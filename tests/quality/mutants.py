@@ -50,11 +50,6 @@ class Mutant:
     concerns: tuple[str, ...] = ()
 
     @property
-    def is_real(self) -> bool:
-        """Whether a released project had this mistake."""
-        return "#" in self.origin
-
-    @property
     def module(self) -> str:
         """The dotted name of the module that it is in."""
         return f"optimizer.{self.file.removesuffix('.py').replace('/', '.')}"

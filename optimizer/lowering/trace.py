@@ -35,7 +35,7 @@ from optimizer.verify.equivalence import Answer
 
 _WHOLE = KNOWN | {"gru", "lstm", "max_pool1d", "rnn_relu", "rnn_tanh"}
 _LIKE = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
-LITERALS = frozenset((bool, int, float, str, type(None), torch.Size))  # leaves, but tensors
+LITERALS = frozenset((bool, int, float, str, type(None), torch.Size))  # leaves besides tensors
 _ATEN: Any = torch.ops.aten
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _COMPOSITE: Any = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func._opname)
         if name not in self.whole and _has_kernel(func.name(), _COMPOSITE):
-            with self:  # by C++: in Python, as what Dynamo imports has it, an idle dropout copies
+            with self:  # in C++, as eager does: in torch's Python of it, an idle dropout copies
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         if name in _LIKE or not any(tensor in self.nodes for tensor in tensors_in((args, kwargs))):
             return self._constant(func, args, kwargs)

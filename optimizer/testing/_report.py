@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -47,12 +47,12 @@ def _simpler(spec: Spec) -> Iterator[Spec]:
         if SIMPLEST[token] != token:
             before, after = spec.tokens[:index], spec.tokens[index + 1 :]
             yield replace(spec, tokens=(*before, SIMPLEST[token], *after))
-    for field in fields(Spec)[1:]:
-        plain: dict[str, Any] = {field.name: getattr(_PLAIN, field.name)}
-        if getattr(spec, field.name) != plain[field.name]:
+    for each in fields(Spec)[1:]:
+        plain: dict[str, Any] = {each.name: getattr(_PLAIN, each.name)}
+        if getattr(spec, each.name) != plain[each.name]:
             yield replace(spec, **plain)
     if spec.shape in SHAPES:
-        yield from (replace(spec, shape=each) for each in SHAPES[1 : SHAPES.index(spec.shape)])
+        yield from (replace(spec, shape=s) for s in SHAPES[1 : SHAPES.index(spec.shape)])
 
 
 def _shorter(tokens: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -85,7 +85,7 @@ class Counterexample(AssertionError):  # noqa: N818 - a finding about the subjec
     exact: bool
     dtype: torch.dtype
     later: tuple[str, ...] = ()
-    is_reporting: bool = False
+    is_reporting: bool = field(default=False, init=False)
 
     def __str__(self) -> str:
         if self.is_reporting:  # a subject that prints what is being handled, as Dynamo does

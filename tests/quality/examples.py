@@ -140,8 +140,8 @@ def examine(spec: Spec, name: str, *, fires: bool = False, among: Sequence[str] 
     # Of a strided input, the last bit depends on the kernel; of dyadic data it seldom does.
     dyadic = spec.regime == "dyadic" and spec.layout == "contiguous"
     exact = dyadic if lowers else numerics.get(name, "exact") == "exact"
-    subject = Optimize(only=(name,) if name in numerics else ()).on(spec)
-    subject = Optimize(2, only=(), spoilt=True) if lowers else subject
+    unspoilt = Optimize(only=(name,) if name in numerics else ())
+    subject = Optimize(2, only=(), spoilt=True) if lowers else unspoilt.on(spec)
     candidate: Any = check_spec(spec, subject, exact=exact, later=later)
     words = [word.removeprefix("unknown_") for word in spec.tokens]  # a wrapper may call any code
     recorded = isinstance(candidate, fx.GraphModule) or not NOT_RECORDED.isdisjoint(words)

@@ -92,8 +92,7 @@ a second error [it has a try statement] | try: return x.view(2, 6)
     except AttributeError: return x
     except RuntimeError: return -x
 a look into a dict [looks a traced] | x * {2: 2.0}.get(x.dim(), 1.0)
-an attribute that tensors lack [asks what a value has] |
-    mask = getattr(x, "mask", 3); return x * mask
+what tensors lack [asks what a value has] | mask = getattr(x, "mask", 3); return x * mask
 a gradient [for its attribute 'grad'] | x * 2 if x.grad is None else x
 a weight on a GPU [its control flow depends] | x * 2 if next(m.parameters()).is_cuda else x
 a note on a weight [for its attribute 'note'] | weight = nn.Parameter(torch.ones(4))
@@ -149,6 +148,7 @@ operators that write | y = x.T; y += 1.0; y *= 2.0; y -= x.T; return y
 statistics that are computed | F.batch_norm(m.linear(x), m.flag * 3, m.flag + 2)
 a number before the matrices | x.addmm(2, x, m.linear.weight) * torch.mul(x.size(0) + 1, 2).sqrt()
 a weight that is computed | F.linear(x, m.linear.weight * 2)
+layers that it makes | nn.Sequential(m.linear, m.norm)[:1](nn.Tanh()(x)) + nn.Dropout(1.0)(x)
 a weak reference to the model | class Child(nn.Module):
         def __init__(self, parent): super().__init__(); self.parent = weakref.ref(parent)
         def forward(self, x): return x * self.parent().weight

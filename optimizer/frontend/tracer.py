@@ -43,7 +43,7 @@ from optimizer.core.guards import chooses_a_branch, expect_value
 from optimizer.core.inputs import Call, opened
 from optimizer.core.node import is_plain, is_user_code, overrides_call, user_line
 from optimizer.frontend.names import NUMBERS, is_literal, literal
-from optimizer.frontend.traceable import Code, numbers_of_numpy
+from optimizer.frontend.traceable import Code, is_of_torch, numbers_of_numpy
 
 _OF_AUTOGRAD = ("grad", "grad_fn", "names")
 _CHANGED_BY_TO = ("device", "dtype", "is_cuda")
@@ -306,14 +306,14 @@ class Tracer(fx.Tracer):
         return ours or foreign or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.is_foreign_thread():
-            return forward(*args, **kwargs)
-        if overrides_call(type(m)):
+        is_foreign = self.is_foreign_thread()
+        if overrides_call(type(m)) and not is_foreign:
             raise CaptureError("it calls a module whose class has a __call__ of its own")
-        name = self.path_of_module(m)
-        if self.is_leaf_module(m, name):
-            return self.create_proxy("call_module", name, args, kwargs)
-        return forward(*args, **kwargs)
+        known = self.submodule_paths or {}  # the forward may make others, as self.layers[:2]
+        is_made_here = is_of_torch(type(m)) and m not in known
+        if is_foreign or is_made_here or not self.is_leaf_module(m, name := self.path_of_module(m)):
+            return forward(*args, **kwargs)
+        return self.create_proxy("call_module", name, args, kwargs)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None

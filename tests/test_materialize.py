@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import optimizer
 from optimizer.testing import untouched
@@ -23,6 +23,7 @@ KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "orthogonal": parametrizations.orthogonal,
     "the older weight_norm": nn.utils.weight_norm,
     "the older spectral_norm": nn.utils.spectral_norm,
+    "pruning": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
 }
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # the older ones are deprecated
 

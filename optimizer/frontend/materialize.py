@@ -1,4 +1,4 @@
-"""Reparametrized weights, which are constants in inference: computed once, for passes to fold."""
+"""Reparametrized and pruned weights, constants in inference: computed once, for passes to fold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrizations, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils import parametrizations, prune, remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -15,14 +15,14 @@ from torch.nn.utils.weight_norm import WeightNorm
 from optimizer.core.node import HOOKS, is_plain
 
 _REMOVED_BY: dict[type, Callable[..., object]] = {
-    WeightNorm: remove_weight_norm,
-    SpectralNorm: remove_spectral_norm,
-}
+    WeightNorm: remove_weight_norm, SpectralNorm: remove_spectral_norm,
+    **{kind: prune.remove for kind in vars(prune).values() if isinstance(kind, type)},
+}  # fmt: skip
 _SPECTRAL_NORM = SpectralNorm.__module__
 
 
 def materialize(model: nn.Module) -> list[str]:
-    """Give layers the weights that torch's reparametrizations compute; return what was done.
+    """Give layers the weights that torch reparametrizes or prunes; return what was done.
 
     Left as it is, is a layer in training mode, where they are learned or written; one with hooks,
     or a parametrization, of a user's, which may compute anything; and one whose tensors are held
@@ -42,19 +42,19 @@ def _storages(modules: Iterable[nn.Module]) -> Iterator[int]:
 def _of(name: str, module: nn.Module, holders: Counter[int]) -> Iterator[str]:
     hooks: list[Any] = [hook for table in HOOKS for hook in getattr(module, table).values()]
     is_torchs = all(type(hook) in _REMOVED_BY for hook in hooks) and "forward" not in vars(module)
-    storages = _storages([module] if hooks else [])
+    lists: Any = module.parametrizations if is_parametrized(module) else nn.ModuleDict()
+    storages = _storages([*[module] * bool(hooks), *lists.modules()])
     if module.training or not is_torchs or any(holders[each] > 1 for each in storages):
         return
     for hook in hooks:
-        _REMOVED_BY[type(hook)](module, hook.name)
+        tensor = vars(hook).get("_tensor_name") or hook.name
+        _REMOVED_BY[type(hook)](module, tensor)
         _drop_hooks_for_older_checkpoints(module)
-        yield f"computed once: the {hook.name} of '{name}', by its {type(hook).__name__}"
-    lists: Any = module.parametrizations if is_parametrized(module) else nn.ModuleDict()
+        yield f"computed once: the {tensor} of '{name}', by its {type(hook).__name__}"
     steps = [step for each in lists.values() for step in each]
     plain = all(map(is_plain, lists.modules())) and not any(each.training for each in steps)
-    alone = all(holders[each] == 1 for each in _storages(lists.modules()))
     torchs = all(type(step).__module__ == parametrizations.__name__ for step in steps)
-    if steps and plain and alone and torchs:
+    if steps and plain and torchs:
         _without_parametrizations(module, lists)
         kinds = ", ".join(sorted({type(step).__name__.strip("_") for step in steps}))
         yield f"computed once: the {' and '.join(lists)} of '{name}', by its {kinds}"

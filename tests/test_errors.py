@@ -131,7 +131,6 @@ def test_a_training_mode_model_is_optimized_with_one_warning() -> None:
 
 def test_without_example_inputs_the_report_says_what_was_not_done() -> None:
     report = optimize(None).report
-
     assert any("no example inputs" in remark for remark in report.remarks)
     assert report.checked == ""
 
@@ -158,7 +157,7 @@ def cancelling(shift: float, slope: float = 1.0) -> nn.Module:
 
 
 CACHED = torch.randn(8, 64), torch.zeros(8, 64)
-NAN = torch.tensor([1.0, float("nan"), float("inf")])
+NAN, ONE = torch.tensor([1.0, float("nan"), float("inf")]), torch.tensor(1)
 CONJUGATE = Forward("torch.complex(x, x).conj().imag")
 STEEP = r"^output\['steep'\]: .* 0\..* more than 0.0001.*; the first value to differ is 'mul' \(ope"
 # Two models, or what they return, and words of the error: none if they are the same.
@@ -175,6 +174,9 @@ PAIRS: dict[str, tuple[Any, Any, str]] = {
     "a NaN for a number": (NAN, NAN.nan_to_num(0.5), "inf"),
     "a one for a zero": (torch.zeros(2), torch.tensor([1.0, 0.0]), "relative error"),
     "the last bit of a large number": (torch.tensor([2**53]), torch.tensor([2**53 + 1]), "error"),
+    "a large integer": (Forward("torch.tensor(2**24 + 1) > 2**24"), torch.tensor(False), "error"),
+    "another equal integer": (Forward("torch.ones(2).long().argmax()"), ONE, "error"),
+    "another equal float": (Forward("(0 * x[0]).sum(0); return torch.ones(2).argmax()"), ONE, ""),
     "a finite value beside an infinity": (NAN, NAN * 1.25, "relative error 0.25"),
     "the sign of an infinity": (NAN, torch.where(NAN.isinf(), -NAN, NAN), "inf"),
     "NaN and infinity in both": (NAN, NAN.clone(), ""),
@@ -194,7 +196,6 @@ def test_check_tells_a_difference_in(one: Any, other: Any, words: str) -> None:
         return
     with pytest.raises(EquivalenceError, match=r"^(output|input)") as caught:
         optimizer.check(*pair, X)
-
     assert isinstance(caught.value, AssertionError)
     caught.match(words)
 
@@ -203,7 +204,6 @@ def test_check_tells_a_difference_in(one: Any, other: Any, words: str) -> None:
 def test_an_input_that_the_model_writes_is_rounded_as_an_output_is(level: int) -> None:
     """And one that it leaves is compared in its bits."""
     fast = optimizer.optimize(cached(), CACHED, level=level)
-
     assert fast.report.counts()["fold_affine"] == 1
     assert not any("changed the answer" in remark for remark in fast.report.remarks)
     optimizer.check(cached(), fast, CACHED)

@@ -101,6 +101,9 @@ a note on a weight [for its attribute 'note'] | weight = nn.Parameter(torch.ones
 tensors in a list [cannot be recorded: Cannot access] |
     held = {"kept": [torch.eye(4).to_sparse(), torch.ones(4, requires_grad=True)]}
     def forward(m, x): return x @ m.kept[0] * (1 + m.kept[1].requires_grad)
+a conjugate of what is written [cannot be copied] | kept = torch.zeros(4, dtype=torch.cfloat)
+    held = {"kept": kept, "view": kept.conj()}
+    def forward(m, x): m.kept.add_(1j); return x + m.view
 a type [it asks for the type of a value] | x * 2 if type(x) == nn.Parameter else x
 text that is kept [writes a traced] | log = []; log.append(f"{x.dim()}"); return x, log[0] == "2"
 text of a dtype [it writes a traced value as text] | x * 2 if str(x.dtype) == "torch.float64" else x
@@ -463,7 +466,6 @@ def test_what_dynamo_records(name: str) -> None:
 @pytest.mark.parametrize("name", OF_STATE[::3] + OF_CACHES + OF_RANDOM)
 def test_between_layers_and_with_a_check_the_answer_is_the_same(name: str) -> None:
     eager, fast, calls = optimized(name, within=2, level=0, check="final")
-
     assert_follows(eager, fast, calls)
     before = states()
     if calls:  # without them, it never draws the same
@@ -474,7 +476,6 @@ def test_between_layers_and_with_a_check_the_answer_is_the_same(name: str) -> No
 @pytest.mark.parametrize("name", sorted({*OF_TENSORS, *OF_CACHES} - {"None in a tuple"}))
 def test_without_example_inputs_the_answer_is_the_same(name: str) -> None:
     eager, fast, calls = optimized(name, example=False)
-
     assert_follows(eager, fast, calls)
 
 
@@ -504,7 +505,6 @@ def test_what_the_forward_changes_in_an_example_is_left_alone(given: Any) -> Non
     model = Forward("(x[1].add(1), x[0] * len(x[1]))[1]").eval()
 
     fast = optimizer.optimize(model, ((ROWS, given),), level=1)
-
     assert not given
     assert torch.equal(fast((ROWS, given)), ROWS)
     assert len(given) == 1

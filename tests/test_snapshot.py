@@ -188,7 +188,7 @@ def test_a_copy_is_new_in_all_but_its_weights_and_shares_what_the_model_shares()
     copied.names["a"].append(2)
     copied.conv.register_forward_hook(doubled)
     for tensor in (copied.shift, copied.history[0]):
-        tensor.data.fill_(7)
+        tensor.fill_(7)
     assert copied.first.unique().tolist() == [7]
     assert original.names == {"a": [1]}
     assert not original.conv._forward_hooks

@@ -50,14 +50,12 @@ FOUND: dict[str, tuple[Any, str]] = {
 @rows("targets names", FOUND)
 def test_finds_every_spelling_by_any_spelling(targets: Any, names: str) -> None:
     module = captured("torch.add(m.relu(m.conv(x)).relu().mean(), 1) + F.relu(x)")
-
     for target in targets:
         assert [node.name for node in find(module, target)] == names.split()
 
 
 def test_a_table_has_a_row_for_each_node() -> None:
     module = captured("m.conv(x).relu().sum()", *X)
-
     assert table(module).splitlines() == [
         "name    calls   reads  read by  shape",
         "x       x              conv     2x3x5x5",
@@ -79,7 +77,8 @@ REPLACED = {
     "a method": ("x.sum(dim=1)", "replace_op(g, 'sum', 'mean')", "x.mean(dim=1)"),
     "an identity": ("m.drop(x) + 1", "replace_op(g, nn.Dropout, nn.Identity)", "x + 1"),
     "a view": (
-        "y = m.conv(x); F.relu(y[0], inplace=True); return y", "replace_op(g, nn.ReLU, nn.GELU)",
+        "y = m.conv(x); F.relu(y[0], inplace=True); return y",
+        "replace_pattern(g, lambda a: F.relu(a[0], inplace=True), lambda a: F.gelu(a[0]))",
         "y = m.conv(x); y[0].copy_(F.gelu(y[0])); return y"),
     "a view of a result of a layer": (
         "y = m.conv(x); v = y.view(-1); F.relu(y, inplace=True); return v * 1",
@@ -99,6 +98,9 @@ DECOMPOSED = {
         "y = x * 2; F.elu(y, 0.5, inplace=True); return y",
         "decompose(g, {F.elu: lambda x, alpha: torch.where(x > 0, x, alpha * x.expm1())})",
         "F.elu(2 * x, 0.5)"),
+    "of any number of values": (
+        "torch.einsum('bcij,bcij->bcij', x, x)",
+        "decompose(g, {torch.einsum: lambda equation, a, b: a * b})", "x * x"),
     "to its own input":
         ("m.drop(x) + 1", "decompose(g, {nn.Dropout: lambda x, **settings: x})", "x + 1"),
 }  # fmt: skip
@@ -150,15 +152,17 @@ PATTERNS = {
         "m.conv2(m.conv2(m.conv(x))) + m.conv2(m.conv3(m.conv(x)))",
         "replace_pattern(g, TWO, HALF)", "m.conv2(m.conv(x)) * 0.5 + m.conv2(m.conv3(m.conv(x)))"),
     "slices and lists": (
-        "torch.cat([x[:, 1:], x[:, :1]], 1) + x[:, 2:]",
+        "torch.cat([x[:, 1:], x[:, :1]], 1) + torch.cat(x.split(1, 1), 1)"
+        "+ torch.cat([x[:, 1:]], 1).sum()",
         "replace_pattern(g, lambda a: torch.cat([a[:, 1:], a[:, :1]], 1), lambda a: a.roll(-1, 1))",
-        "x.roll(-1, 1) + x[:, 2:]"),
+        "x.roll(-1, 1) + x + x[:, 1:].sum()"),
     "another constant": ("(x + 2).relu() + (x + 1).relu()", OF_NEXT, "(x + 2).relu() - x"),
     "the inside is read elsewhere": ("(y := x + 1).relu() + y", OF_NEXT, "(x + 1).relu() + x + 1"),
-    "an input is written meanwhile": (
-        "y = x * 2; z = y + 1; y.mul_(3); return z.relu() + y",
+    **{f"an input is written meanwhile: {write}": (
+        f"y = x * 2; z = y + 1; {write}; return z.relu() + y",
         "replace_pattern(g, relu_of_next, lambda a: torch.relu(a) + 1)",
-        "(x * 2 + 1).relu() + x * 6"),
+        "(x * 2 + 1).relu() - x * 2")
+       for write in ("y.neg_()", "torch.neg_(y)", "y *= -1", "torch.neg(y, out=y)")},
     "the inside writes an input": (
         "y = x * 2; z = torch.exp(y.relu_()); return y + z",
         "replace_pattern(g, lambda a: torch.exp(F.relu(a, inplace=True)), torch.exp)",
@@ -173,7 +177,6 @@ def test_edits_where_that_is_right_and_leaves_the_graph_itself_alone(forward, ve
 
     with untouched(module):
         edited = run(verb, module)
-
     assert module.code == code
     assert_equivalent(model_of(to), edited, X)
     if "decompose" in verb:
@@ -181,28 +184,26 @@ def test_edits_where_that_is_right_and_leaves_the_graph_itself_alone(forward, ve
     assert "fused" not in verb or not find(edited, nn.BatchNorm2d)
 
 
+FORWARD = "m.conv(x) + x.sum()"
 EDITED = {
     "after a node": ("insert_after(n[1], torch.mul, 2)", "m.conv(x) * 2 + x.sum()"),
     "a layer goes": ("remove_node(n[1])", "x + x.sum()"),
+    "what is not read": ("remove_node(insert_after(n[1], torch.add, n[0], readers=[]))", FORWARD),
     "another is read": ("remove_node(n[3], instead=n[1])", "m.conv(x)"),
 }
 
 
 @rows("verb to", EDITED)
 def test_inserts_and_removes_in_the_graph_itself(verb: str, to: str) -> None:
-    module = captured("m.conv(x) + x.sum()")
-
+    module = captured(FORWARD)
     run(verb, module)
-
     assert_equivalent(model_of(to), module, X)
     assert ("conv" in to) is bool(module.state_dict())
 
 
 def test_an_edited_module_keeps_its_weights_and_forgets_the_shapes() -> None:
     module = captured("F.relu(m.conv(x))", *X)
-
     edited = replace_op(module, nn.ReLU, F.gelu)
-
     assert edited.conv.weight is module.conv.weight
     assert "2x3x5x5" in table(module)
     assert "2x3x5x5" not in table(edited), "they may be others now"
@@ -211,9 +212,7 @@ def test_an_edited_module_keeps_its_weights_and_forgets_the_shapes() -> None:
 def test_inserts_for_some_readers_only_and_after_every_input() -> None:
     module = optimizer.capture(ForwardOfTwo("torch.neg(x) * x").eval())
     first, second, *_ = module.graph.nodes
-
     insert_after(first, "add", second, readers=find(module, torch.neg))
-
     x, y = torch.randn(3), torch.randn(3)
     torch.testing.assert_close(module(x, y), -(x + y) * x)
 
@@ -232,9 +231,7 @@ def test_what_may_write_meanwhile_leaves_a_match_alone(call):
     model.bn = nn.BatchNorm1d(3)
     module, again = (optimizer.capture(copy.deepcopy(model)) for _ in range(2))
     x = torch.linspace(-3, 3, 12).reshape(4, 3)
-
     edited = replace_pattern(module, lambda a, b: torch.relu(a + b), lambda a, b: F.relu6(a + b))
-
     assert torch.equal(edited(x.clone()), again(x.clone()))
 
 
@@ -261,6 +258,10 @@ REFUSED = {
     "replace_pattern(g, PAIR, lambda norm: None)": "'norm'",
     "replace_pattern(g, two_values, torch.neg)": "one value",
     "replace_pattern(g, torch.relu, lambda x, y: x + y)": "another number of inputs",
+    "replace_pattern(g, torch.relu, lambda x: (x, x))": "has to return one value",
+    "replace_pattern(g, lambda x: x, torch.neg)": "a pattern returns one value",
+    "replace_pattern(g, Forward('x * m.w', w=X[0]), nn.Identity())": "the weights of 'w'",
+    "replace_pattern(g, A_CONV, lambda conv: 3)": "the replacement made a int",
 }
 
 

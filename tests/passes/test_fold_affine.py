@@ -71,7 +71,8 @@ FOLDED = {
     (IMAGE, nn.Conv2d): """
     conv(), norm(2), norm(2, affine=False); both("m.bn(input=m.conv(input=x))");
     over("c * y", conv(), 4, 1, 1); over("torch.sub(y, other=c)", conv(), 1, 1, 1);
-    over("y.div(c)", conv(), 4, 1, 1); over("(2 - y * 3 + 0.25) / 4", conv())""",
+    over("y.div(c)", conv(), 4, 1, 1); over("(2 - y * 3 + 0.25) / 4", conv());
+    over("y * 0", conv())""",
     ((2, 4, 9, 9), nn.Conv2d): "nn.Conv2d(4, 4, 3, 2, 1, dilation=2, groups=2), norm(2)",
     (WIDE, nn.Conv2d, F.relu, nn.Conv2d): "(b := nn.Sequential(nn.Conv2d(4, 4, 1), norm(2)), "
     "nn.ReLU(), b)",
@@ -93,7 +94,6 @@ def test_folds_into_layers_in_every_spelling(model: str, case: Any, regime: str)
     shape, *left = case
 
     fast = tried_on(FOLD, model, shape, left, regime=regime)
-
     assert len({node.target for node in fast.graph.nodes if node.op == "call_module"}) == 1
 
 
@@ -141,7 +141,9 @@ BEHIND: dict[Any, str] = {
     over("torch.add(y, c, alpha=2)", conv(), 4, 1, 1); over("y + y.shape[0]", conv(), 4, 1, 1)""",
     ((5, 3), READ_ELSEWHERE): f'over("(y * c, y.mH)", {LINEAR}, 4)',
     ((2, 5, 3), READ_ELSEWHERE): f'over("(z := y.flatten(0, 1)) * c + z", {LINEAR}, 4)',
-    (IMAGE, READ_ELSEWHERE): 'both("m.bn(y := m.conv(x)) + y.view_as(m.conv(x))")',
+    (IMAGE, READ_ELSEWHERE): """
+    both("m.bn(y := m.conv(x)) + y.view_as(m.conv(x))");
+    both("m.bn(y := m.conv(x)) + m.dim(y)", dim=nn.ReLU())""",
     (IMAGE, NOT_ONE): 'over("y * c", nn.Conv2d(3, 1, 3), 4, 1, 1)',  # one channel made four
     ((2, 3), "the constant has more dimensions than what it is combined with"): f"""
     over("y * c", {LINEAR}, 1, 1, 4)""",
@@ -234,7 +236,6 @@ RELIED_ON = {
 @rows("name model later", RELIED_ON)
 def test_a_dtype_that_was_relied_on_is_required_of_later_calls(name, model, later):
     fast = tried_on(name, model, WIDE, 1)
-
     with pytest.raises(optimizer.InputError, match=r"float64 and got torch\.(uint8|float32)"):
         fast(later)
 

@@ -143,7 +143,7 @@ BEHIND: dict[Any, str] = {
     ((2, 5, 3), READ_ELSEWHERE): f'over("(z := y.flatten(0, 1)) * c + z", {LINEAR}, 4)',
     (IMAGE, READ_ELSEWHERE): """
     both("m.bn(y := m.conv(x)) + y.view_as(m.conv(x))");
-    both("m.bn(y := m.conv(x)) + m.dim(y)", dim=nn.ReLU())""",
+    both("m.bn(y := m.conv(x)) + m.dim(y)", dim=nn.Tanh())""",
     (IMAGE, NOT_ONE): 'over("y * c", nn.Conv2d(3, 1, 3), 4, 1, 1)',  # one channel made four
     ((2, 3), "the constant has more dimensions than what it is combined with"): f"""
     over("y * c", {LINEAR}, 1, 1, 4)""",

@@ -81,6 +81,9 @@ _HOLDS = {
     "replaced": "self.one, self.two = nn.LeakyReLU(0.5), nn.Tanh()",
     "trains_within": "self.drop = nn.Dropout(0.5)",
     "norm_trains_within": "self.norm = nn.BatchNorm1d(1)",
+    "writes_weight": "self.held = nn.Parameter(torch.ones(()))",
+    "writes_tail": "self.register_buffer('held', torch.ones(4, dtype=torch.float64))\n"
+    "self.register_buffer('tail', self.held[2:])",
     "own_complex": "self.turn = nn.Parameter(torch.ones(()))",
     "hides": "self.register_buffer('held', torch.ones(()))",
     "shares": "self.register_buffer('held', torch.ones(2, dtype=torch.float64), persistent=False)\n"
@@ -99,6 +102,8 @@ _BODIES = {
     "loops": "return torch.stack([row * 2.0 for row in input]) if len(input) else input",
     "keeps_value": "self.kept = input * 2.0\nreturn input + self.kept",
     "writes_buffer": "self.total.add_(1.0)\nreturn input * self.total",
+    "writes_weight": "with torch.no_grad(): self.held.mul_(2.0)\nreturn input * self.held",
+    "writes_tail": "self.tail.mul_(2.0)\nreturn input * self.held.sum()",
     "writes_input": "return input.mul_(2.0)",
     "shares": "return input * self.kept + self.held[1]",
     "draws_alike": "return input + torch.rand_like(input)",

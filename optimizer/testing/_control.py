@@ -92,6 +92,16 @@ def anew(machine: Machine, text: str) -> str:
     return re.sub(r"\bv\d+\b", lambda n: f"({computed(machine, n[0]) or n[0]})", text)
 
 
+_FUNCTIONS = "transpose movedim tanh sigmoid relu swapaxes add mul sub mean sum softmax maximum"
+_OTHERS = "movedim transpose sigmoid tanh tanh movedim sub sub add sum mean log_softmax minimum"
+_ANOTHER = dict(zip(_FUNCTIONS.split(), _OTHERS.split(), strict=True))
+
+
+def another(_: Machine, text: str) -> str:
+    """With other functions, which take the same."""
+    return re.sub(r"\w+(?=\()", lambda name: _ANOTHER.get(name[0], name[0]), text)
+
+
 def keyword_only(machine: Machine) -> None:
     """The model has an argument that is given by name alone, and is not given."""
     starred = ["*"] * {"*", "*more"}.isdisjoint(machine.defaults)
@@ -167,11 +177,7 @@ def optional_given(machine: Machine) -> None:
 
 def returning(form: str) -> Emit:
     """Return the outputs as `form`, in which `{}` are their names."""
-
-    def emit(machine: Machine) -> None:
-        machine.returned = form
-
-    return emit
+    return lambda machine: setattr(machine, "returned", form)
 
 
 CONTROL: dict[str, Emit] = {
@@ -183,6 +189,7 @@ CONTROL: dict[str, Emit] = {
     "recompute": recomputed(lambda _, text: text),
     "recompute_otherwise": recomputed(otherwise),
     "recompute_anew": recomputed(anew),
+    "recompute_another": recomputed(another),
     "recall": lambda machine: machine.stack.append(machine.history[len(machine.history) // 2]),
     "first": lambda machine: machine.stack.append(machine.history[0]),
     "write_read": write_read,

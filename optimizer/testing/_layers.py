@@ -82,11 +82,6 @@ def residuals(machine: Machine) -> None:
         machine.write(f"{{v}} + {before.name}")
 
 
-def decorated(machine: Machine) -> None:
-    """The model's forward tells arguments given by keyword from others."""
-    machine.decorator = "    @doubled_by_keyword\n"
-
-
 def widen(machine: Machine) -> None:
     """Four numbers in the place of the first one of each row."""
     if machine.top.shape[-1] != 1:
@@ -107,6 +102,8 @@ LAYERS: dict[str, Word] = {
     "linear_subclass": layer("Doubled({last}, {last})"),
     "linear_opaque": layer("Branching({last}, {last})"),
     "scale": layer("Constant({channels})"),
+    "scale_image": layer("Constant({channels})", "({v} > 0).byte() * self.{m}.weight"),
+    "offset_image": layer("Constant({channels})", "({v} > 0).byte() - self.{m}.weight"),
     "scale_last": layer("Constant({last})", "{v}.mul(self.{m}.weight)"),
     "scale_everywhere": layer("Constant({rest})", "{v} * self.{m}.weight"),
     "offset": layer("Constant({channels})", "self.{m}.weight - {v}"),
@@ -182,6 +179,7 @@ RARE_LAYERS: dict[str, Word] = {
     "conv_written": conv("1", "self.{m}.weight.mul_(2.0); self.{m}({v})"),
     "conv_written_later": conv("1", "{n} = self.{m}({v}); self.{m}.weight.mul_(2.0); {n} * 1.0"),
     "bn_written": batchnorm(call="self.{m}.running_mean.add_(1.0); self.{m}({v})"),
+    "bn_trained": batchnorm(call=f"{{n}} = {CALL}; {NORM.replace('{v}', '{n}')}training=True)"),
     "scale_written": layer(
         "Constant({last})", "self.{m}.weight.mul_(2.0); {v}.mul(self.{m}.weight)"
     ),
@@ -207,6 +205,7 @@ CONSTANTS: dict[str, Word] = {
     "constant_expanded": held("(2.0 * {c}).expand(3, -1)[1]"),
     "constant_counter": held("{c} * 2.0", buffer=True, before="{c}.add_(1.0); "),
     "constant_counter_later": held("{c} * 2.0", buffer=True, after="{c}.add_(1.0); "),
+    "constant_item": held("{c}[0].item()", buffer=True, before="{c}.add_(1.0); "),
     "constant_written": held("{c} * 2.0", after="{n}.add_(1.0); "),
     "constant_contiguous_written": held("{c}.abs().contiguous()", after="{n}.mul_(2.0); "),
     "constant_inplace": held("({c} * 2.0).relu_()"),
@@ -228,7 +227,8 @@ CONSTANTS: dict[str, Word] = {
 
 _WRITTEN_PART = "{n} = self.{m}({v}); {n}[0].mul_(2.0); {n}[1].add_(1.0); {v} + {n}[0] * {n}[1]"
 CLASSES: dict[str, Word] = {
-    "decorated": decorated,
+    # The model's forward tells arguments given by keyword from others.
+    "decorated": lambda machine: setattr(machine, "decorator", "    @doubled_by_keyword\n"),
     "draw_normal": "{v} + torch.normal(0.0, 1.0, ())",
     "linear_keyed": layer("Keyed({last}, {last})"),
     "linear_keyed_kw": layer("Keyed({last}, {last})", KEYWORD),

@@ -42,21 +42,17 @@ NOT_RECORDED = frozenset((
     "kept_default", "kept_keyword", "kept_nonlocal", "kept_random", "kept_numpy",
     "py_hides_written", "py_cached", "py_asks_rank", "py_asks_modes", "py_swallows", "py_loops",
     "py_keeps_value", "py_seeds", "py_generator", "py_forks", "py_puts_back",
-    "py_without_gradients", "py_autocasts", "py_shared", "py_exchanged", "py_replaced",
-    "py_trains_within", "py_norm_trains_within", "py_asks_type", "decorated", "more",
+    "py_without_gradients", "py_writes_weight", "py_autocasts", "py_shared", "py_exchanged",
+    "py_replaced", "py_trains_within", "py_norm_trains_within", "py_asks_type", "decorated", "more",
     "attention_alone",
 ))  # fmt: skip
 # Views that lie below the top, to be returned, or that nothing reads.
 HELD = (
-    "dup t01 swap",
-    "dup flatten swap",
-    "dup none_first swap",
-    "dup t01 drop",
-    "dup t12 out drop",
+    "dup t01 swap", "dup flatten swap", "dup none_first swap", "dup t01 drop", "dup t12 out drop",
     "dup dup reshape_as swap",
-)
-# How a value is computed with another number: of what it read, or of that computed anew.
-OTHERWISE = ("otherwise", "anew")
+)  # fmt: skip
+# How a value is computed otherwise: with another number, of values computed anew, by functions.
+OTHERWISE = ("otherwise", "anew", "another")
 # What a program begins with: it reads what is there, or a value of the model's own shape.
 FRESH: tuple[tuple[str, ...], ...] = ((), (), ("arg",), ("first",))
 # What two branches of a model meet in.

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
+from optimizer.testing import _values
 from optimizer.testing._control import CONTROL, RESPELLED
 from optimizer.testing._layers import CLASSES, CONSTANTS, CONVOLUTIONS, LAYERS, NORMS, RARE_LAYERS
 from optimizer.testing._machine import Emit, Word, emit
-from optimizer.testing._values import (
-    ACTIVATIONS,
-    ARITHMETIC,
-    ASSIGNMENTS,
-    IDENTITIES,
-    JOINS,
-    POOLS,
-    RARE,
-    RELUS,
-    RESHAPES,
-    VIEWS,
-)
 
 _WORDS: dict[str, dict[str, Word]] = {
-    "relu": RELUS,
+    "relu": _values.RELUS,
     "layer": LAYERS | NORMS | CONVOLUTIONS,
     "control": {**CONTROL},
-    "arithmetic": ARITHMETIC,
-    "activation": ACTIVATIONS,
-    "pool": POOLS,
-    "shape": RESHAPES,
-    "join": JOINS,
-    "view": VIEWS,
-    "identity": IDENTITIES,
-    "assignment": ASSIGNMENTS,
+    "arithmetic": _values.ARITHMETIC,
+    "activation": _values.ACTIVATIONS,
+    "pool": _values.POOLS,
+    "shape": _values.RESHAPES,
+    "join": _values.JOINS,
+    "view": _values.VIEWS,
+    "identity": _values.IDENTITIES,
+    "assignment": _values.ASSIGNMENTS,
     "constant": CONSTANTS,
-    "rare": RARE | RARE_LAYERS,
+    "rare": _values.RARE | RARE_LAYERS,
     "class": CLASSES,
     "keyword": {**RESPELLED},
 }

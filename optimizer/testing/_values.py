@@ -32,6 +32,7 @@ def assert_finite(machine: Machine) -> None:
 
 
 DROPOUT = "nn.Dropout(0.5)"
+_RANKS = {1: (2, 3), 2: (4,), 3: (4, 5)}  # that they take, channels and all
 SUMMANDS = (
     "torch.full((), 0.5)", "torch.eye(2).sum()", "torch.linspace(0, 1, 3).sum()",
     "torch.logspace(0, 1, 2, 2.0).sum()", "torch.as_tensor(0.5)", "torch.asarray(0.25)",
@@ -184,12 +185,11 @@ IDENTITIES: dict[str, Word] = {
     "dropout_F_train": "F.dropout({v}, 0.25, True)",
     "droppath": "{v} if not self.training else {v} * 0.0",
     "times_one": "{v} * 1.0",
-    "dropout1d": by_rank((2, 3), "nn.Dropout1d(0.5)", DROPOUT),
-    "dropout2d": by_rank((4,), "nn.Dropout2d(0.5)", DROPOUT),
-    "dropout3d": by_rank((4, 5), "nn.Dropout3d(0.5)", DROPOUT),
-    "dropout1d_F": by_rank((2, 3), "F.dropout1d({v}, 0.5, False)", DROPOUT),
-    "dropout2d_F": by_rank((4,), "F.dropout2d({v}, 0.5, False)", DROPOUT),
-    "dropout3d_F": by_rank((4, 5), "F.dropout3d({v}, 0.5, False)", DROPOUT),
+    **{f"dropout{d}d": by_rank(r, f"nn.Dropout{d}d(0.5)", DROPOUT) for d, r in _RANKS.items()},
+    **{
+        f"dropout{d}d_F": by_rank(ranks, f"F.dropout{d}d({{v}}, 0.5, False)", DROPOUT)
+        for d, ranks in _RANKS.items()
+    },
     "dropout_alpha_F": "F.alpha_dropout({v}, 0.5, False)",
     "dropout_alpha_torch": "torch.alpha_dropout({v}, 0.5, False)",
     "dropout_feature_F": "F.feature_alpha_dropout({v}, 0.5, False)",
@@ -213,6 +213,8 @@ IDENTITIES: dict[str, Word] = {
     "broadcast_to": "{v}[:1].broadcast_to({v}.shape) + {v}",
 }
 
+_ROOT = "(2 / 3.141592653589793) ** 0.5"
+_GELU = f"{{v}} * 0.5 * (1 + torch.tanh({_ROOT} * ({{v}} + 0.044715 * {{v}} ** %d)))"
 ACTIVATIONS: dict[str, Word] = {
     "sigmoid": "{v}.sigmoid()",
     "tanh": "torch.tanh({v})",
@@ -247,9 +249,7 @@ ACTIVATIONS: dict[str, Word] = {
     "hardswish": "{v} * F.relu6({v} + 3, inplace=True) / 6",
     "hardsigmoid": "torch.clamp({v} + 3.0, 0, 6) / 6.0",
     "gelu": "{v} * 0.5 * (1 + torch.erf({v} / 2.0**0.5))",
-    "gelu_tanh": (
-        "{v} * 0.5 * (1 + torch.tanh((2 / 3.141592653589793) ** 0.5 * ({v} + 0.044715 * {v} ** 3)))"
-    ),
+    "gelu_tanh": _GELU % 3,
     "sigmoid_module": "nn.Sigmoid()",
     "sigmoid_F": "F.sigmoid({v})",
     "sigmoid_inplace": "{v}.sigmoid_()",
@@ -285,9 +285,7 @@ RARE: dict[str, Word] = {
     "clamp_other": "torch.clamp({v} + 3.0, 0, 5) / 6.0",
     "gate_other": "{v} * torch.sigmoid({v} * 0.5)",
     "hardswish_minus": "{v} * F.relu6({v} - 3) / 6",
-    "gelu_tanh_square": (
-        "{v} * 0.5 * (1 + torch.tanh((2 / 3.141592653589793) ** 0.5 * ({v} + 0.044715 * {v} ** 2)))"
-    ),
+    "gelu_tanh_square": _GELU % 2,
     "leaky_negative": "F.leaky_relu({v}, -0.5)",
     "gelu_tanh_module": 'nn.GELU(approximate="tanh")',
     "T_of_row_and_column": "({v}[..., :1, :].mT + {v}[..., :1].mT).mT",
@@ -319,6 +317,12 @@ def gathered(before: str = "", mask: str = "{n}", after: str = "", source: str =
     """What `mask` chooses of `source`, and one more, written under mask `{n}` after `before`."""
     chosen = f"{{n}} = {{v}} > 0.5; {{n}}_chosen = {source}[{mask}]"
     return f"{chosen}; {before}{{v}}[{{n}}] = {{n}}_chosen + 1.0;{after}"
+
+
+def one_chosen(text: str) -> Word:
+    """The first of some integers, chosen by a mask, becomes a fraction."""
+    first = "{n}_first = torch.arange({v}.numel()).reshape({v}.shape) < 1"
+    return f"{{n}} = ({{v}} > 0) * 2; {first}; {{n}}[{{n}}_first] = {text}; {{v}} + {{n}}"
 
 
 MATMUL = product("{w} @ {v}.mT")
@@ -500,20 +504,13 @@ ASSIGNMENTS: dict[str, Word] = {
     "mask_float_tensor": (
         "{n} = ({v} > 0) * 2; {n}[{v} < 0] = torch.full((), 1.5, dtype={v}.dtype); {v} + {n}"
     ),
-    "mask_one_integer": (
-        "{n} = ({v} > 0) * 2; {n}_first = torch.arange({v}.numel()).reshape({v}.shape) < 1; "
-        "{n}_chosen = torch.full_like({v}, 1.5)[{n}_first]; {n}[{n}_first] = {n}_chosen; "
-        "{v} + {n}"
-    ),
+    "mask_one_integer": one_chosen("torch.full_like({v}, 1.5)[{n}_first]"),
     "index_add_rows": "{n} = torch.arange({v}.dim())[:1]; {v}[{n}] += 1.0;",
     "mask_view": "{v}.transpose(0, 1)[{v}.transpose(0, 1) > 0] = 0.0;",
     "slice": "{v}[..., 0] = 1.0;",
     "mask_copy": "{v}.masked_fill({v} > 0.0, 0.0)",
     "where": "torch.where({v} > 0, {v}, 0.0)",
     "mask_gather_moved": gathered("{n}.copy_({n}.flip(0)); "),
-    "mask_one_product": (
-        "{n} = ({v} > 0) * 2; {n}_first = torch.arange({v}.numel()).reshape({v}.shape) < 1; "
-        "{n}[{n}_first] = {n}[{n}_first] * 1.5; {v} + {n}"
-    ),
+    "mask_one_product": one_chosen("{n}[{n}_first] * 1.5"),
     "mask_put_torch": "torch.index_put_({v}, ({v} > 0,), {v}.sum()); {v} + 0.0",
 }

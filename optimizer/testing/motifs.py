@@ -116,7 +116,7 @@ MOTIFS: dict[str, Motif] = {
         bn; flatten linear4 bn_tiny relu; linear_kw bn_kw; linear by_function bn by_function;
         linear_subclass bn; conv by_function bn; conv_kw bn_kw; conv bn_train; conv bn_nostats;
         conv bn bn_eighth; bn conv; dup conv swap again bn add; conv bn again; block; block again;
-        conv conv tie bn; linear linear tie bn; conv bn_train relu; conv_written again bn; conv
+        conv conv tie bn; linear linear tie bn; conv bn_trained relu; conv_written again bn; conv
         bn_written; linear scale_written; linear reciprocal; linear quarter; linear flatten lower;
         conv flatten_rows halve; linear addmm_scaled halve; conv dup bn swap bn_eighth add; conv
         dup scale swap offset add; conv again bn; dup conv bn swap again again add; dup conv swap
@@ -131,12 +131,13 @@ MOTIFS: dict[str, Motif] = {
         conv_groups
         """,
         """
-        flatten bn linear; bn linear; bn conv_k3; scale_last linear; scale_everywhere conv; offset
-        conv_t; offset conv_stride; relu bn_plain conv_groups; relu bn dup conv add; relu bn
-        relu_statement conv; scale flatten_rows linear; bn_train conv; scale conv again; relu
-        scale idouble_statement conv; offset conv_k3; linear1 widen linear; bn conv_written again;
-        lower conv_k3; offset conv_groups; relu bn_tiny linear; arg_narrow_scaled linear;
-        first_channel relu t12 bn conv stack; shift out scale_last linear; offset out scale conv_t
+        flatten bn linear; bn linear; bn conv_k3; scale_last linear; scale_everywhere conv;
+        scale_image conv; offset_image conv_valid; offset conv_t; offset conv_stride; relu bn dup
+        conv add; relu bn relu_statement conv; scale flatten_rows linear; bn_train conv; scale
+        conv again; relu scale idouble_statement conv; offset conv_k3; linear1 widen linear; bn
+        conv_written again; lower conv_k3; offset conv_groups; relu bn_tiny linear;
+        arg_narrow_scaled linear; first_channel relu t12 bn conv stack; shift out scale_last
+        linear; offset out scale conv_t
         """,
     ),
     "fold_constants": _motif(
@@ -274,18 +275,17 @@ MOTIFS: dict[str, Motif] = {
         shape=(2, 2, 4, 4),
     ),
     "sink_transposes": _motif(
-        "t01 relu t01; cycle shift tanh cycle; t12 dup add T; mT leaky double t12",
+        "t01 relu t01; cycle shift tanh cycle; t12 dup add T; mT leaky t12; t_ends tanh t_ends",
         """
         t01 relu_inplace t01; t01 relu_method_inplace t01; dup t01 swap t01 add t01; dup t01 swap
         t12 add t01; dup t01 swap cycle mul t01; dup t_ends swap movedim add t_ends; dup t_ends
-        swap movedim mul movedim; t01 dup relu t01; t01 relu dup t01; t01 relu dup t01 swap
-        idouble_statement add; t01 iadd t01; t01 tanh t01 idouble_statement residual; dup t01 swap
-        idouble_statement swap double t01 add; cycle dropout relu cycle_back; cycle contiguous
-        relu cycle_back; cycle relu cycle halve cycle; unsqueeze t01 relu t01; t01 softmax_first
-        t01; t12 softmax_last t12; cycle relu_F_inplace cycle_back; dup t01 relu_F_inplace t01
-        add; t01 relu_statement t01; t01_of_two_ranks; T_of_row_and_column; t01_of_one_row; t12
-        flip t12; dup t_ends swap movedim add t_ends; dup tanh swap t01 tanh cycle; t01
-        prelu_channels t01
+        swap movedim mul movedim; t01 relu dup t01 swap idouble_statement add; t01 iadd t01; t01
+        tanh t01 idouble_statement residual; dup t01 swap idouble_statement swap double t01 add;
+        cycle dropout relu cycle_back; cycle contiguous relu cycle_back; cycle relu cycle halve
+        cycle; unsqueeze t01 relu t01; t01 softmax_first t01; t12 softmax_last t12; cycle
+        relu_F_inplace cycle_back; dup t01 relu_F_inplace t01 add; t01 relu_statement t01;
+        t01_of_two_ranks; T_of_row_and_column; t01_of_one_row; t12 flip t12; t_ends
+        recompute_another add t_ends; dup tanh swap t01 tanh cycle; t01 prelu_channels t01
         """,
     ),
 }

@@ -172,8 +172,7 @@ STATE = """
 # eager
 an object that had no attributes [it sets the attribute 'count'] |
     box.count = vars(box).get("count", 0) + 1; return x * box.count
-a table of very many words [by Dynamo: to guard many values takes it long] |
-    words = {str(each): each for each in range(40_000)}
+many words [by Dynamo: to guard many values takes it long] | words = dict.fromkeys(range(40_000))
     def forward(m, x): return x * float(len(words) > 0)
 a global [it sets the global 'count' (a global:] | global count; count += 1; return x * count
 a closure [it sets 'calls' of an enclosing function] | def made(calls=0):

@@ -183,12 +183,9 @@ def test_tests_take_what_is_private_from_one_file() -> None:
     """So that a module that moves is renamed there alone; `tests.quality` is about the inside."""
     tests = [path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "quality"]
     ours = {path: [n for n in everywhere(path) if n.startswith("optimizer.")] for path in tests}
-    private = {p.name for p, names in ours.items() for n in names if "._" in n or is_inside(n)}
-    assert private == {"internals.py"}
-
-
-def is_inside(name: str) -> bool:
-    return room(name) < len(ROOMS) and name != "optimizer.analysis"
+    named = {n for names in ours.values() for n in names} - {"optimizer.analysis"}
+    private = {name for name in named if "._" in name or room(name) < len(ROOMS)}
+    assert {p.name for p, names in ours.items() if private & {*names}} == {"internals.py"}
 
 
 def test_importing_the_package_and_the_models_needs_torch_only() -> None:

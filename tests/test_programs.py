@@ -92,6 +92,7 @@ a second error [it has a try statement] | try: return x.view(2, 6)
     except AttributeError: return x
     except RuntimeError: return -x
 a look into a dict [looks a traced] | x * {2: 2.0}.get(x.dim(), 1.0)
+an assertion on values [it asserts what tensors hold] | assert (x < 99).all(); return x * 2
 what tensors lack [asks what a value has] | mask = getattr(x, "mask", 3); return x * mask
 a gradient [for its attribute 'grad'] | x * 2 if x.grad is None else x
 a weight on a GPU [its control flow depends] | x * 2 if next(m.parameters()).is_cuda else x
@@ -144,6 +145,7 @@ a weight for one call [it uses '_parameters'] |
     p = m.norm._parameters; q = {**p}; p["weight"] = m.scale; y = m.norm(m.linear(x)); p |= q
     return y
 # symbolic
+assertions | assert x.dim() == 2 and x.shape[1] == 4, f"{x.shape}"; assert m; return x * 2
 text in a message | torch._assert(x.dim() == 2, f"{x.dim()} {m.scale.shape[0]}"); return x * 2
 a new tensor of zeros that is written | total = torch.zeros(4); total.add_(x[0]); return total
 random numbers | x + torch.rand(4) + torch.randn(x.shape[0], 1) + torch.ops.aten.rand([4])
@@ -433,6 +435,12 @@ def test_what_a_trial_imports_stays_as_torch_takes_nothing_twice() -> None:
     assert optimizer.optimize(imports.eval(), ROWS).report.remarks
     assert sys.modules.pop("planted")
     assert len(Outside(Forward(lambda m, x: x * bool(sys))).objects) < 100
+
+
+def test_an_assertion_that_was_recorded_fails_as_it_does_in_eager() -> None:
+    fast = optimizer.optimize(Forward("assert x.dim() == 2; return x * 2").eval(), ROWS)
+    with pytest.raises(AssertionError, match="assertion at"):
+        fast(ROWS[0])
 
 
 @pytest.mark.parametrize("name", OF_PROCESS)

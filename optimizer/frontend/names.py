@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimizer.core.errors import require
+from optimizer.core.errors import Refused, require
 from optimizer.core.node import attribute, home_of
 from optimizer.frontend.traceable import numbers_of_numpy
 
@@ -37,7 +37,7 @@ def literal(value: Any) -> Any:
     torch takes both for the same: the dtype of `x * numpy.float64(2)` is that of `x * 2.0`.
 
     Raises:
-        TypeError: an argument has no name that generated code could use.
+        Refused: an argument has no name that generated code could use.
     """
     return fx.node.map_aggregate(value, _literal)
 
@@ -54,7 +54,7 @@ def _literal(value: Any) -> Any:
         return plain
     if type(plain) in _PRINTED and exact:
         return plain
-    raise TypeError(f"code cannot name a {type(value).__name__}")
+    raise Refused(f"code cannot name a {type(value).__name__}")
 
 
 def is_literal(value: Any, within: bool = False) -> bool:
@@ -72,7 +72,7 @@ def is_literal(value: Any, within: bool = False) -> bool:
         return True
     try:
         return _literal(value) is value and (type(value) in _PRINTED or not within)
-    except TypeError:
+    except Refused:
         return False
 
 

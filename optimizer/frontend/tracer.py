@@ -5,8 +5,6 @@ recorded as `x = x + y`, a random tensor or a buffer's value at trace time is ba
 constant, an optional argument is always taken to be given. This tracer records the first
 three as what they are and binds the last to the example's value, behind a guard.
 
-Few forwards can tell what is passed by name. One that can, as a decorator, is not recorded so.
-
 A traced value is no torch.Tensor, so `isinstance(x, torch.Tensor)` would trace a branch that
 eager never takes. A `__class__` that says otherwise is no way out: the argument parser of torch
 believes it and crashes. So the names are shadowed where the code looks them up.
@@ -26,7 +24,7 @@ import threading
 from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, partialmethod
 from types import FrameType
 from typing import Any
 
@@ -38,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from optimizer.core import ops
-from optimizer.core.errors import CaptureError
+from optimizer.core.errors import CaptureError, require
 from optimizer.core.guards import chooses_a_branch, expect_value
 from optimizer.core.inputs import Call, opened
 from optimizer.core.node import is_plain, is_user_code, overrides_call, user_line
@@ -48,13 +46,6 @@ from optimizer.frontend.traceable import Code, is_of_torch, numbers_of_numpy
 _OF_AUTOGRAD = ("grad", "grad_fn", "names")
 _CHANGED_BY_TO = ("device", "dtype", "is_cuda")
 _A_TENSOR = torch.empty(0)
-
-
-def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Value, *operands: Any) -> Any:
-        return self.tracer.create_proxy("call_function", function, (self, *operands), {})
-
-    return method
 
 
 def _refusing(reason: str) -> Any:
@@ -69,6 +60,9 @@ class Value(fx.Proxy):
 
     tracer: Any
     __array_priority__ = torch.Tensor.__array_priority__  # numpy's numbers leave products to it
+
+    def _record(self, function: Callable[..., Any], *operands: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, *operands), {})
 
     def __getattr__(self, name: str) -> Member:
         if name.startswith("_"):
@@ -108,9 +102,18 @@ def _is_message(frame: FrameType) -> bool:
     return then == "RAISE_VARARGS" or (then == "POP_TOP" and bool(_TELLS.match(name)))
 
 
+def _is_asserted(frame: FrameType) -> bool:
+    """Return whether an assertion fails where what a jump asks for its truth is false."""
+    code = [each for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti]
+    jump, after = [each for each in code if each.opname not in ("TO_BOOL", "NOT_TAKEN")][:2]
+    if "IF_FALSE" in jump.opname:
+        after = next(each for each in code if each.offset == jump.argval)
+    return "ASSERTION_ERROR" in after.opname or after.argrepr == "AssertionError"
+
+
 _function: Any
 for _function in (operator.setitem, *ops.INPLACE_OPERATORS):
-    setattr(Value, f"__{_function.__name__}__", _recording(_function))
+    setattr(Value, f"__{_function.__name__}__", partialmethod(Value._record, _function))
 
 
 class Member(Value, fx.proxy.Attribute):
@@ -248,9 +251,14 @@ class Tracer(fx.Tracer):
                 node.meta.pop("is_wrapped", None)  # or the code would mark torch's own for fx
         return graph
 
-    to_bool = _refusing("its control flow depends on a traced value")
     iter = _refusing("it iterates over a traced value")
     keys = _refusing("it asks a traced value for its keys")
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Record what an assertion demands; no other branch may depend on a traced value."""
+        require(_is_asserted(sys._getframe(2)), "its control flow depends on a traced value")
+        self.create_proxy("call_function", torch._assert, (obj, f"assertion at {user_line()}"), {})
+        return True
 
     def is_foreign_thread(self) -> bool:
         """Return whether a thread is not to notice that tracing patches nn.Module for all."""
@@ -270,8 +278,7 @@ class Tracer(fx.Tracer):
             raise CaptureError(f"it changes the shape of a tensor in place ({target})")
         if target in (torch.autograd.grad, "backward", "requires_grad_"):
             raise CaptureError("it uses autograd")
-        if _modes() != self._modes:
-            raise CaptureError("it enters autocast or a gradient mode inside its forward")
+        require(_modes() == self._modes, "it enters autocast or a gradient mode inside its forward")
         node = super().create_node(kind, target, *args, **kwargs)
         node.meta["source"] = user_line()
         return node
@@ -284,12 +291,8 @@ class Tracer(fx.Tracer):
                 raise CaptureError(f"it makes a {type(a).__name__}, which a graph cannot hold")
             items = [(key, self.create_arg(value)) for key, value in a.items()]
             return self.create_node("call_function", type(a), (items,), {})
-        if not (isinstance(a, NUMBERS) or type(a).__module__ == "numpy"):
-            return super().create_arg(a)
-        try:
-            return literal(a)
-        except TypeError as error:
-            raise CaptureError(str(error)) from error
+        is_number = isinstance(a, NUMBERS) or type(a).__module__ == "numpy"
+        return literal(a) if is_number else super().create_arg(a)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
         name = self._names.get(id(attr_val)) if isinstance(attr_val, torch.Tensor) else None
@@ -306,12 +309,11 @@ class Tracer(fx.Tracer):
         return ours or foreign or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        is_foreign = self.is_foreign_thread()
-        if overrides_call(type(m)) and not is_foreign:
-            raise CaptureError("it calls a module whose class has a __call__ of its own")
         known = self.submodule_paths or {}  # the forward may make others, as self.layers[:2]
-        is_made_here = is_of_torch(type(m)) and m not in known
-        if is_foreign or is_made_here or not self.is_leaf_module(m, name := self.path_of_module(m)):
+        is_other = self.is_foreign_thread() or (is_of_torch(type(m)) and m not in known)
+        if overrides_call(type(m)) and not is_other:
+            raise CaptureError("it calls a module whose class has a __call__ of its own")
+        if is_other or not self.is_leaf_module(m, name := self.path_of_module(m)):
             return forward(*args, **kwargs)
         return self.create_proxy("call_module", name, args, kwargs)
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
-from optimizer.core.errors import InputError, Refused
+from optimizer.core.errors import InputError
 from optimizer.core.node import adopt, module_of
 from optimizer.core.ops import MAKE_A_TENSOR, writes
 from optimizer.facts.facts import facts_of, runs_known_code
@@ -36,10 +36,7 @@ def insert_function(
     before: fx.Node, target: Callable[..., Any] | str, args: tuple[Any, ...], **kwargs: Any
 ) -> fx.Node:
     """Call a function, or a method by its name, just before a node that it replaces."""
-    try:
-        args, kwargs = literal((args, kwargs))
-    except TypeError as error:
-        raise Refused(str(error)) from error
+    args, kwargs = literal((args, kwargs))
     kind = "call_method" if isinstance(target, str) else "call_function"
     return insert(before, kind, target, args, kwargs)
 

@@ -14,7 +14,7 @@ from optimizer.core.device import Cuda, Mps, device_of
 from optimizer.core.errors import Refused
 from optimizer.core.guards import GUARDS
 from optimizer.core.inputs import Call, opened, storages_in, tensors_in
-from optimizer.core.node import callee, module_of, name_of_call
+from optimizer.core.node import callee, hold, module_of, name_of_call
 from optimizer.core.ops import MAY_COPY, add_over, mul_over
 from optimizer.core.report import Choice, Refusal, Rewrite, Size
 from optimizer.facts.facts import Facts

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import optimizer
 from optimizer.testing import assert_equivalent, untouched
-from tests.internals import GUARDS, callee, module_of
+from tests.internals import GUARDS, callee, hold, module_of
 
 EXACT = {each.name for each in optimizer.all_passes() if each.numerics == "exact"}
 # How often a pass fires, and gives no reason where it does not; what a graph in which it fired
@@ -38,12 +38,8 @@ class Forward(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in held.items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                self.register_buffer(name, value)
-            else:
-                setattr(self, name, value)
-        text = isinstance(forward, str)
-        self.function: Any = function_of(self.arguments, forward) if text else forward
+            hold(self, name, value)
+        self.function: Any = forward if callable(forward) else function_of(self.arguments, forward)
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self, x)

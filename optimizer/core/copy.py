@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from optimizer.core.context import forked_rng
-from optimizer.core.errors import CaptureError
+from optimizer.core.errors import CaptureError, require
 from optimizer.core.inputs import CopyOfTensors
 
 _IMMUTABLE = frozenset((bool, int, float, str, type(None)))
@@ -51,7 +51,7 @@ def structural_copy(
         CaptureError: an attribute cannot be copied; a tensor not `is_ordinary`, if `only_ordinary`.
     """
     try:
-        memo: dict[Any, Any] = {"modules": {*map(id, model.modules())}}
+        memo: dict[Any, Any] = {"modules": {*map(id, model.modules())}, "closures": []}
         copies = _Snapshot(model, dict(onto or {}))
         for key, tensor in copies.tensors.items():
             is_parameter, ordinary = key in copies.parameters, key in copies.places
@@ -60,9 +60,12 @@ def structural_copy(
             copied = copies.of(tensor) if ordinary else _clone(tensor, only_ordinary)
             memo[key] = _like_tensor(tensor, copied)
         with CopyOfTensors(copies.renewed):  # also of views that lists and objects hold
-            return cast(ModuleType, _copied(model, memo))
+            result = cast(ModuleType, _copied(model, memo))
+        shared = any(id(each) in memo for each in memo["closures"])
+        require(not shared, "a function in it holds a part of the model itself")
     except Exception as error:  # locks, handles, sparse tensors: whatever a model may hold
         raise CaptureError(f"the model cannot be copied: {error}") from error
+    return result
 
 
 def snapshot(model: nn.Module) -> tuple[nn.Module, bool]:
@@ -112,11 +115,9 @@ def _copied_items(items: dict[Any, Any], copied: Any, memo: dict[Any, Any]) -> A
 
 
 def _copied_object(value: Any, memo: dict[Any, Any]) -> Any:
-    """Return a deep copy; raise a TypeError if it is of other plain values, or holds the model."""
+    """Return a deep copy; raise a TypeError if it is of other plain values."""
     cells = [each for each in getattr(value, "__closure__", None) or () if each != CellType()]
-    held = [getattr(each.cell_contents, "__self__", each.cell_contents) for each in cells]
-    if any(id(each) in memo for each in held):
-        raise TypeError("a function in it holds a part of the model itself")
+    memo["closures"] += [getattr(c.cell_contents, "__self__", c.cell_contents) for c in cells]
     copied = copy.deepcopy(value, memo)
     for name, attribute in getattr(value, "__dict__", {}).items():
         plain = type(attribute) in _IMMUTABLE and not name.startswith("__")  # which wrappers set

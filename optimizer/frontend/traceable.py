@@ -29,6 +29,7 @@ from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils._pytree import LeafSpec, TreeSpec
 
+from optimizer.core.inputs import is_record
 from optimizer.core.node import HOOKS, NOT_USER_CODE, is_plain, is_user_code
 
 _INSTRUCTION = re.compile(
@@ -317,9 +318,11 @@ class Code:
 
     def _look_up(self, spaces: list[Any], names: Set[str]) -> Iterator[str]:
         for space in spaces:
-            at = vars(space).get if isinstance(space, nn.Module) else partial(self._value_at, space)
+            is_module = isinstance(space, nn.Module)
+            at = vars(space).get if is_module else partial(self._value_at, space)
             for name in sorted(names & (vars(space).keys() - OF_EVERY_MODULE)):
-                yield from self._visit(at(name), name)
+                is_own = is_module and is_record(at(name))  # a snapshot has a copy of it
+                yield from (self._look_into if is_own else self._visit)(at(name), name)
 
 
 def _constructors(kind: type) -> list[Any]:

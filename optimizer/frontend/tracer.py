@@ -45,7 +45,6 @@ from optimizer.frontend.traceable import Code, is_of_torch, numbers_of_numpy
 
 _OF_AUTOGRAD = ("grad", "grad_fn", "names")
 _CHANGED_BY_TO = ("device", "dtype", "is_cuda")
-_A_TENSOR = torch.empty(0)
 
 
 def _refusing(reason: str) -> Any:
@@ -150,7 +149,7 @@ def _is_instance(value: Any, kinds: Any) -> bool:
         return isinstance(value.tensor, kinds)
     classes = kinds if isinstance(kinds, tuple) else (kinds,)
     if value.tracer.is_tensor(value.node) and all(map(_is_clear, classes)):
-        return isinstance(_A_TENSOR, kinds)
+        return issubclass(torch.Tensor, kinds)
     raise CaptureError("it asks for the type of an intermediate value")
 
 
@@ -161,8 +160,7 @@ def _is_clear(kind: Any) -> bool:
 
 
 def _of_no_value(function: Callable[..., Any], reason: str, value: Any, *rest: Any) -> Any:
-    if isinstance(value, Value):
-        raise CaptureError(reason)
+    require(not isinstance(value, Value), reason)
     return function(value, *rest)
 
 
@@ -178,13 +176,12 @@ def _get(code: Code, owner: Any, name: str, *default: Any) -> Any:
 _TESTS = frozenset(
     code for name, code in dis.opmap.items() if name.endswith(("IS_OP", "_IF_NONE", "_IF_NOT_NONE"))
 )
-_STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def sees_how_it_is_called(forward: Callable[..., Any]) -> bool:
     """Return whether a forward can tell what is passed by name: one with `*args, **kwargs` can."""
     outer, inner = inspect.signature(forward, follow_wrapped=False), inspect.signature(forward)
-    stars = any(parameter.kind in _STARS for parameter in outer.parameters.values())
+    stars = any("VAR_" in parameter.kind.name for parameter in outer.parameters.values())
     return stars or list(outer.parameters) != list(inner.parameters)
 
 
@@ -209,8 +206,7 @@ class RecordConstants(TorchFunctionMode):
         of_another_kind = isinstance(func, torch._C.ScriptMethod | torch._ops.HigherOrderOperator)
         if of_another_kind or not (traced or (constant and name not in ops.METADATA)):
             return func(*args, **kwargs)
-        if not traced and name in ops.READS_DATA:
-            raise CaptureError("it reads the value of a tensor")
+        require(traced or name not in ops.READS_DATA, "it reads the value of a tensor")
         # fx asks torch whether it is a method, which swaps the filters of warnings each time.
         if func in overrides._get_tensor_methods() or name == "__get__":
             return self.tracer.create_proxy("call_method", name, args, kwargs)

@@ -1,8 +1,4 @@
-"""Models that cannot be optimized run as they are, with a remark, or are a typed error.
-
-Either way the caller's model is the same afterwards, and what can be optimized around a part
-that cannot is.
-"""
+"""Models that cannot be optimized run as they are, with a remark, or are a typed error."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`python -m benchmarks compare`: what is measured when, what is kept, and what is told.
-
-The suite of the small repository has samples that are drawn and not timed, so that no verdict
-depends on the machine.
-"""
+"""`python -m benchmarks compare`: what is measured when, what is kept, and what is told."""
 
 from __future__ import annotations
 

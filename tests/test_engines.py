@@ -1,7 +1,4 @@
-"""Compilers and runtimes that others keep: which are offered, and what they are held to.
-
-Only what an engine itself may get wrong is tried on a real one, all else on a stub.
-"""
+"""Compilers and runtimes that others keep: which are offered, and what they are held to."""
 
 from __future__ import annotations
 

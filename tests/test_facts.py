@@ -75,10 +75,6 @@ def hooked(layer, hook):
     return layer
 
 
-def doubles(layer, *_):
-    layer.weight.mul_(2.0)
-
-
 def written_by_a_child():
     model = layers("m.child(x); return m.image_norm(m.conv(x))").requires_grad_(False)
     model.child = Opaque(lambda m, x: m.held[0].weight.mul_(2.0), model.conv)
@@ -87,8 +83,14 @@ def written_by_a_child():
 
 def written_by_a_hook():
     model = layers("return m.child(x) + m.image_norm(m.conv(x))").requires_grad_(False)
-    model.child = hooked(nn.Conv2d(3, 4, 3), doubles)
+    model.child = hooked(nn.Conv2d(3, 4, 3), lambda layer, *_: (layer.weight.mul_(2.0), None)[1])
     model.child.weight = model.conv.weight
+    return model
+
+
+def weighted_plainly():
+    model = layers("m.conv.weight.mul_(2); return m.image_norm(m.conv(x))")
+    vars(model.conv)["weight"] = model.conv._parameters.pop("weight").detach()
     return model
 
 
@@ -146,6 +148,10 @@ CASES = {
         (lambda: layers("m.norm(m.linear(x)) + m.linear(-x).relu()"), [(SEVERAL,), (ROWS,)], ""),
     "a layer that an opaque child writes":
         (written_by_a_child, [(IMAGE,), (IMAGE,)], "the forward writes their tensors"),
+    "a weight that is no parameter, written before":
+        (weighted_plainly, [(IMAGE,), (IMAGE,)], "the forward writes their tensors"),
+    "a factor that is written": (lambda: layers("m.c.add_(1); return m.linear(x) * m.c",
+        c=torch.ones(())), [(ROWS,), (ROWS,)], "the forward writes their tensors"),
     "a layer whose weight a hook of another writes":
         (written_by_a_hook, [(IMAGE,), (IMAGE,)], ""),
 }  # fmt: skip

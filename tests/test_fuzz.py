@@ -1,7 +1,4 @@
-"""Generated models, optimized, compute what they computed: each pass alone, and all together.
-
-`optimize` runs with its own check off: the oracle of `optimizer.testing` is the judge.
-"""
+"""Generated models, optimized, compute what they computed: each pass alone, and all together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What becomes of a model that Dynamo recorded: its weights, later calls and what looks at them.
-
-Which programs it records, and that they do what they do in eager, is in test_programs.py.
-"""
+"""What becomes of a model that Dynamo recorded: its weights, later calls and what looks at them."""
 
 from __future__ import annotations
 

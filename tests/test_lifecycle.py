@@ -1,7 +1,4 @@
-"""Before, after and around `optimize`: the caller's model and process, threads, faults.
-
-And what else takes the result: fx, torch.export, torch.compile, ONNX, another optimize.
-"""
+"""Before, after and around `optimize`: the caller's model and process, threads, faults."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Every operation that a pass or a table of operations names is one that some word produces.
-
-What is feasible follows from what the package speaks of, and not from the words there are.
-"""
+"""Every operation that a pass or a table of operations names is one that some word produces."""
 
 from __future__ import annotations
 

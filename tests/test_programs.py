@@ -34,8 +34,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 ROWS = torch.linspace(-2.0, 3.0, 12).reshape(3, 4)
 PREAMBLE = """
-import collections, contextlib, dataclasses, functools, itertools, math, operator, os
-import random, time, types, warnings, weakref
+import collections, contextlib, dataclasses, enum, functools, itertools, logging, math, operator
+import os, random, time, types, typing, weakref
 import numpy as np
 import torch
 from torch import nn
@@ -44,9 +44,10 @@ from tests.test_programs import ROWS, Bare, Model, Pair
 def step(): listed[0] += 1; return listed[0]
 Record = dataclasses.make_dataclass("Record", ["n"])
 count, listed, history, settings, box = 0, [0], [], Record(2.0), types.SimpleNamespace()
-table = {"n": 0, "step": step, "tanh": torch.tanh, "scales": [1.0, 2.0], "none": None}
 pair, proxy = Pair([], step), types.MappingProxyType({"step": step})
-outside = nn.Linear(4, 4); outside.calls = 0
+Two, Triple = (type("Sub", (each,), {}) for each in (Pair, tuple)); log = logging.getLogger("a")
+class Slot: __slots__ = "log"
+class Slots(Slot): __slots__ = ("unset",)
 """
 Pair = namedtuple("Pair", "first second")
 Bare = type("Bare", (dict,), {})  # of which pytree knows no keys
@@ -97,8 +98,7 @@ what tensors lack [asks what a value has] | mask = getattr(x, "mask", 3); return
 a gradient [for its attribute 'grad'] | x * 2 if x.grad is None else x
 a weight on a GPU [its control flow depends] | x * 2 if next(m.parameters()).is_cuda else x
 a note on a weight [for its attribute 'note'] | weight = nn.Parameter(torch.ones(4))
-    weight.note, held = 3.0, {"weight": weight}
-    def forward(m, x): return x * m.weight.note
+    weight.note, held = 3.0, {"weight": weight}; forward = lambda m, x: x * m.weight.note
 tensors in a list [cannot be recorded: Cannot access] |
     held = {"kept": [torch.eye(4).to_sparse(), torch.ones(4, requires_grad=True)]}
     def forward(m, x): return x @ m.kept[0] * (1 + m.kept[1].requires_grad)
@@ -120,6 +120,13 @@ a tensor by default [the default of 'w'] | class model(nn.Module):
 a __call__ of the model [hooks, parametrizations or] | class model(Model):
         def __call__(self, x): return super().__call__(x) + 1
     def forward(m, x): return x * 2
+a layer that counts [sets the global] | def own(x): global count; count += 1; return x
+    class Own(nn.Module): pass
+    held = {"c": Own()}; held["c"].forward = own; forward = lambda m, x: m.c(x) * (1 + count)
+a hooked child that counts [it sets the global] | class Child(nn.Module):
+        def forward(self, x): global count; count += 1; return x
+    held = {"child": Child()}; held["child"].register_forward_hook(lambda *called: None)
+    def forward(m, x): return m.child(x) * (1 + count)
 members that are exchanged [its forward changes a module] |
     held = {"pair": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])}
     def forward(m, x): m.pair[0], m.pair[1] = m.pair[1], m.pair[0]; return m.pair[0](x)
@@ -135,8 +142,7 @@ None in a layer's result [may test a value] | held = {"of": nn.MultiheadAttentio
     def forward(m, x): return x * 2 if m.of(x, x, x, need_weights=False)[1] is None else x + 1
 a child that counts [it changes what its code finds] | class Counter(nn.Module):
         def forward(self, x): listed[0] += 1; return x * listed[0]
-    held = {"child": Counter()}
-    def forward(m, x): return m.child(m.linear(x))
+    held = {"child": Counter()}; forward = lambda m, x: m.child(m.linear(x))
 a child with a hook that changes what its parent read [a hook or parametrization] |
     held = {"child": nn.ReLU()}; held["child"].register_forward_hook(lambda *c: history.append(1))
     def forward(m, x): n = len(history); return m.child(m.linear(x)) * (n + 1)
@@ -147,16 +153,16 @@ a weight for one call [it uses '_parameters'] |
 # symbolic
 assertions | assert x.dim() == 2 and x.shape[1] == 4, f"{x.shape}"; assert m; return x * 2
 text in a message | torch._assert(x.dim() == 2, f"{x.dim()} {m.scale.shape[0]}"); return x * 2
-a new tensor of zeros that is written | total = torch.zeros(4); total.add_(x[0]); return total
+zeros that are written | log.debug("zeros"); total = torch.zeros(4); total.add_(x[0]); return total
 random numbers | x + torch.rand(4) + torch.randn(x.shape[0], 1) + torch.ops.aten.rand([4])
-operators that write | y = x.T; y += 1.0; y *= 2.0; y -= x.T; return y
+operators that write | y = x.T.__mul__(2); y += 1.0; y *= 2.0; y -= x.T; return y
 statistics that are computed | F.batch_norm(m.linear(x), m.flag * 3, m.flag + 2)
 a number before the matrices | x.addmm(2, x, m.linear.weight) * torch.mul(x.size(0) + 1, 2).sqrt()
 a weight that is computed | F.linear(x, m.linear.weight * 2)
 layers that it makes | nn.Sequential(m.linear, m.norm)[:1](nn.Tanh()(x)) + nn.Dropout(1.0)(x)
 a weak reference to the model | class Child(nn.Module):
         def __init__(self, parent): super().__init__(); self.parent = weakref.ref(parent)
-        def forward(self, x): return x * self.parent().weight
+        def forward(self, x): return x * self.parent().weight * isinstance(self, Child)
     class model(nn.Module):
         def __init__(self):
             super().__init__(); self.weight = nn.Parameter(torch.ones(4)); self.child = Child(self)
@@ -195,10 +201,6 @@ a row of a buffer in a list | class model(nn.Module):
             self.register_buffer("kept", torch.zeros(3, 4)); self.rows = [self.kept[0]]
         def forward(self, x): self.kept.copy_(x[:1]); return x + self.rows[0]
 # eager: it reaches
-octets | octets = bytearray(1)
-    def forward(m, x): octets[0] += 1; return x * octets[0]
-an older generator | dice = np.random.RandomState(0)
-    def forward(m, x): return x * float(dice.rand())
 a table with methods of its own | class Table(collections.OrderedDict):
         def __getitem__(self, key): return super().__getitem__(key) + 0.5
         def __setitem__(self, key, value): super().__setitem__(key, value + 1)
@@ -218,15 +220,38 @@ a list on a layer | held = {"own": nn.Linear(4, 4)}; held["own"].log = []
 HELD = {
     "a nested dict": ("{'a': [0]}", "kept['a'].append(1) or len(kept['a'])"),
     "a numpy generator": ("np.random.default_rng(0)", "float(kept.random())"),
+    "an older generator": ("np.random.RandomState(0)", "float(kept.rand())"),
     "an array": ("np.zeros(1)", "float(np.add(kept, 1, out=kept)[0])"),
 }
-for _name, (_make, _step) in HELD.items():
+MEMBER, LOG = "enum.Enum('E', {'A': []}).A", "kept.log.append(1) or len(kept.log)"
+ANY, PART = "lambda *of: step()", "type(kept).__add__ = functools.partialmethod(lambda *of: step())"
+REACHED = {
+    "a key that counts": ("{step: 0}", "[*kept][0]()"),
+    "a partial": ("functools.partial(lambda a: a.append(1) or len(a), [])", "kept()"),
+    "a partial by name": ("functools.partial(lambda a: a.append(1) or len(a), a=[])", "kept()"),
+    "a pair": ("pair", "kept.first.append(1) or len(kept.first)"),
+    "octets": ("bytearray(1)", "kept.append(1) or len(kept)"),
+    "a proxy": ("proxy", "kept['step']()"),
+    "a dict of another class": ("Bare(a=[])", "kept['a'].append(1) or len(kept['a'])"),
+    "a list in a member": (MEMBER, "kept.value.append(1) or len(kept.value)"),
+    "a method of a member": (MEMBER, "kept.take()", f"type(kept).take = {ANY}"),
+    "an operator": (MEMBER, "kept + 1", f"type(kept).__add__ = {ANY}"),
+    "a partial operator": (MEMBER, "kept + 1", PART),
+    "an item of a class": ("Two(1, 2)", "Two[1]", f"Two.__class_getitem__ = classmethod({ANY})"),
+    "a list on a tensor": ("torch.zeros(1)", LOG, "kept.log = []"),
+    "a list on a pair": ("Two(1, 2)", LOG, "kept.log = []"),
+    "a list on a tuple": ("Triple()", LOG, "kept.log = []"),
+    "a list in a slot": ("Slots()", LOG, "kept.log = []"),
+}
+for _name, (_make, _step, *_more) in (HELD | REACHED).items():
+    _reached = _make[:2] in ("np", "Tr", "Ba", "Sl", "by") or "partial" in str(_more)
     STATE += f"""
-# eager: {"it changes what its code finds" if _make[0] in "[{" else "it reaches kept, a "}
+# eager: {"it reaches " if _reached else "it changes what its code finds"}
 {_name} that is held | kept = {_make}
-    held = {{"kept": kept}}
-    def step(kept): return {_step}
-    def forward(m, x): return x * step(m.kept)
+    {_more[0] if _more else ""}
+    held = {{"kept": {"kept" if _name in HELD else None}}}
+    def taken(kept): return {_step}
+    def forward(m, x): return x * taken({"m." * (_name in HELD)}kept)
 """
 
 # What `capture` takes, or refuses with the model untouched.
@@ -248,16 +273,18 @@ a mapping that cannot be read | lazy = type("Lazy", (dict,), {"values": None})(s
 a gradient mode | x * (1 + torch.is_grad_enabled())
 a record that a global holds too | kept = Record(2.0); held = {"kept": kept}
     def forward(m, x): return x * m.kept.n * kept.n
+numpy's options for a block | with np.errstate(all="warn"): return x * 2
+a hidden method of torch's [it finds 'train' by getattr()] | getattr(m, "tra" + "in")().linear(x)
 numpy's options [it asks the process] | (np.seterr(all="warn"), x)[1]
 # eager: it uses
 setting | setattr(m, "n", 1) or x
 a __dict__ | x * len(m.__dict__)
+a global by another way | x * step.__globals__["count"]
 a layer that is changed | m.train().linear(x)
 # eager: it changes what its code finds
 a function that is wrapped |
     def counting(function): return functools.wraps(function)(lambda *a: function(*a) * step())
-    relu = counting(F.relu)
-    def forward(m, x): return relu(x)
+    relu = counting(F.relu); forward = lambda m, x: relu(x)
 # eager: holds a part of the model itself
 a record that a hook changes | child = nn.ReLU()
     hook = lambda kept: child.register_forward_hook(lambda *_: setattr(kept, "n", kept.n + 1))
@@ -266,8 +293,7 @@ a record that a hook changes | child = nn.ReLU()
 # symbolic
 a record that the model holds | held = {"kept": Record([2.0])}
     def forward(m, x): return x * m.kept.n[0]
-an enumeration | from enum import Enum
-    Mode = Enum("Mode", "ONE TWO"); held = {"mode": Mode.TWO}
+an enumeration | Mode = enum.Enum("Mode", "ONE TWO"); held = {"mode": Mode.TWO}
     def forward(m, x): return x if m.mode == Mode.ONE else -x
 pure functions | math.sqrt(4) * functools.reduce(operator.mul, [x, torch.mul(x.shape[0], 2).sqrt()])
 """

@@ -1,7 +1,4 @@
-"""What a recording rests on, and is held to: None, types, modes, settings, how it is called.
-
-What a call returns belongs to its caller, who may write it: no constant, and nothing twice.
-"""
+"""What a recording rests on, and is held to: None, types, modes, settings, how it is called."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The result is a snapshot: what is written to the original later is not seen, nor in part.
-
-Another checkpoint: `refit` takes one of the original, `load_state_dict` only its own.
-"""
+"""The result is a snapshot: what is written to the original later is not seen, nor in part."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The fuzz kit itself: what it generates, how it shrinks, what it reports and leaves behind.
-
-`check_pass` fails where it checked nothing, and sees each guard of the pages' passes go.
-"""
+"""The fuzz kit itself: what it generates, how it shrinks, what it reports and leaves behind."""
 
 from __future__ import annotations
 

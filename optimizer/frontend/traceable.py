@@ -19,7 +19,7 @@ from abc import ABCMeta
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache, partial, partialmethod
 from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 from weakref import ReferenceType
@@ -70,7 +70,7 @@ _LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _LOADS_NAME = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _ASK_FOR_AUTOCAST = ("AttributeError", "TypeError", "amp", "torch")
 _OF_CLASSES = frozenset(("__class__", "__init__", "__module__", "__name__", "__qualname__"))
-_NOT_IMPLICIT = ("__init__", "__repr__", "__setstate__")  # what Python does not call in a forward
+_NOT_IMPLICIT = ("__init__", "__init_subclass__", "__repr__", "__setstate__")  # by no forward
 _OPERATORS = vars(operator).keys() - {"__call__"}
 # Of torch's: what asks the process or changes it. A guard holds calls to the autocast of a model.
 _ASKS_THE_PROCESS = re.compile(
@@ -185,8 +185,7 @@ class Code:
             self._spaces.append(module)
             yield from self._look_up([module], self.names)
             yield from self._visit_class(type(module))
-            if is_plain(module):  # others are called as they are
-                yield from self._visit(type(module).forward, "forward")
+            yield from self._visit(type(module).forward, "forward")
         while self._pending:
             yield from self._follow(self._pending.pop())
         of_functions = {id(own) for f in self.functions for own in (vars(f), f.__kwdefaults__)}
@@ -229,7 +228,7 @@ class Code:
         if value is MISSING and path in vars(builtins).keys() - _BUILTINS:
             yield f"it uses {path}()"
         for name in rest:
-            if not isinstance(value, ModuleType | type) or member(value, name) is MISSING:
+            if not isinstance(value, ModuleType | type):
                 break
             if _is_of_the_process(value):
                 yield f"it asks the process for {path}"
@@ -277,8 +276,8 @@ class Code:
             is_of_model = any(value in type(module).__mro__ for module in self.modules)
             contents = [] if is_of_model else _constructors(value)
         elif isinstance(value, tuple | enum.Enum | torch.Tensor):
-            inside = value if isinstance(value, tuple) else attributes(value).values()
-            contents = [type(value), *inside]
+            items = value if isinstance(value, tuple) else ()
+            contents = [type(value), *items, *attributes(value).values()]
         for each in contents:
             yield from self._visit(each, name)
 
@@ -313,7 +312,7 @@ class Code:
             yield from self._look_up([base], self.names)
             for name, method in vars(base).items():
                 implicit = name[:2] == "__" == name[-2:] and name not in _NOT_IMPLICIT
-                if isinstance(method, FunctionType) and implicit:
+                if implicit and isinstance(method, FunctionType | classmethod | partialmethod):
                     yield from self._visit(method, name)
 
     def _look_up(self, spaces: list[Any], names: Set[str]) -> Iterator[str]:

@@ -237,7 +237,7 @@ REACHED = {
     "a method of a member": (MEMBER, "kept.take()", f"type(kept).take = {ANY}"),
     "an operator": (MEMBER, "kept + 1", f"type(kept).__add__ = {ANY}"),
     "a partial operator": (MEMBER, "kept + 1", PART),
-    "an item of a class": ("Two(1, 2)", "Two[1]", f"Two.__class_getitem__ = classmethod({ANY})"),
+    "an item": ("Two(1, 2)", "type(kept)[1]", f"Two.__class_getitem__ = classmethod({ANY})"),
     "a list on a tensor": ("torch.zeros(1)", LOG, "kept.log = []"),
     "a list on a pair": ("Two(1, 2)", LOG, "kept.log = []"),
     "a list on a tuple": ("Triple()", LOG, "kept.log = []"),

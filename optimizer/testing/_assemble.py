@@ -72,8 +72,9 @@ for _each in IN_PLACE:
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        path = (self.submodule_paths or {}).get(m)  # the forward may make others
+        return self.create_proxy("call_module", path, args, kwargs) if path else forward(*args)
 
     def create_arg(self, a: Any) -> Any:
         return super().create_arg(a.item() if type(a).__module__ == "numpy" else a)

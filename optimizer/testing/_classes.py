@@ -84,6 +84,7 @@ _HOLDS = {
     "writes_weight": "self.held = nn.Parameter(torch.ones(()))",
     "writes_tail": "self.register_buffer('held', torch.ones(4, dtype=torch.float64))\n"
     "self.register_buffer('tail', self.held[2:])",
+    "casts": "self.held = nn.Parameter(torch.ones(()))",
     "own_complex": "self.turn = nn.Parameter(torch.ones(()))",
     "hides": "self.register_buffer('held', torch.ones(()))",
     "shares": "self.register_buffer('held', torch.ones(2, dtype=torch.float64), persistent=False)\n"
@@ -94,6 +95,8 @@ _BODIES = {
     "cached": "if not self.cache: self.cache['sum'] = torch.arange(3.0).sum()\n"
     "return input + self.cache['sum']",
     "asks_type": "return input * (2.0 if isinstance(input, torch.Tensor) else 3.0)",
+    "asks_dtype": "return input * (2.0 if isinstance(input, torch.DoubleTensor) else 3.0)",
+    "casts": "return input.to(next(self.parameters()).dtype) * 2.0",
     "asks_none": "return input * (3.0 if input is None else 2.0)",
     "asks_rank": "return input * (2.0 if input.dim() > 2 else 3.0)",
     "asks_modes": "return input * (2.0 if torch.is_grad_enabled() else 3.0)",

@@ -157,7 +157,7 @@ def finished(text: str, *, norms: bool = True) -> Emit:
 
     def emit(machine: Machine) -> None:
         for layer in machine.layers[-1:]:
-            if norms or "norm" not in layer:
+            if norms or "Norm" not in repr(machine.model.get_submodule(layer)):
                 machine.write(";", finishing=text.format(f"self.{layer}"))
 
     return emit
@@ -231,16 +231,10 @@ CONTROL: dict[str, Emit] = {
 
 # Each keeps the shape and the dtype, and may change the numbers or the memory.
 KEYWORDS = {
-    "alpha": "0.5",
-    "beta": "0.25",
-    "rounding_mode": "'floor'",
-    "memory_format": "torch.contiguous_format",
-    "divisor_override": "3",
-    "count_include_pad": "False",
-    "accumulate": "True",
-    "scale": "0.75",
-    "is_causal": "True",
-}
+    "alpha": "0.5", "beta": "0.25", "rounding_mode": "'floor'",
+    "memory_format": "torch.contiguous_format", "divisor_override": "3",
+    "count_include_pad": "False", "accumulate": "True", "scale": "0.75", "is_causal": "True",
+}  # fmt: skip
 _LISTS = frozenset(("shape", "size", "dims"))
 _NAMESPACES: dict[str, Any] = {"torch": torch, "F": functional, "nn": nn}
 

@@ -43,8 +43,8 @@ NOT_RECORDED = frozenset((
     "py_hides_written", "py_cached", "py_asks_rank", "py_asks_modes", "py_swallows", "py_loops",
     "py_keeps_value", "py_seeds", "py_generator", "py_forks", "py_puts_back",
     "py_without_gradients", "py_writes_weight", "py_autocasts", "py_shared", "py_exchanged",
-    "py_replaced", "py_trains_within", "py_norm_trains_within", "py_asks_type", "decorated", "more",
-    "attention_alone",
+    "py_replaced", "py_trains_within", "py_norm_trains_within", "py_asks_type", "py_asks_dtype",
+    "decorated", "more", "attention_alone",
 ))  # fmt: skip
 # Views that lie below the top, to be returned, or that nothing reads.
 HELD = (
@@ -79,7 +79,7 @@ def models(
     Args:
         alphabet: programs, each a token or several separated by spaces, that the model is made
             of; by default each model draws one of `SWARMS`.
-        focus: name of a pass that the models are to be about, see `swarm`; any by default.
+        focus: name of a pass, or "capture", that they are to be about, see `swarm`; any by default.
         shapes: of the input; with a `focus`, by default also that of its motif, and that often.
         regimes: of the data; those that are finite by default.
         layouts: of the inputs; those that may be written to by default.
@@ -91,7 +91,7 @@ def models(
         KeyError: no motif is known for `focus`.
         ValueError: one of them is empty.
     """
-    if focus is not None and shapes is SHAPES:  # a third of them: its own
+    if focus in MOTIFS and shapes is SHAPES:  # a third of them: its own
         shapes = [*SHAPES, *[MOTIFS[focus].shape] * (len(SHAPES) // 2)]
     pieces = None if alphabet is None else list(alphabet)
     others = [[*each] for each in (shapes, regimes, layouts, entries)]
@@ -160,15 +160,14 @@ def swarm(focus: str | None, number: int) -> list[str]:
     held, or a layer is called on something else too.
 
     Args:
-        focus: name of the pass whose motif it is; if None, half the numbers have the motif of some
-            pass, and the others any words.
-        number: of the vocabulary; the same gives the same. Without a focus, one of 32 has some
-            of what is `NOT_RECORDED`.
+        focus: name of the pass whose motif it is; else every second has that of any pass.
+        number: of the vocabulary; the same gives the same. Without a focus, one of 32 has a word
+            that is `NOT_RECORDED`, about "capture" one of 4: one alone, as each hides the others.
     """
     random = Random(f"{focus} {number}")
     motif = Motif(fires=tuple(random.sample(list(TOKENS), 16)))
-    if focus is not None or random.random() < 0.5:
-        motif = MOTIFS[focus or random.choice(list(MOTIFS))]
+    if focus in MOTIFS or random.random() < 0.5:
+        motif = MOTIFS[focus if focus in MOTIFS else random.choice(list(MOTIFS))]
 
     def half(choices: Iterable[str]) -> list[str]:
         kept = [*choices]
@@ -215,10 +214,11 @@ def swarm(focus: str | None, number: int) -> list[str]:
         for _ in range(changes):
             program = changed(program)
         programs.append(" ".join([*random.choice(FRESH), *program]))
-    few = [] if focus or number % 32 else random.sample(sorted(NOT_RECORDED), 8) * 4
-    every = planted + programs + few
-    recorded = [each for each in every if NOT_RECORDED.isdisjoint(each.split())]
-    return recorded if recorded and not few else every
+    share = {None: 32, "capture": 4}.get(focus, 0)
+    alone = sorted(NOT_RECORDED)[number // (share or 1) % len(NOT_RECORDED)]
+    few = [alone] * 16 if share and number % share == 0 else []
+    every = planted + programs
+    return [each for each in every if NOT_RECORDED.isdisjoint(each.split())] + few or every
 
 
 @cache

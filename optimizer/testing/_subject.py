@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 import optimizer
+from optimizer._optimize import Run
 from optimizer.core.device import Program
 from optimizer.core.inputs import tensors_in
 from optimizer.lowering import candidates, choose
@@ -43,6 +44,7 @@ class Optimize:
         spoilt: whether every region gets, in the place of what the device has, a candidate that
             makes new tensors, as a fused kernel does, and others that are wrong, which only their
             verification can keep out. Fused kernels have tests of their own.
+        dynamo: whether it may record what stand-ins do not, which takes a second.
     """
 
     level: int = 1
@@ -50,11 +52,12 @@ class Optimize:
     engines: str | tuple[str, ...] = "auto"
     examples: bool = True
     spoilt: bool = False
+    dynamo: bool = True
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         names = ("level", "only", "engines")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        with warnings.catch_warnings(), _everything_pays(spoilt=self.spoilt):
+        with warnings.catch_warnings(), _everything_pays(self.spoilt, self.dynamo):
             warnings.simplefilter("error")  # a pass that raises costs a user nothing but a warning
             nothing_said_of_the_model()
             given = inputs if self.examples else None
@@ -131,11 +134,12 @@ def _won_by_what_is_new(
 
 
 @contextmanager
-def _everything_pays(*, spoilt: bool) -> Iterator[None]:
+def _everything_pays(spoilt: bool, dynamo: bool = True) -> Iterator[None]:
     patches: list[AbstractContextManager[Any]] = [
         patch.object(fuse, "WORTHWHILE", 1),
         patch.object(choose.Times, "race", _won_by_what_is_new),
     ]
+    patches += [patch.object(Run, "_by_dynamo", lambda _, reason: reason)] * (not dynamo)
     if spoilt:
         patches.append(patch.object(choose, "policy_of", lambda inputs: Policy(_spoilt)))
         patches.append(patch.dict(candidates.CANDIDATES, _KERNELS))
@@ -153,7 +157,7 @@ class LoweringAll(nn.Module):
         self.module = module
 
     def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
-        with suppress(optimizer.InputError), _everything_pays(spoilt=True):
+        with suppress(optimizer.InputError), _everything_pays(True):
             if not named:  # else it is differentiated, by the portable code
                 self.module.lower(inputs)
         return self.module(*inputs, **named)

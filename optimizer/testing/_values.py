@@ -39,9 +39,7 @@ SUMMANDS = (
     "torch.scalar_tensor(0.5)", "torch.tril_indices(2, 2).sum()", "torch.triu_indices(2, 2).sum()",
     "torch.empty_strided((2,), (1,)).fill_(0.5).sum()",
 )  # fmt: skip
-DRAWS = (
-    "torch.rand(())", "torch.randn(())", "torch.randint(0, 3, ())", "torch.randperm(3)[0]",
-)  # fmt: skip
+DRAWS = ("torch.rand(())", "torch.randn(())", "torch.randint(0, 3, ())", "torch.randperm(3)[0]")
 NUMBERS = (
     "{v}.ndim", "{v}.ndimension()", "{v}.nelement() * 0", "{v}.element_size() * 0",
     "{v}.storage_offset() * 0", "{v}.stride()[0] * 0", "{v}.get_device()", "{v}.is_complex()",
@@ -49,11 +47,9 @@ NUMBERS = (
 )  # fmt: skip
 # What is made of floating point numbers in another dtype, and done there: it rounds nothing.
 _KINDS = {
-    "integer": "({v} > 0) * 3 - 1",
-    "truth": "{v} > 0",
-    "imaginary": "{v} * (1 + 2j)",
+    "integer": "({v} > 0) * 3 - 1", "truth": "{v} > 0", "imaginary": "{v} * (1 + 2j)",
     "single": "({v} > 0).float()",
-}
+}  # fmt: skip
 _DEEDS = {
     "promoted": "{n} = {n} * 1.5 + 1",
     "both": "{n} = torch.stack([{n} * 1, {n} * 1.0])[0]",
@@ -222,6 +218,7 @@ ACTIVATIONS: dict[str, Word] = {
     "leaky_module": "nn.LeakyReLU(0.25)",
     "prelu": "nn.PReLU()",
     "prelu_channels": "nn.PReLU({c})",
+    "leaky_made": "-nn.LeakyReLU(0.25)({v})",
     "leaky_inplace": "F.leaky_relu_({v}, 0.5)",
     "relu6": "nn.ReLU6()",
     "relu6_F": "F.relu6({v})",

@@ -178,7 +178,7 @@ MOTIFS: dict[str, Motif] = {
         mask_accumulate; relu mask_accumulate; clone mask_row; dup t01 shift swap clone
         mask_below; dup t01 tanh swap clone mask_below; dup clone swap idouble_statement swap
         mask_below; dup clone arg idouble_statement drop mask_below; mask_integers; mask_booleans;
-        mask_complex; clone mask_integer_tensor; mask_float_tensor; two_devices mask
+        mask_complex; clone mask_integer_tensor; mask_float_tensor; two_devices mask; into mask
         """,
     ),
     "lower_masked_update": _motif(
@@ -203,7 +203,7 @@ MOTIFS: dict[str, Motif] = {
         """,
     ),
     "recognize_attention": _motif(
-        "attention relu; dup t01 attention_scaled add; linear attention",
+        "attention relu; dup t01 attention_scaled add; linear attention; attention_scaled_twice",
         """
         attention_maps; attention_masked; attention_columns; attention idouble_statement;
         attention t12 mask; dup attention idouble_statement add; flatten_rows attention; dup dup
@@ -216,7 +216,7 @@ MOTIFS: dict[str, Motif] = {
         linear_matmul bn; linear_matmul again; dup linear_matmul swap linear_matmul tie add;
         linear_matmul linear tie; t12 linear_matmul; flatten linear_matmul hook relu;
         matmul_written; matmul_written again; addmm_scaled; flatten addmm_scaled relu; flatten
-        linear_addmm; matmul_vector; flatten addmm_number; flatten addmm_row
+        linear_addmm; matmul_vector; flatten addmm_number; flatten addmm_row; matmul_same
         """,
     ),
     "remove_clones": _motif(
@@ -281,7 +281,7 @@ MOTIFS: dict[str, Motif] = {
         t12 add t01; dup t01 swap cycle mul t01; dup t_ends swap movedim add t_ends; dup t_ends
         swap movedim mul movedim; t01 relu dup t01 swap idouble_statement add; t01 iadd t01; t01
         tanh t01 idouble_statement residual; dup t01 swap idouble_statement swap double t01 add;
-        cycle dropout relu cycle_back; cycle contiguous relu cycle_back; cycle relu cycle halve
+        cycle_computed relu cycle; cycle contiguous relu cycle_back; cycle relu cycle halve
         cycle; unsqueeze t01 relu t01; t01 softmax_first t01; t12 softmax_last t12; cycle
         relu_F_inplace cycle_back; dup t01 relu_F_inplace t01 add; t01 relu_statement t01;
         t01_of_two_ranks; T_of_row_and_column; t01_of_one_row; t12 flip t12; t_ends

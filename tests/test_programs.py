@@ -93,7 +93,6 @@ a second error [it has a try statement] | try: return x.view(2, 6)
     except AttributeError: return x
     except RuntimeError: return -x
 a look into a dict [looks a traced] | x * {2: 2.0}.get(x.dim(), 1.0)
-an assertion on values [it asserts what tensors hold] | assert (x < 99).all(); return x * 2
 what tensors lack [asks what a value has] | mask = getattr(x, "mask", 3); return x * mask
 a gradient [for its attribute 'grad'] | x * 2 if x.grad is None else x
 a weight on a GPU [its control flow depends] | x * 2 if next(m.parameters()).is_cuda else x
@@ -151,6 +150,7 @@ a weight for one call [it uses '_parameters'] |
     p = m.norm._parameters; q = {**p}; p["weight"] = m.scale; y = m.norm(m.linear(x)); p |= q
     return y
 # symbolic
+an assertion on values | assert (x < 99).all(); return x * 2
 assertions | assert x.dim() == 2 and x.shape[1] == 4, f"{x.shape}"; assert m; return x * 2
 text in a message | torch._assert(x.dim() == 2, f"{x.dim()} {m.scale.shape[0]}"); return x * 2
 zeros that are written | log.debug("zeros"); total = torch.zeros(4); total.add_(x[0]); return total

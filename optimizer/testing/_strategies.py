@@ -44,7 +44,8 @@ NOT_RECORDED = frozenset((
     "py_keeps_value", "py_seeds", "py_generator", "py_forks", "py_puts_back",
     "py_without_gradients", "py_writes_weight", "py_autocasts", "py_shared", "py_exchanged",
     "py_replaced", "py_trains_within", "py_norm_trains_within", "py_asks_type", "py_asks_dtype",
-    "decorated", "more", "attention_alone",
+    "decorated", "more", "attention_alone", "unknown_py_hides_written", "unknown_py_keeps_value",
+    "unknown_py_seeds",
 ))  # fmt: skip
 # Views that lie below the top, to be returned, or that nothing reads.
 HELD = (

@@ -15,6 +15,7 @@ import re
 import sys
 import textwrap
 from collections import namedtuple
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -271,6 +272,9 @@ an object | x * settings.n
 a mapping that cannot be read | lazy = type("Lazy", (dict,), {"values": None})(scale=2.0)
     def forward(m, x): return x * lazy["scale"]
 a gradient mode | x * (1 + torch.is_grad_enabled())
+a record of the class | class model(nn.Module):
+        kept = Record(2.0)
+        def forward(self, x): return x * self.kept.n
 a record that a global holds too | kept = Record(2.0); held = {"kept": kept}
     def forward(m, x): return x * m.kept.n * kept.n
 numpy's options for a block | with np.errstate(all="warn"): return x * 2
@@ -424,13 +428,9 @@ def assert_equal(expected: Any, actual: Any, **options: Any) -> None:
 
 @torch.no_grad()
 def observed(module: nn.Module, given: Any) -> Any:
-    result = pytree.tree_map(lambda each: copy.deepcopy(detached(each)), module(given))
-    left = [*map(detached, pytree.tree_leaves(given))]
+    detached = partial(pytree.tree_map_only, Tensor, Tensor.detach)
+    result, left = copy.deepcopy(detached(module(given))), pytree.tree_leaves(detached(given))
     return result, left, torch.rand(1), random.random(), np.random.rand()
-
-
-def detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 def optimized(name: str, *, example: bool = True, within: int = 0, **options: Any) -> Any:

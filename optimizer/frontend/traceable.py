@@ -320,8 +320,9 @@ class Code:
             is_module = isinstance(space, nn.Module)
             at = vars(space).get if is_module else partial(self._value_at, space)
             for name in sorted(names & (vars(space).keys() - OF_EVERY_MODULE)):
-                is_own = is_module and is_record(at(name))  # a snapshot has a copy of it
-                yield from (self._look_into if is_own else self._visit)(at(name), name)
+                value = at(name)
+                is_own = is_module and is_record(value) and not is_immutable(value)  # it is copied
+                yield from (self._look_into if is_own else self._visit)(value, name)
 
 
 def _constructors(kind: type) -> list[Any]:

@@ -1,9 +1,8 @@
 """Programs that are hard to record: what each front end makes of them, call by call as in eager.
 
-A program is the text of a module, `name [words] | text`, with further lines indented. Each model
-runs a text of its own: what one keeps outside itself is not what another does. A text without a
-`def forward` is what one returns. Above it stands the front end that records it, or that it is left
-in eager; its words, or those of all of them there, are some of the first remark.
+A program is the text of a module of its own, `name [words] | text`, with further lines indented;
+without a `def forward` it is what one returns. Above it stands the front end that records it, or
+that it is left in eager; its words, or those of all there, are some of the first remark.
 """
 
 from __future__ import annotations
@@ -151,8 +150,7 @@ a weight for one call [it uses '_parameters'] |
     p = m.norm._parameters; q = {**p}; p["weight"] = m.scale; y = m.norm(m.linear(x)); p |= q
     return y
 # symbolic
-an assertion on values | assert (x < 99).all(); return x * 2
-assertions | assert x.dim() == 2 and x.shape[1] == 4, f"{x.shape}"; assert m; return x * 2
+assertions | assert x.dim() == 2 and x.shape[1] == 4, f"{x}"; assert (x < 99).all(); return x * 2
 text in a message | torch._assert(x.dim() == 2, f"{x.dim()} {m.scale.shape[0]}"); return x * 2
 zeros that are written | log.debug("zeros"); total = torch.zeros(4); total.add_(x[0]); return total
 random numbers | x + torch.rand(4) + torch.randn(x.shape[0], 1) + torch.ops.aten.rand([4])
@@ -258,6 +256,9 @@ for _name, (_make, _step, *_more) in (HELD | REACHED).items():
 # What `capture` takes, or refuses with the model untouched.
 PROCESS = """
 # eager
+a layer of its own that it makes [is not installed as a submodule] |
+    Made = type("Made", (nn.Module,), {"forward": lambda made, x: x * step()})
+    def forward(m, x): return Made()(x)
 a decorator of torch [forward() is decorated by] | @torch.no_grad()
     def forward(m, x): return x * 2
 a hidden method [it finds 'helper' by getattr()] | getattr(m, "hel" + "per")(x)
@@ -272,9 +273,8 @@ an object | x * settings.n
 a mapping that cannot be read | lazy = type("Lazy", (dict,), {"values": None})(scale=2.0)
     def forward(m, x): return x * lazy["scale"]
 a gradient mode | x * (1 + torch.is_grad_enabled())
-a record of the class | class model(nn.Module):
-        kept = Record(2.0)
-        def forward(self, x): return x * self.kept.n
+a record of the class |
+    model = type("Own", (nn.Module,), {"kept": Record(2.0), "forward": lambda s, x: x * s.kept.n})
 a record that a global holds too | kept = Record(2.0); held = {"kept": kept}
     def forward(m, x): return x * m.kept.n * kept.n
 numpy's options for a block | with np.errstate(all="warn"): return x * 2

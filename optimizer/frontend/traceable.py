@@ -70,7 +70,7 @@ _LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _LOADS_NAME = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _ASK_FOR_AUTOCAST = ("AttributeError", "TypeError", "amp", "torch")
 _OF_CLASSES = frozenset(("__class__", "__init__", "__module__", "__name__", "__qualname__"))
-_NOT_IMPLICIT = ("__init__", "__init_subclass__", "__repr__", "__setstate__")  # by no forward
+_NOT_IMPLICIT = ("__init__", "__init_subclass__", "__repr__", "__setstate__")  # no forward runs it
 _OPERATORS = vars(operator).keys() - {"__call__"}
 # Of torch's: what asks the process or changes it. A guard holds calls to the autocast of a model.
 _ASKS_THE_PROCESS = re.compile(

@@ -57,7 +57,7 @@ class Optimize:
     def __call__(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         names = ("level", "only", "engines")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        with warnings.catch_warnings(), _everything_pays(self.spoilt, self.dynamo):
+        with warnings.catch_warnings(), _everything_pays(spoilt=self.spoilt, dynamo=self.dynamo):
             warnings.simplefilter("error")  # a pass that raises costs a user nothing but a warning
             nothing_said_of_the_model()
             given = inputs if self.examples else None
@@ -134,7 +134,7 @@ def _won_by_what_is_new(
 
 
 @contextmanager
-def _everything_pays(spoilt: bool, dynamo: bool = True) -> Iterator[None]:
+def _everything_pays(*, spoilt: bool, dynamo: bool = True) -> Iterator[None]:
     patches: list[AbstractContextManager[Any]] = [
         patch.object(fuse, "WORTHWHILE", 1),
         patch.object(choose.Times, "race", _won_by_what_is_new),
@@ -157,7 +157,7 @@ class LoweringAll(nn.Module):
         self.module = module
 
     def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
-        with suppress(optimizer.InputError), _everything_pays(True):
+        with suppress(optimizer.InputError), _everything_pays(spoilt=True):
             if not named:  # else it is differentiated, by the portable code
                 self.module.lower(inputs)
         return self.module(*inputs, **named)
